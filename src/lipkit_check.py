@@ -117,13 +117,13 @@ def spend(count, what, work=0):
 
 def up(x):
     """The next number of the grid."""
-    return Fraction(-(-x.numerator * GRID // x.denominator), GRID)
+    return Fraction(-(-x.numerator * GRID // x.denominator), GRID)  # the ceiling: minus the floor of -x
 
 
 def root(x):
     """A square root, rounded up."""
     n = -(-x.numerator * GRID * GRID // x.denominator)
-    r = math.isqrt(n)
+    r = math.isqrt(n)  # rounded down, so one more unless it is exact
     return Fraction(r + (r * r < n), GRID)
 
 
@@ -154,7 +154,7 @@ class Floats:
 
     def rounding(self, n):
         """Relative error of an inner product of n terms and what is done with it next."""
-        return gamma(n + 3)
+        return gamma(n + 3)  # n terms, and a bias, a factor and a sum at most
 
     def scale(self, c, s):
         return c * s
@@ -203,11 +203,11 @@ class Integers:
 
     def of(self, a):
         bits = np.array(a, np.float64).view(np.int64)
-        exponent = (bits >> 52) & 2047
-        mantissa = (bits & ((1 << 52) - 1)) | np.where(exponent > 0, np.int64(1) << 52, 0)
-        places = np.maximum(exponent, 1) - 1075 + PLACES
+        exponent = (bits >> 52) & 2047  # float64: a sign, 11 bits of exponent, 52 of mantissa
+        mantissa = (bits & ((1 << 52) - 1)) | np.where(exponent > 0, np.int64(1) << 52, 0)  # subnormal: no leading 1
+        places = np.maximum(exponent, 1) - 1075 + PLACES  # 1075 = 1023 of the exponent + 52 of the mantissa
         need(np.all(places <= 9), "--exact: a number of 2^18 or more")
-        down = np.minimum(-np.minimum(places, 0), 62)
+        down = np.minimum(-np.minimum(places, 0), 62)  # further down, nothing is left of 53 bits
         found = np.where(places >= 0, mantissa << np.maximum(places, 0), mantissa >> down)
         return np.where(bits < 0, -found, found), self.unit
 
@@ -217,7 +217,7 @@ class Integers:
     def dot(self, c, a):
         c, a = (np.ascontiguousarray(v) for v in (c, a))
         (c1, c0), (a1, a0) = ((v >> 22, v & ((1 << 22) - 1)) for v in (c, a))
-        p, q = (int(np.abs(v).max(initial=0)) + 1 for v in (c1, a1))
+        p, q = (int(np.abs(v).max(initial=0)) + 1 for v in (c1, a1))  # + 1: >> rounds negative numbers down
         low = 1 << 22
         need(c.shape[-1] * max(p * q, (p + q) * low, low * low) < 1 << 62, "--exact: numbers too large for 64 bits")
 
@@ -240,7 +240,7 @@ class Integers:
 
     def shift(self, a, s):
         need(int(np.abs(a).max(initial=0)) << max(s, 0) < 1 << 62, "--exact: numbers too large for 64 bits")
-        return a << s if s >= 0 else a >> -s
+        return a << s if s >= 0 else a >> -s  # a floor: one unit lost at most
 
     def rowsum(self, a):
         return self.number(np.abs(a).sum(-1).max())
@@ -298,7 +298,7 @@ def _powers(a):
     size = ops.rowsum(a)
     if not size:
         return size
-    first = min(0, _exponent(size))
+    first = min(0, _exponent(size))  # small matrices are enlarged: fixed point keeps few of their digits
     columns = np.ascontiguousarray(ops.shift(a, -first).swapaxes(1, 2))
     p, start = symmetric(ops.dot(columns, columns)), n * ops.unit
     square = ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))
@@ -323,13 +323,13 @@ def _powers(a):
                 for scale in reversed(scales):
                     bound = root(bound * scale)
                 best = min(best, bound)
-            b, e = b * b, e * (2 * b + e) + rounding
+            b, e = b * b, e * (2 * b + e) + rounding  # (M + E)^2 - M^2, and the rounding of the product
     return best * Fraction(2) ** first
 
 
 def symmetric(p):
     """The lower triangles on both sides: each entry still has the error that Theorem 1 allows it."""
-    return np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)
+    return np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)  # -1: the diagonal once
 
 
 def _exponent(x):
@@ -352,16 +352,16 @@ def wave(angle):
     """cos and sin of an angle of modulus up to 8 that counts 2^-200, as integers that count 2^-62."""
     term, sums = 1 << 200, [0, 0]
     for j in range(1, 120):
-        sums[(j - 1) % 2] += term if (j - 1) % 4 < 2 else -term
+        sums[(j - 1) % 2] += term if (j - 1) % 4 < 2 else -term  # signs + + - -: cos takes even powers, sin odd ones
         term = (term * angle >> 200) // j
-    return sums[0] >> 138, sums[1] >> 138
+    return sums[0] >> 138, sums[1] >> 138  # 138 = 200 - 62
 
 
 def cosines(turns, n):
     """cos and sin of 2 pi ``turns`` / n, turns an integer array, as integers that count 2^-62."""
     which, place = np.unique(turns % n, return_inverse=True)
     spend(len(which) << 8, "the angles of a transform")
-    waves = [wave(TURN * k // n) for k in which.tolist()]
+    waves = [wave(TURN * k // n) for k in which.tolist()]  # each angle once
     table = np.array(waves, object).reshape(-1, 2)[place.reshape(-1)]
     return table[:, 0].reshape(turns.shape), table[:, 1].reshape(turns.shape)
 
@@ -435,7 +435,7 @@ def symbol(kernel, error, sides, starts, dilation, strides):
     """Theorem 3: the real blocks of kernels (g, m, n, kh, kw) on a circle of ``sides``, and the error of an entry."""
     (h, w), (kh, kw), (sh, sw) = sides, kernel.shape[3:], strides
     g, m, n = kernel.shape[:3]
-    columns = w // 2 + 1 if sh * sw == 1 else w
+    columns = w // 2 + 1 if sh * sw == 1 else w  # of real kernels the others are conjugates; strides mix both halves
     spend(4 * g * m * n * h * columns + 16 * h * columns * kh * kw, f"a convolution on {h} x {w}")
     rows, cols = (np.arange(k) * d - p for k, d, p in zip((kh, kw), dilation, starts, strict=True))
     turns = np.add.outer(np.outer(np.arange(h), rows) * w, np.outer(np.arange(columns), cols) * h)
@@ -472,12 +472,12 @@ def convolution(config, get, shape):
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     if padding == "same":
         need(set(stride) == {1}, "a stride of 1")
-        pads = [(s // 2, s - s // 2) for s in spans]
+        pads = [(s // 2, s - s // 2) for s in spans]  # as torch pads: the odd one behind
     else:
         padding = [0] * (2 - flat) if padding == "valid" else padding
         pads = [(p, p) for p in ([0, *padding] if flat else padding)]
     need(shape[0] == cin and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
-    most = [n - (mode == "reflect") for n in sides]
+    most = [n - (mode == "reflect") for n in sides]  # a reflection does not repeat the border
     need(all(0 <= p <= n for pad, n in zip(pads, most, strict=True) for p in pad), f"padding {padding}")
     padded = [n + left + right for n, (left, right) in zip(sides, pads, strict=True)]
     out = [(n - span - 1) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True)]
@@ -485,7 +485,7 @@ def convolution(config, get, shape):
     stored = get("weight", (cout, cin // g, *(kernel[1:] if flat else kernel)))
     (w, error), bias = ops.of(stored.reshape(g, cout // g, -1)), get.bias(config, cout)
     n, taps = w.shape[2], kernel[0] * kernel[1]
-    disjoint = all(s > span for s, span in zip(stride, spans, strict=True))
+    disjoint = all(s > span for s, span in zip(stride, spans, strict=True))  # no pixel in two windows
     disjoint &= mode == "zeros" or not any(map(any, pads))
     repeated, blocks = 1, None
     if mode in ("reflect", "replicate"):
@@ -501,7 +501,7 @@ def convolution(config, get, shape):
                 circle[i] = -(-((padded if repeated > 1 else sides)[i] + spans[i]) // stride[i]) * stride[i]
             else:
                 repeated *= -(-((out[i] - 1) * stride[i] + 1) // sides[i])
-                strides[i] = stride[i] if sides[i] % stride[i] == 0 else 1
+                strides[i] = stride[i] if sides[i] % stride[i] == 0 else 1  # else a part of the outputs without stride
         split = w.reshape(g, cout // g, cin // g, *kernel)
         stack, wave_error = symbol(split, error, circle, [p for p, _ in pads], dilation, strides)
         norm = root(spectral(stack, wave_error) ** 2 / math.prod(strides))
@@ -533,7 +533,7 @@ def transposed(config, get, shape):
     cin, cout, g = config["in_channels"], config["out_channels"], config["groups"]
     need(shape[0] == cin and g >= 1 and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
     edges = [(d * (k - 1) - p, d * (k - 1) - p + m) for d, k, p, m in zip(dilation, kernel, pads, more, strict=True)]
-    apart = [(n - 1) * s + 1 for n, s in zip(shape[1:], stride, strict=True)]
+    apart = [(n - 1) * s + 1 for n, s in zip(shape[1:], stride, strict=True)]  # s - 1 zeros between two inputs
     wide = grown(cin, *(n + left + right for n, (left, right) in zip(apart, edges, strict=True)))
     out = tuple(n - d * (k - 1) for n, d, k in zip(wide[1:], dilation, kernel, strict=True))
     stored = get("weight", (cin, cout // g, *(kernel[1:] if flat else kernel))).reshape(g, cin // g, cout // g, *kernel)
@@ -541,7 +541,7 @@ def transposed(config, get, shape):
     turned |= {"padding": pads, "dilation": dilation, "groups": g}
     adjoint = convolution(turned, Tensors({"weight": stored.reshape(cin, cout // g, *kernel)}), (cout, *out))
     need(min(more) >= 0 and adjoint.shape == shape, f"an output padding below the stride, got {more}")
-    tensors = {"weight": stored.swapaxes(1, 2)[..., ::-1, ::-1].reshape(cout, cin // g, *kernel)}
+    tensors = {"weight": stored.swapaxes(1, 2)[..., ::-1, ::-1].reshape(cout, cin // g, *kernel)}  # turned by half
     tensors |= {"bias": get("bias", (cout,))} if config["bias"] else {}
     turned |= {"in_channels": cin, "out_channels": cout, "stride": [1, 1], "padding": [0, 0], "bias": config["bias"]}
     plain, final = convolution(turned, Tensors(tensors), wide), (cout, out[1]) if flat else (cout, *out)
@@ -556,7 +556,7 @@ def transposed(config, get, shape):
 
 def frequencies(h, w):
     """The order in which symbols are stored: self-conjugate frequencies, then one of each pair."""
-    rows, cols = ([0, n // 2] if n % 2 == 0 else [0] for n in (h, w))
+    rows, cols = ([0, n // 2] if n % 2 == 0 else [0] for n in (h, w))  # frequencies that are their own negatives
     above, right = range(1, (h + 1) // 2), range(1, (w + 1) // 2)
     if h * w <= 64:
         pairs = [(i, j) for i in rows for j in right] + [(i, j) for i in above for j in cols]
@@ -571,7 +571,7 @@ def transform(h, w):
     """Orthonormal transform of real h x w images to half of their spectrum: along the width, then along the height."""
     half = w // 2 + 1
     cos, sin = cosines(np.outer(np.arange(half), np.arange(w)), w)
-    weight = [math.isqrt((1 if 2 * j % w == 0 else 2) << 124) for j in range(half)]
+    weight = [math.isqrt((1 if 2 * j % w == 0 else 2) << 124) for j in range(half)]  # sqrt(2) for two conjugates
     wide = np.stack((cos, -sin), 1) * np.array(weight, object)[:, None, None] // math.isqrt(w << 124)
     cos, sin = (t * (1 << 62) // math.isqrt(h << 124) for t in cosines(np.outer(np.arange(h), np.arange(h)), h))
     tall = np.stack((np.stack((cos, sin), 2), np.stack((-sin, cos), 2)), 1)
@@ -594,7 +594,7 @@ def fourier(config, get, shape):
     for q, (i, j) in enumerate(pairs):
         imaginary = pair[q, 1] if parts == 2 else zeros
         grid[i % kh, j % kw], grid[-i % kh, -j % kw] = (pair[q, 0], imaginary), (pair[q, 0], -imaginary)
-    cells = [grid[i, j] for j in range(half) for i in range(kh)]
+    cells = [grid[i, j] for j in range(half) for i in range(kh)]  # column by column, as the transform has them
     stack = complex_blocks(np.stack([cell[0] for cell in cells]), np.stack([cell[1] for cell in cells]))
     (wide, tau), (tall, _) = transform(kh, kw)
     norm = spectral(stack, error)
@@ -657,7 +657,7 @@ def taylor(config, get, shape):
     for i, j in itertools.product(range(terms + 1), repeat=2):
         if (i + j) % 2 == 0:
             q[(i + j) // 2] += inverse[i] * inverse[j] * (1 if (i - j) % 4 == 0 else -1)
-    cells, high, scale = 512, Fraction(0), math.factorial(terms) ** 2
+    cells, high, scale = 512, Fraction(0), math.factorial(terms) ** 2  # scale: the common denominator of all q
 
     def terms_of(sign, x):
         total, power = 0, 1  # exactly, in integers
@@ -699,7 +699,7 @@ def unary(name, slope, function, exact=False, scale=1):
         s = Fraction(slope(config, get) if callable(slope) else slope)
         factor = Fraction(scale(config) if callable(scale) else scale)
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
-        b = lost * root(Fraction(math.prod(shape))) if lost else Fraction(0)
+        b = lost * root(Fraction(math.prod(shape)))
         function(np.zeros(1), config)  # asks for its arguments
         return Node(shape, s, lambda c: function(c, config), lost, b)
 
@@ -711,11 +711,8 @@ def leaky(config, get, shape):
     need(len(stored) in (1, shape[0]), f"{len(stored)} slopes, got {shape}")
     slope, error = ops.of(np.asarray(stored, np.float64).reshape(-1, *(1,) * (len(shape) - 1)))
     norm = max(Fraction(1), largest(slope) + error)
-
-    def forward(c):
-        return np.where(c > 0, c, ops.scale(c, slope))
-
-    node = Node(shape, norm, forward, ops.rounding(1) * norm + error, ops.unit * root(Fraction(math.prod(shape))))
+    a, b = ops.rounding(1) * norm + error, ops.unit * root(Fraction(math.prod(shape)))
+    node = Node(shape, norm, lambda c: np.where(c > 0, c, ops.scale(c, slope)), a, b)
     node.restricted = bool((slope >= 0).all()) and norm == 1
     return node
 
@@ -817,7 +814,7 @@ def householder(config, get, shape):
     spend(angles.size << 11, f"{angles.size} angles")
     nodes = []
     for row in angles:
-        units = [int(Fraction(v) * (1 << 199)) for v in row.tolist()]
+        units = [int(Fraction(v) * (1 << 199)) for v in row.tolist()]  # half of the angle, in units of 2^-200
         waves = np.array([[*wave(2 * v), *wave(v)] for v in units], object)
         table, tau = ops.table(waves.T.reshape(4, n // 2, *(1,) * (len(shape) - 1)))
         lost = 5 * (ops.rounding(2) + 2 * tau)
@@ -826,7 +823,7 @@ def householder(config, get, shape):
         def fold(c, table=table):
             a, b = c[:, : n // 2], c[:, n // 2 :]
             cos, sin, half_cos, half_sin = table
-            keep = ops.scale(a, half_sin) > ops.scale(b, half_cos)
+            keep = ops.scale(a, half_sin) > ops.scale(b, half_cos)  # the side of the line that stays
             turned = ops.add(ops.scale(a, cos), ops.scale(b, sin)), ops.add(ops.scale(a, sin), -ops.scale(b, cos))
             return np.concatenate((np.where(keep, a, turned[0]), np.where(keep, b, turned[1])), 1)
 
@@ -920,7 +917,7 @@ def _windows(n, k, s, p, d, ceil):
     need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
     free = n + 2 * p - d * (k - 1) - 1
     out = (-(-free // s) if ceil else free // s) + 1
-    out -= ceil and (out - 1) * s >= n + p
+    out -= ceil and (out - 1) * s >= n + p  # torch drops a last window that starts behind the input
     return np.arange(out) * s - p
 
 
@@ -1012,15 +1009,11 @@ def max_pool(config, get, shape):
         index = starts[:, None] + np.arange(k) * d
         inside = (index >= 0) & (index < n)
         need(bool(inside.any(1).all()), "pooling windows inside their input")
-        shared *= int(np.bincount(index[inside]).max())
+        shared *= int(np.bincount(index[inside]).max())  # windows of one pixel, at most: Theorem 5
         # A place outside takes the value of one inside: the maximum stays.
         axes.append(np.where(inside, index, np.where(inside, index, -1).max(1)[:, None]))
-
-    def forward(c):
-        return c[:, :, axes[0]].max(3)[:, :, :, axes[1]].max(4)
-
-    room = shape[0] * axes[0].size * max(shape[2], axes[1].size)
-    return Node((shape[0], len(axes[0]), len(axes[1])), root(Fraction(shared)), forward, room=room)
+    room, out = shape[0] * axes[0].size * max(shape[2], axes[1].size), (shape[0], len(axes[0]), len(axes[1]))
+    return Node(out, root(Fraction(shared)), lambda c: c[:, :, axes[0]].max(3)[:, :, :, axes[1]].max(4), room=room)
 
 
 def average_pool(config, get, shape):
@@ -1047,7 +1040,7 @@ def average_pool(config, get, shape):
         need(all(counts) and all(a < b for a, b in ends), "pooling windows that are not empty")
         table = np.zeros((len(ends), n), object)
         for row, (a, b), count in zip(table, ends, counts, strict=True):
-            row[a:b] = (1 << 62) // count
+            row[a:b] = (1 << 62) // count  # a floor: less than one unit off
         made.append(ops.table(table))
     (tall, tau), (wide, _) = made
 
@@ -1074,7 +1067,7 @@ def rearrangement(config, get, shape):
     """Modules that move, drop and repeat numbers: the root of how often one is there, which is counted."""
     forward = _moves(config, shape)
     index = forward(np.arange(1, math.prod(grown(*shape)) + 1).reshape(1, *shape))
-    copies = np.bincount(index.reshape(-1), minlength=2)[1:].max()
+    copies = np.bincount(index.reshape(-1), minlength=2)[1:].max()  # [1:]: 0 is padding
     return Node(grown(*index.shape[1:]), root(Fraction(int(copies))), forward)
 
 
@@ -1255,7 +1248,7 @@ def settled(rows, known, whole=False):
     """One form for values beside each other: pieces become the value that was cut, the last one first."""
     while len(sources := set().union(*rows)) > 1 or (whole and sources - {()}):
         spend(sum(map(len, rows)) << 6, "values of many pieces")
-        key = max(s[:2] for s in sources)
+        key = max(s[:2] for s in sources)  # the last value that was cut: its own form has pieces of earlier ones
         pieces = sorted(s for s in sources if s[:2] == key)
         rows = [{**row} for row in rows]
         own = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]
@@ -1288,7 +1281,7 @@ def wired(shape, parts, sources):
         counts = np.zeros(max(stop for *_, stop, _ in pieces), np.int32)
         for *_, start, stop, step in pieces:
             counts[start:stop:step] += 1
-        if counts.max() > 1:
+        if counts.max() > 1:  # pieces that share entries are no partition
             del cuts[key]
     known = [{(): Fraction(1)}]
     for part, read in zip(parts, sources, strict=True):
@@ -1343,13 +1336,14 @@ def _parts(config, get, shape):
     second = build(config["second"], get.at("second"), middle.shape)
     multiplier = get("multiplier", (config["channels"],))
     usable = first.blocks and second.blocks and restricted(config["activation"], middle) and (multiplier > 0).all()
-    if not usable or len(first.blocks[0]) != len(second.blocks[0]):
+    if not usable:
         return first, middle, second, None
     (w1, error1, each, kind1), (w2, error2, _, kind2) = first.blocks, second.blocks
     same = kind1 == kind2 != "window" or (kind1, kind2) == ("window", "point")
-    if not same or w1.shape[1] != w2.shape[2] or w1.shape[1] != each * len(multiplier):
+    fits = len(w1) == len(w2) and w1.shape[1] == w2.shape[2] == each * len(multiplier)
+    if not same or not fits:
         return first, middle, second, None
-    s = np.tile(ops.sqrt(ops.of(multiplier)[0]), each)
+    s = np.tile(ops.sqrt(ops.of(multiplier)[0]), each)  # real and imaginary rows have one multiplier
     # Entries of s W1, s any positive numbers: their rounding is an error of the entries.
     left = ops.scale(w1, s[:, None])
     error = error1 * largest(s) + ops.rounding(1) * largest(left) + ops.unit
@@ -1372,8 +1366,7 @@ def sandwich(config, get, shape):
         more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
         both = spectral(np.concatenate((left, right), 2), max(error, more))
         # Stages lose what they lose alone; only the constant is better.
-        node.gain = min(node.norm, up(both * both / 2))
-        node = improved(node, node.gain)
+        node = improved(node, min(node.norm, up(both * both / 2)))
     return node
 
 
@@ -1398,7 +1391,7 @@ def slope_residual(config, get, shape):
         rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
         size = largest(w2) + largest(left) * largest(s)
         more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
-        norm = min(norm, max(Fraction(1), gram - 1) + spectral(rest, more) * first.norm)
+        norm = min(norm, max(Fraction(1), gram - 1) + spectral(rest, more) * first.norm)  # Theorem 7
     return improved(node, norm)
 
 
@@ -1663,7 +1656,7 @@ def lmi(layers, multipliers, target):
         off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
         grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
     for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
-        inverse = ops.near(1 / (target * (1 + slack)))
+        inverse = ops.near(1 / (target * (1 + slack)))  # any number near it: 1 / inverse is the gain that is proved
         inverse_exact = ops.number(inverse)
         need(inverse_exact > 0, "a gain that is not finite")
         trial, lost = h.copy(), error
@@ -1690,7 +1683,7 @@ def positive(h, error):
         lost = ops.rounding(n + 4) * size + n * ops.unit
         if ops.rowsum(rest) + lost + error <= ops.number(c):
             return True
-        allowed *= 8
+        allowed *= 8  # the shift has to cover what the factor loses
     return False
 
 
@@ -1708,7 +1701,7 @@ def read(path, most=1 << 30):
         need(regular, f"{path}: no regular file of at most {most} bytes")
         content = file.read(status.st_size)
     if str(path).endswith(".gz"):
-        stream = zlib.decompressobj(31)
+        stream = zlib.decompressobj(31)  # 31: a gzip header, and the largest window
         content = stream.decompress(content, most)
         need(stream.eof and not stream.unused_data, f"{path}: no gzip file of at most {most} bytes")
     return content
@@ -1763,7 +1756,7 @@ def numbers(stored):
             # One rounded product, which the format defines.
             a = (a.reshape(-1).astype(steps.dtype) * np.repeat(steps, 64)[: a.size]).reshape(a.shape)
         raw = np.ascontiguousarray(a).tobytes()
-        a = (a.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else a
+        a = (a.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else a  # the upper half of a float32
         need(bool(np.isfinite(a).all()), f"{name}: numbers that are not finite")
         found[name] = a, raw, kind
     return found
@@ -1831,7 +1824,7 @@ def load_samples(spec, root_folder):
         order, held = _order(len(y), 0), np.zeros(len(y), bool)
         for label in range(10):
             members = order[y[order] == label]
-            held[members[: round(0.2 * len(members))]] = True
+            held[members[: round(0.2 * len(members))]] = True  # a fifth of each class
         return x[held], y[held]
     if spec == "mnist" or spec.startswith("idx:"):
         place = base / "MNIST" / "raw" if spec == "mnist" else Path(spec[4:]).expanduser()
@@ -1904,42 +1897,20 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
         say(f"refused  {key}: claimed {float(value):.9g}, proved here {float(own):.9g}")
     count = len(rows) if count is None else min(count, len(rows))
     constants, batch = network.constants(), max(1, (1 << 23) // max(node.room for node in network.nodes))
-    confirmed, full, lost, place, unchecked = 0, 0, Fraction(0), 0, 0
-    local = header.get("method") == "local"
-    for c, e in network.logits(x[:count], batch):
-        for logits in c:
-            row, reason = rows[place], None
-            own, gap, near = radius(logits, int(y[place]), constants, e)
-            values = [ops.number(v) for v in logits]
-            top = max(values)
-            slack = near + MARGIN * (1 + max(abs(v) for v in values))
-            if row["label"] != y[place]:
-                reason = f"label {row['label']}, the sample has {y[place]}"
-            elif row["prediction"] >= len(values) or values[row["prediction"]] < top - slack:
-                reason = f"prediction {row['prediction']}, the network has {values.index(top)}"
-            elif math.isinf(row["margin"]) or abs(Fraction(row["margin"]) - gap) > slack:
-                reason = f"margin {row['margin']:.9g}, the network has {float(gap):.9g}"
-            else:
-                for key in ("radius", "radius_ignored"):
-                    value = row[key]
-                    if own is not None and (math.isinf(value) or own < Fraction(value) * (1 - TOLERANCE)):
-                        share = 1 if math.isinf(value) else 1 - float(own / Fraction(value))
-                        if local:  # from linear bounds, which nothing here proves
-                            reason = "claimed, not checked"
-                            break
-                        reason = f"{key} {value:.9g}, proved here {float(own):.9g}: {100 * share:.4g} % lost"
-                        break
-            if reason is None:
-                confirmed += 1
-                full += own is None or own >= row["radius"]
-                if own is not None and row["radius"]:
-                    lost = max(lost, 1 - own / Fraction(row["radius"]))
-            elif reason == "claimed, not checked":
-                unchecked += 1
-            elif place + 1 - confirmed - unchecked <= 20:
-                say(f"refused  sample {place}: {reason}")
-            place += 1
-    refused = place - confirmed - unchecked
+    confirmed, full, lost, checked, unchecked = 0, 0, Fraction(0), 0, 0
+    samples = ((logits, e) for c, e in network.logits(x[:count], batch) for logits in c)
+    for checked, (row, label, (logits, e)) in enumerate(zip(rows, y.tolist(), samples, strict=False), 1):
+        own, reason = objection(row, label, logits, constants, e)
+        if reason is None:
+            confirmed += 1
+            full += own is None or own >= row["radius"]
+            if own is not None and row["radius"]:
+                lost = max(lost, 1 - own / Fraction(row["radius"]))
+        elif reason.startswith("radius") and header.get("method") == "local":
+            unchecked += 1  # from linear bounds, which nothing here proves
+        elif checked - confirmed - unchecked <= 20:
+            say(f"refused  sample {checked - 1}: {reason}")
+    refused = checked - confirmed - unchecked
     word = "REFUSED" if refused or short else "UNCHECKED" if unchecked else "confirmed"
     if unchecked:
         say(f"claimed, not checked: {unchecked} local radii, which no constant proves (lipkit check does)")
@@ -1948,13 +1919,33 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
         f"{full} reached in full, at most {float(lost):.1e} lost; constant {float(network.gain):.9g}, "
         f"network {digest[:16]}"
     )
-    return confirmed, place - confirmed + len(short)
+    return confirmed, checked - confirmed + len(short)
+
+
+def objection(row, label, logits, constants, e):
+    """The radius proved here (None: every radius), and why the line of a sample is not confirmed, or None."""
+    own, gap, near = radius(logits, label, constants, e)
+    values = [ops.number(v) for v in logits]
+    top = max(values)
+    slack = near + MARGIN * (1 + max(abs(v) for v in values))
+    if row["label"] != label:
+        return own, f"label {row['label']}, the sample has {label}"
+    if row["prediction"] >= len(values) or values[row["prediction"]] < top - slack:
+        return own, f"prediction {row['prediction']}, the network has {values.index(top)}"
+    if math.isinf(row["margin"]) or abs(Fraction(row["margin"]) - gap) > slack:
+        return own, f"margin {row['margin']:.9g}, the network has {float(gap):.9g}"
+    for key in ("radius", "radius_ignored"):
+        value = row[key]
+        if own is not None and (math.isinf(value) or own < Fraction(value) * (1 - TOLERANCE)):
+            share = 1 if math.isinf(value) else 1 - float(own / Fraction(value))
+            return own, f"{key} {value:.9g}, proved here {float(own):.9g}: {100 * share:.4g} % lost"
+    return own, None
 
 
 def radius(logits, label, constants, e):
     """Radius of Theorem 9 (None: every radius), margin, and error of the margin."""
     need(label < len(logits), f"label {label} of {len(logits)} classes")
-    near = up(root(Fraction(2)) * e)
+    near = up(root(Fraction(2)) * e)  # a difference of two logits: sqrt(2) e at most
     values, others = [ops.number(v) for v in logits], [i for i in range(len(logits)) if i != label]
     gaps = [(values[label] - values[i], constants[label][i]) for i in others]
     gap = min(g for g, _ in gaps)

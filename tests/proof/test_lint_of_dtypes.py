@@ -73,7 +73,7 @@ EXCEPTIONS = {
     "lipkit/modules/recurrent.py:_torch_export": STORED,
     "lipkit/modules/recurrent.py:Recurrent.run": "inputs under autocast, to the format of the weights",
     "lipkit/lowering/axes.py": "another call of a function, no cast",
-    "lipkit/lowering/observe.py:sample": "random inputs",
+    "lipkit/lowering/tracing.py:sample": "random inputs",
     "lipkit/lowering/observe.py:_alone": "an output, to compare",
     "lipkit/lowering/structure.py:check_same": "an output, to compare",
     "lipkit/lowering/structure.py:_structure_export": "to a device, no cast",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import METHODS, symbol_sup
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.build import Bounded
 from lipkit.lowering.interpreter import Interpreter
@@ -30,17 +30,8 @@ from lipkit.modules.products import Limited, limited
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import gamma, up
 
-
-def check_method(method: str) -> str:
-    """``method`` if it is ``"auto"``, ``"best"`` or a name in ``lipkit.bounds.METHODS``.
-
-    Raises:
-        OptionError: another name.
-    """
-    names = ("auto", "best", *METHODS)
-    if method not in names:
-        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
-    return method
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR = (*CONVOLUTIONS, nn.Linear)
 
 
 def layer_bound(
@@ -76,10 +67,6 @@ def _default(module: nn.Module) -> str:
     return "rule"
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LINEAR = (*CONVOLUTIONS, nn.Linear)
-
-
 def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """True for a layer whose rule is `symbol_sup`."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros"
@@ -107,7 +94,7 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
     [0.005, 0.015, 0.01]
     """
     roots = [math.sqrt(p) for p in prices if p > 0]
-    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]
+    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
     return [min(max(mean * min(share, 10.0), 1e-4), 1.0) for share in shares]
 
 
@@ -125,15 +112,10 @@ def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) 
 def folded_bound(
     linear: nn.Module, norm: nn.Module, *, norm_first: bool, bound: Callable[[nn.Module], Tensor]
 ) -> Tensor:
-    """Lipschitz bound of a linear layer W and a batch normalisation D: ``bound(D W)`` or ``bound(W D)`` plus rounding.
-
-    Args:
-        linear: convolution, transposed convolution or linear layer. norm: in evaluation mode, D its scales.
-        norm_first: whether the normalisation comes before the linear layer (W D).
-        bound: Lipschitz bound of one module.
+    """Lipschitz bound of a linear layer W and a batch normalisation of scales D: ``bound(D W)``, or ``bound(W D)``.
 
     Guarantee:
-        Upper, including rounding.
+        Upper, including rounding. ``bound`` is the Lipschitz bound of one module.
 
     >>> import torch; from lipkit import lipschitz
     >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
@@ -177,14 +159,9 @@ class LayerBound:
 
 
 class Constants:
-    """The Lipschitz constants of a network and of the modules that its output depends on.
+    """The Lipschitz constants of a network, whose ``output`` is a value of ``lowering``, and of the modules below it.
 
-    Args:
-        lowering: of the network, its output made.
-        output: number of that value.
-        method: of convolutions.
-        tolerance: of those by `symbol_sup`, on average.
-        box: of the inputs, for the limits of products; None where there are none.
+    ``method`` is that of convolutions, ``tolerance`` that of `symbol_sup` on average; ``box`` limits products.
     """
 
     def __init__(
@@ -318,7 +295,7 @@ class Constants:
         # Factors of many layers leave the range of float64 together.
         rest = math.log(float(total.detach())) - sum(math.log(layer.factor) for layer in layers) if finite else 0.0
         if abs(rest) > 1e-9:
-            factor = math.exp(rest) if rest < 700 else math.inf
+            factor = math.exp(rest) if rest < 700 else math.inf  # exp overflows at 709.8
             layers.append(LayerBound("", "skip connections", "sums", factor, factor))
         return tuple(layers)
 

@@ -50,9 +50,6 @@ def lipschitz_lower_bound(
         seed: of the starting points and directions.
         dtype: of the search, float64 or float32. The final slopes are float64 in both cases.
 
-    Returns:
-        :class:`SecantSearch`; ``lower`` is the tightness numerator (lower / certified upper).
-
     Guarantee:
         LOWER, up to the rounding of one float64 evaluation: never a certificate.
 
@@ -89,7 +86,7 @@ def lipschitz_lower_bound(
     d = torch.randn(restarts, *shape, generator=generator, dtype=torch.float64)
     d = d * _per_sample(length / _norms(d).clamp_min(1e-300), d)
     x, y = (clip(end.double(), box) for end in _ascend(f, x.to(dtype), (x + d).to(dtype), box, steps))
-    best = _slopes(exact, x, y).argsort(descending=True)[: max(1, restarts // 4)]
+    best = _slopes(exact, x, y).argsort(descending=True)[: max(1, restarts // 4)]  # the best quarter
     px, py = _polish(f, x[best], y[best] - x[best], box, dtype)
     x, y = torch.cat((x[best], px)), torch.cat((y[best], py))
     slopes = _slopes(exact, x, y)
@@ -161,7 +158,7 @@ def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps
         best_x[better], best_y[better] = x[better], y[better]
 
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / steps) + 1e-4
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / steps) + 1e-4  # falls to 1e-4, not to 0
         optimizer.zero_grad()
         fx, fy = f(x), f(y)
         with torch.no_grad():

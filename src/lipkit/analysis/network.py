@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.analysis.layers import Constants, LayerBound, check_method
+from lipkit.analysis.layers import Constants, LayerBound
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
+from lipkit.bounds import METHODS
 from lipkit.certificates import gains
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, interval
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
-from lipkit.lowering.observe import Operand, sample, stays_float64
-from lipkit.lowering.tracing import Root
+from lipkit.lowering.observe import Operand, stays_float64
+from lipkit.lowering.tracing import Root, sample
 from lipkit.modules.network import checked_shape
 from lipkit.modules.registry import Shape
 from lipkit.shown import Shown, axes, upper
@@ -85,7 +86,7 @@ class NetworkBound(Shown):
         rows = [["factor", "", "bound", "type", "method", "layer"]]
         for x in shown:
             factor = f"x {x.factor:.3g}" if x.factor >= 1 or not x.factor else f"/ {1 / x.factor:.3g}"
-            size = abs(math.log(x.factor)) / most if most and 0 < x.factor < math.inf else 1.0
+            size = abs(math.log(x.factor)) / most if most and 0 < x.factor < math.inf else 1.0  # bars are logarithmic
             bar = ("#" if x.factor >= 1 else "-") * max(1, round(_BAR * size))
             rows.append([factor, bar.ljust(_BAR), f"{x.bound:.6g}", x.type, x.method, x.name])
         head = f"L <= {upper(self.upper)} (proved)"
@@ -108,7 +109,7 @@ class NetworkBound(Shown):
         """Every figure as JSON; null where a number is not finite."""
         words, following = self.verdict
         text = json.dumps(asdict(self) | {"verdict": words, "next": following}, default=Tensor.tolist)
-        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)  # inf and NaN are no JSON
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
@@ -200,7 +201,8 @@ def analyze(
     References:
         Szegedy et al., ICLR 2014, section 4.3 (products of layer norms); [LipBound] section 6 (whole networks).
     """
-    check_method(method)
+    if method not in (names := ("auto", "best", *METHODS)):
+        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
     if not 1e-4 <= tolerance <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()
@@ -223,7 +225,7 @@ def analyze(
             lower = _search(_Copied(root), input_shape, ends, restarts, steps, seed)
         elif restarts:
             lower = _random_secants(_Copied(root), input_shape, ends, restarts * steps)
-    if lower > bound * (1 + 1e-6):
+    if lower > bound * (1 + 1e-6):  # the search measures in floating point
         raise CertificateViolation(
             f"analyze: expected no secant steeper than the upper bound {bound:.9g}, got one of slope {lower:.9g}: a "
             "rule is wrong"
@@ -235,16 +237,18 @@ def analyze(
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
     """The network as constants; on a box that has none without it, as modules, whose products get limits."""
-    root = Root(constant_copy(model))
-    try:
-        lowering = Interpreter(root, input_shape, root, bounding=True)
+
+    def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
+        root = Root(constant_copy(model))
+        lowering = Interpreter(root, input_shape, root, bounding)
         return root, lowering, lowering.output()
+
+    try:
+        return lowered(True)
     except NoRuleError:
         if hull is None:
             raise
-    root = Root(constant_copy(model))
-    lowering = Interpreter(root, input_shape, root)
-    return root, lowering, lowering.output()
+    return lowered(False)
 
 
 def _tight(
@@ -269,24 +273,20 @@ def _tight(
 
 
 def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:
+    own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
+    dtype = torch.float32 if own <= {torch.float32} else torch.float64  # float32 is several times as fast
     try:
         return lipschitz_lower_bound(
-            model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
+            model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=dtype
         ).lower
     except RuntimeError:
         # Some in-place calls cannot be differentiated. Secants between random points need no derivatives.
         return _random_secants(model.double(), input_shape, box, restarts * steps)
 
 
-def _search_dtype(model: nn.Module) -> torch.dtype:
-    """Dtype of the search: float32, several times as fast, if it is the network's dtype; else float64."""
-    own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
-    return torch.float32 if own <= {torch.float32} else torch.float64
-
-
 def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
     """Largest slope of secants between random points, in the network's dtype, less its possible rounding error."""
-    ends = 3 * sample(model, input_shape, 2 * count)
+    ends = 3 * sample(model, input_shape, 2 * count)  # two ends of each secant
     if box is not None:
         # The normal distribution's own function takes its numbers to uniform ones.
         ends = (box[0] + (box[1] - box[0]) * torch.special.ndtr(ends / 3)).to(ends)
@@ -300,12 +300,8 @@ def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count
     return best
 
 
-class _Copied(nn.Module):
+class _Copied(Root):
     """The network on a copy of its input, which in-place calls would overwrite."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x.clone())

@@ -148,11 +148,11 @@ _HEADER = """\
 #include <stdint.h>
 
 #define {P}INPUTS {inputs} /* numbers of an input, in the order {shape} */
-#define {P}INPUT_FRACTION {input_fraction} /* an input number q stands for q / 2^{input_fraction} */
-#define {P}INPUT_LOW ({low}) /* {box[0]!r} */
-#define {P}INPUT_HIGH ({high}) /* {box[1]!r} */
-#define {P}CLASSES {classes}
-#define {P}LOGIT_FRACTION {fraction} /* a logit q stands for q / 2^{fraction} */
+#define {P}INPUT_FRACTION {program.input_fraction} /* an input number q stands for q / 2^{program.input_fraction} */
+#define {P}INPUT_LOW ({program.ends[0]}) /* {program.box[0]!r} */
+#define {P}INPUT_HIGH ({program.ends[1]}) /* {program.box[1]!r} */
+#define {P}CLASSES {radii.classes}
+#define {P}LOGIT_FRACTION {program.fraction} /* a logit q stands for q / 2^{program.fraction} */
 #define {P}WORK {work} /* numbers of the memory that the caller lends */
 #define {P}RADIUS_FRACTION {radius_fraction} /* a radius q stands for q / 2^{radius_fraction}, in units of the input */
 
@@ -203,8 +203,8 @@ int64_t {p}radius(const int32_t *logits, int label)
             continue;
         if (margin <= 0)
             return 0;
-        if (rate[pair] >= 0 && (margin * rate[pair]) >> {rate_fraction} < radius)
-            radius = (margin * rate[pair]) >> {rate_fraction};
+        if (rate[pair] >= 0 && (margin * rate[pair]) >> {radii.fraction} < radius)
+            radius = (margin * rate[pair]) >> {radii.fraction};
     }}
     return radius;
 }}
@@ -236,7 +236,7 @@ int main(int argc, char **argv)
         n = 0;
         label = {p}classify(image, logits, work);
         if (label < 0) {{
-            fprintf(stderr, "expected numbers from {low} to {high}\\n");
+            fprintf(stderr, "expected numbers from {program.ends[0]} to {program.ends[1]}\\n");
             fclose(file);
             return 3;
         }}
@@ -278,23 +278,22 @@ class Radii(NamedTuple):
 
 def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix: str) -> tuple[str, str]:
     """The C file and its header; ``prefix`` starts the names that the header declares."""
-    tables, calls, work = _calls(program)
-    low, high = program.ends
+    places, work = _memory(program)
+    tables: list[str] = []
+    calls: list[str] = []
+    for i, (operation, reads) in enumerate(program.operations):
+        x = ", ".join(places[value] for value in reads)
+        calls.append(f"    {_call(operation, i, x, places[i + 1], tables)}")
     values = {
         "p": f"{prefix.lower()}_",
         "P": f"{prefix.upper()}_",
         "guard": f"{prefix.upper()}_NETWORK_H",
         "sha": sha256,
         "shape": " x ".join(map(str, program.input_shape)),
-        "box": program.box,
-        "low": low,
-        "high": high,
         "inputs": entries(program.input_shape),
-        "input_fraction": program.input_fraction,
-        "classes": radii.classes,
-        "fraction": program.fraction,
+        "program": program,
+        "radii": radii,
         "radius_fraction": RADIUS_FRACTION,
-        "rate_fraction": radii.fraction,
         "work": max(work, 1),
         "calls": "\n".join(calls),
     }
@@ -311,18 +310,8 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
     return "\n".join(parts), _HEADER.format(**values)
 
 
-def _calls(program: Program) -> tuple[list[str], list[str], int]:
-    """Tables, calls, and the size of ``work``: the memory of all intermediate values, in numbers."""
-    places, work = _memory(program)
-    tables: list[str] = []
-    calls: list[str] = []
-    for i, (operation, reads) in enumerate(program.operations):
-        x, y = (", ".join(places[value] for value in reads), places[i + 1])
-        calls.append(f"    {_call(operation, i, x, y, tables)}")
-    return tables, calls, work
-
-
 def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> str:
+    """The call of operation i from the places x to the place y; what it reads besides is added to ``tables``."""
     match operation:
         case Move():
             tables.append(_table("int32_t", f"index{i}", operation.index.tolist()))
@@ -350,18 +339,21 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
 
 
 def _memory(program: Program) -> tuple[list[str], int]:
-    """The C expression of each value's place, and the size of ``work``. Places are reused after a value's last use."""
+    """The C expression of each value's place, and the size of ``work``, the memory of all values in between.
+
+    Places are reused after a value's last use.
+    """
     last = {value: i for i, (_, reads) in enumerate(program.operations) for value in reads}
     places, most = ["x"], 0
     taken: dict[int, tuple[int, int]] = {}
     for i, (operation, _) in enumerate(program.operations):
-        taken = {value: span for value, span in taken.items() if last.get(value, -1) >= i}
+        taken = {value: span for value, span in taken.items() if last.get(value, -1) >= i}  # read now or later
         if i == len(program.operations) - 1:
             places.append("logits")
             break
         start = 0
         for begin, end in sorted(taken.values()):
-            if begin - start >= operation.size:
+            if begin - start >= operation.size:  # the first gap that is large enough
                 break
             start = max(start, end)
         taken[i + 1] = (start, start + operation.size)
@@ -378,11 +370,11 @@ def _table(kind: str, name: str, numbers: Sequence[int]) -> str:
 
 
 class Answers(NamedTuple):
-    """The outputs of a compiled program for N inputs: classes (N,), radii (N,) float64 and integer logits (N, K)."""
+    """The outputs of a compiled program for N inputs."""
 
-    label: Tensor
-    radius: Tensor
-    logits: Tensor
+    label: Tensor  # (N,) classes
+    radius: Tensor  # (N,) float64
+    logits: Tensor  # (N, K) integers
 
 
 def compiler() -> str | None:
@@ -391,11 +383,7 @@ def compiler() -> str | None:
 
 
 def compile_c(source: str | Path, target: str | Path, flags: Iterable[str] = ("-O3",), cc: str | None = None) -> Path:
-    """Compile a file of `write_c` to a program with ``main``.
-
-    Raises:
-        OptionError: no C compiler. RunError: it refuses the file.
-    """
+    """Compile a file of `write_c` to a program with ``main``; raises RunError where the compiler refuses it."""
     cc = cc or compiler()
     if cc is None:
         raise OptionError("expected a C compiler called cc, gcc or clang, found none")
@@ -409,14 +397,10 @@ def compile_c(source: str | Path, target: str | Path, flags: Iterable[str] = ("-
 def run_c(program: str | Path, q: Tensor, emulator: Sequence[str] = ()) -> Answers:
     """The answers of a compiled program to integer inputs (N, n), as `Program.quantise` makes them.
 
-    Args:
-        emulator: the command that runs programs of another processor, such as ``["qemu-arm"]``.
-
-    Raises:
-        RunError: it ends with an error.
+    ``emulator`` is a command that runs programs of another processor, such as ``["qemu-arm"]``.
     """
     with tempfile.NamedTemporaryFile(suffix=".i32") as file:
-        file.write(q.numpy().astype("<i4").tobytes())
+        file.write(q.numpy().astype("<i4").tobytes())  # the lowest byte first, as `main` reads
         file.flush()
         done = subprocess.run([*emulator, str(program), file.name], capture_output=True, text=True)
     if done.returncode or done.stderr:

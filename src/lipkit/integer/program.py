@@ -33,7 +33,7 @@ class Move:
         return len(self.index)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 1))[:, self.index]
+        return F.pad(x, (0, 1))[:, self.index]  # index -1 is the 0 behind the last entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,25 +85,16 @@ class IntBlend:
 
 @dataclass(frozen=True, eq=False)
 class IntLinear:
-    """A convolution without padding of images (channels, height, width); a dense layer has images of one pixel.
+    """A convolution without padding of images (channels, height, width); a dense layer has images of one pixel."""
 
-    Attributes:
-        weight: (rows, channels / groups, kh, kw) int64, entries of at most `WORD`.
-        bias: (rows,) int64, of the fraction of the sums.
-        image: channels, height, width of the input.
-        groups, stride, dilation: as in ``nn.Conv2d``.
-        shift: right shift s >= 1 of the sums, see `quantisation`.
-        window: the largest l2 norm of the integers that one output reads, rounded up: the proof of its sums.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    image: tuple[int, int, int]
+    weight: Tensor  # (rows, channels / groups, kh, kw) int64, entries of at most `WORD`
+    bias: Tensor  # (rows,) int64, of the fraction of the sums
+    image: tuple[int, int, int]  # channels, height, width of the input
     groups: int
     stride: tuple[int, int]
     dilation: tuple[int, int]
-    shift: int
-    window: int
+    shift: int  # right shift s >= 1 of the sums, see `quantisation`
+    window: int  # the largest l2 norm of the integers that one output reads, rounded up: the proof of its sums
 
     @property
     def places(self) -> tuple[int, int]:
@@ -130,13 +121,13 @@ class IntLinear:
             return x.view(n, len(self.weight), -1) * self.weight.view(1, -1, 1) + bias
         terms = self.weight[0].numel()
         # |sum| <= 2^(bits - 1) sqrt(terms) window <= 2^53 for digits of `bits` bits
-        bits = min(54 - ((math.isqrt(terms) + 1) * self.window).bit_length(), 32)
+        bits = min(54 - ((math.isqrt(terms) + 1) * self.window).bit_length(), 32)  # isqrt rounds down, hence + 1
         if bits < 2:
             raise OverflowError(f"{terms} terms of one sum")
         image, rest, scale = x.view(n, *self.image).double(), self.weight, 0
         total = torch.zeros((), dtype=torch.int64)
         while bool((rest != 0).any()) or scale == 0:
-            digit = (rest + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+            digit = (rest + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)  # signed, so of half the modulus
             total = total + (self._product(image, digit.double()).long() << scale)
             rest, scale = (rest - digit) >> bits, scale + bits
         return total.view(n, len(self.weight), -1) + bias
@@ -156,7 +147,7 @@ class IntLinear:
         """Bounds the modulus of all partial sums, in exact integers."""
         high, low = self.weight.flatten(1) >> 16, self.weight.flatten(1) & 0xFFFF
         parts = [(a * b).sum(1).tolist() for a, b in ((high, high), (high, low), (low, low))]
-        squares = [(hh << 32) + (hl << 17) + ll for hh, hl, ll in zip(*parts, strict=True)]
+        squares = [(hh << 32) + (hl << 17) + ll for hh, hl, ll in zip(*parts, strict=True)]  # (2^16 h + l)^2
         rows = zip(squares, self.bias.tolist(), strict=True)
         return max((math.isqrt(square) + 1) * self.window + abs(b) for square, b in rows)
 
@@ -209,6 +200,7 @@ class Program:
         """Inputs (N, *input_shape) clamped to the box and rounded to integers (N, n)."""
         if bool(x.isnan().any()):
             raise OptionError("expected inputs that are numbers, got NaN")
+        # Scaling by a power of two is exact: the only rounding is the one to integers.
         return (x.double().clamp(*self.box) * 2.0**self.input_fraction).round().long().flatten(1)
 
     def run(self, q: Tensor) -> Tensor:

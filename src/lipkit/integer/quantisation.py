@@ -59,8 +59,8 @@ class IntValue:
     centre: Tensor
     error: float
     reach: float
-    largest: float
-    norm: float
+    largest: float = math.inf
+    norm: float = math.inf
 
     @property
     def spread(self) -> float:
@@ -92,7 +92,7 @@ class Builder:
                 return reads[0]
             before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
             if isinstance(before, Move):  # two moves are one
-                found = F.pad(before.index, (0, 1), value=-1)[operation.index]
+                found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
                 operation, reads = Move(found), first
         self.operations.append((operation, reads))
         self.sizes.append(operation.size)
@@ -106,8 +106,7 @@ class Builder:
         """
         index = self.put(operation, value.index)
         assert not isinstance(operation, IntBlend)
-        centre = operation(value.centre)
-        return _value(index, shape, value.fraction, centre, value.error, value.reach, value.largest, value.norm)
+        return _bounded(replace(value, index=index, shape=shape, centre=operation(value.centre)))
 
     def linear(
         self,
@@ -179,14 +178,14 @@ class Builder:
             own: error that the operation adds before it rounds. operation: maps a shift to the operation.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
-        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))
-        fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)
+        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # of an entry, from the centre
+        fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)  # a shift of 1 at least
         while fraction >= places - 62:
             error = grow(gain * value.error + own + math.sqrt(sums.shape[1]) * 2.0 ** -(fraction + 1))
             centre = rounded(sums, places - fraction)
             largest = float(centre.abs().amax()) * 2.0**-fraction + min(gain, entry) * value.reach + 2 * error
             try:
-                found = _value(0, shape, fraction, centre, error, grow(gain * value.reach), grow(largest))
+                found = _bounded(IntValue(0, shape, fraction, centre, error, grow(gain * value.reach), grow(largest)))
             except OverflowError:
                 fraction -= 1
                 continue
@@ -213,7 +212,7 @@ class Builder:
             lost.append(abs(factor) * part.error + off * part.norm)
         own = 0.0
         for one in lost:
-            own = grow(math.hypot(own, one) if apart else own + one)
+            own = grow(math.hypot(own, one) if apart else own + one)  # disjoint errors are orthogonal
         made, shape = IntBlend(whole, 0, parts[0].centre.shape[1]), parts[0].shape
         sums, reads = made.sums(*(part.centre for part in parts)), [part.index for part in parts]
         return self.finish(value, gain, shape, own, sums, places, lambda s: replace(made, shift=s), reads)
@@ -237,31 +236,21 @@ class Builder:
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 
-def _value(
-    index: int,
-    shape: Shape,
-    fraction: int,
-    centre: Tensor,
-    error: float,
-    reach: float,
-    largest: float = math.inf,
-    norm: float = math.inf,
-) -> IntValue:
-    """The bounds of a value from its centre, :math:`L R + 2 E`, or the given ones if they are smaller."""
-    spread = grow(reach + 2 * error)
-    scale = 2.0**-fraction
-    entry = grow(float(centre.abs().amax()) * scale + spread)
-    whole = grow(float(size(centre.double())) * scale + spread)
-    largest = min(largest, entry)
-    norm = min(norm, whole, grow(math.sqrt(centre.shape[1]) * largest))
-    if not largest * 2.0**fraction < WORD:
-        raise OverflowError(f"expected entries within 32 bits, got {largest} with {fraction} binary places")
-    return IntValue(index, shape, fraction, centre, error, reach, largest, norm)
+def _bounded(value: IntValue) -> IntValue:
+    """A value with the bounds from its centre and spread, or its own if they are smaller."""
+    scale = 2.0**-value.fraction
+    entry = grow(float(value.centre.abs().amax()) * scale + value.spread)
+    whole = grow(float(size(value.centre.double())) * scale + value.spread)
+    largest = min(value.largest, entry)
+    norm = min(value.norm, whole, grow(math.sqrt(value.centre.shape[1]) * largest))
+    if not largest * 2.0**value.fraction < WORD:
+        raise OverflowError(f"expected entries within 32 bits, got {largest} with {value.fraction} binary places")
+    return replace(value, largest=largest, norm=norm)
 
 
 def _places(number: float) -> int:
     """The most f for which ``number 2^f`` is below 2^31."""
-    return min(31 - math.frexp(number)[1], 62) if number > 0 else 31
+    return min(31 - math.frexp(number)[1], 62) if number > 0 else 31  # number < 2^e, e = frexp(number)[1]
 
 
 def gain_of(module: nn.Module, shape: Shape) -> float:
@@ -303,7 +292,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
     largest = grow(max(map(abs, program.ends)) * 2.0**-fraction)
     error = grow(math.sqrt(n) * 2.0 ** -(fraction + 1))
     centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
-    value = _value(0, shape, fraction, centre, error, half, largest)
+    value = _bounded(IntValue(0, shape, fraction, centre, error, half, largest))
     body = list(network)[: len(network) - (proof.last is not None)]
     own: Tensor | None = None
     try:
@@ -320,7 +309,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
 
 def _alive(operations: Sequence[tuple[Operation, tuple[int, ...]]]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
     """The operations that the last one depends on, itself included, renumbered."""
-    wanted = {len(operations)}
+    wanted = {len(operations)}  # value i + 1 is that of operation i
     for i in range(len(operations), 0, -1):
         if i in wanted:
             wanted.update(operations[i - 1][1])

@@ -57,7 +57,7 @@ def _indices(shape: Shape) -> Tensor:
 
 
 def _move(moved: Tensor) -> Move:
-    return Move(moved.flatten().long() - 1)
+    return Move(moved.flatten().long() - 1)  # -1: padding
 
 
 @integer_rule(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle)
@@ -81,28 +81,27 @@ def _group_sort(builder: Builder, module: GroupSort, value: IntValue, gain: floa
 
 @integer_rule(nn.ReLU, HalfAbs)
 def _fold(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
-    n = entries(value.shape)
-    if type(module) is nn.ReLU:
-        return builder.exact(Fold("relu", n, n), value, value.shape)
-    return builder.exact(Fold("abs", value.shape[0] // 2 * entries(value.shape[1:]), n), value, value.shape)
+    n, half = entries(value.shape), value.shape[0] // 2 * entries(value.shape[1:])
+    fold = Fold("relu", n, n) if type(module) is nn.ReLU else Fold("abs", half, n)
+    return builder.exact(fold, value, value.shape)
 
 
 @integer_rule(nn.LeakyReLU)
 def _leaky(builder: Builder, module: nn.LeakyReLU, value: IntValue, gain: float) -> IntValue:
     slope = float(module.negative_slope)
     parts = builder.branch([nn.ReLU()], value), builder.branch([], value)
-    return builder.blend(value, gain, parts, (1 - slope, slope))
+    return builder.blend(value, gain, parts, (1 - slope, slope))  # (1 - a) relu(x) + a x
 
 
 @integer_rule(nn.Linear)
 def _dense(builder: Builder, module: nn.Linear, value: IntValue, gain: float) -> IntValue:
     if len(value.shape) != 1:
         raise _refuse(module, "inputs of one dimension", value.shape)
+    return builder.linear(value, gain, (module.out_features,), module.weight, module.bias, _matrix_norm)
 
-    def norm(change: Tensor) -> float:
-        return float(spectral_norm(change.flatten(1)))
 
-    return builder.linear(value, gain, (module.out_features,), module.weight, module.bias, norm)
+def _matrix_norm(change: Tensor) -> float:
+    return float(spectral_norm(change.flatten(1)))
 
 
 @integer_rule(Affine)
@@ -110,11 +109,11 @@ def _scale(builder: Builder, module: Affine, value: IntValue, gain: float) -> In
     rows = value.shape[: module.scale.ndim]
     n, rest = entries(rows), entries(value.shape) // entries(rows)
     scale, shift = (t.expand(rows).reshape(n) for t in (module.scale, module.shift))
+    return builder.linear(value, gain, value.shape, scale[:, None], shift, _largest, (n, 1, rest), groups=n)
 
-    def norm(change: Tensor) -> float:
-        return float(change.abs().amax())
 
-    return builder.linear(value, gain, value.shape, scale[:, None], shift, norm, (n, 1, rest), groups=n)
+def _largest(change: Tensor) -> float:
+    return float(change.abs().amax())
 
 
 @integer_rule(nn.Conv2d)
@@ -153,24 +152,14 @@ def _convolve(
     kernel = weight.shape[2:]
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     h, w = ((n - span) // s + 1 for n, span, s in zip(padded.shape[2:], spans, stride, strict=True))
-    image = (padded.shape[1], padded.shape[2], padded.shape[3])
+    image, shape = (padded.shape[1], padded.shape[2], padded.shape[3]), (len(weight), h, w)
     if groups == 1 and all(s >= span for s, span in zip(stride, spans, strict=True)):
         # Windows have nothing in common: their entries become channels, and the rest is a product of matrices.
         padded = F.unfold(padded, kernel, dilation, 0, stride)
         image, weight, stride, dilation = (padded.shape[1], 1, h * w), weight.flatten(1), (1, 1), (1, 1)
     moved = builder.exact(_move(padded), value, image)
     return builder.linear(
-        moved,
-        gain,
-        (len(weight), h, w),
-        weight,
-        bias,
-        norm,
-        image,
-        groups=groups,
-        stride=stride,
-        dilation=dilation,
-        inexact=inexact,
+        moved, gain, shape, weight, bias, norm, image, groups=groups, stride=stride, dilation=dilation, inexact=inexact
     )
 
 
@@ -185,15 +174,13 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntVa
     impulses = torch.zeros(channels, channels, h, w).double()
     impulses[range(channels), range(channels), 0, 0] = 1
     response, off = _responses(module, impulses)
-    padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")
-    kernel = response.transpose(0, 1).flip(2, 3)
-
-    def norm(change: Tensor) -> float:
-        return float(circular(change, h, w))
-
+    padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")  # the response reaches one image back
+    kernel = response.transpose(0, 1).flip(2, 3)  # a convolution of torch is a correlation
     # The error of a kernel as a map: at each frequency at most the sum of its moduli, for each pair of channels.
     inexact = grow(float(off.square().sum().sqrt()) * math.sqrt(h * w))
-    return _convolve(builder, value, gain, padded, kernel, module.bias, norm, inexact=inexact)
+    return _convolve(
+        builder, value, gain, padded, kernel, module.bias, lambda change: float(circular(change, h, w)), inexact=inexact
+    )
 
 
 @integer_rule(TaylorConv2d)
@@ -202,13 +189,9 @@ def _taylor(builder: Builder, module: TaylorConv2d, value: IntValue, gain: float
     if n * entries(shape) > MAX_PRODUCTS:
         raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * entries(shape))
     response, off = _responses(module, torch.eye(n).double().view(n, *value.shape))
-    bias = None if module.bias is None else module.bias.repeat_interleave(entries(shape[1:]))
-
-    def norm(change: Tensor) -> float:
-        return float(spectral_norm(change.flatten(1)))
-
-    inexact = grow(float(off.square().sum().sqrt()))
-    return builder.linear(value, gain, shape, response.flatten(1).T, bias, norm, inexact=inexact)
+    bias = None if module.bias is None else module.bias.repeat_interleave(entries(shape[1:]))  # one for each pixel
+    inexact = grow(float(off.square().sum().sqrt()))  # the Frobenius norm of an error by entry
+    return builder.linear(value, gain, shape, response.flatten(1).T, bias, _matrix_norm, inexact=inexact)
 
 
 def _responses(module: Any, impulses: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,9 +222,9 @@ def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> Int
     weight = torch.full((channels, 1, *kernel), 1 / divisor, dtype=torch.float64)
 
     def norm(change: Tensor) -> float:
-        return float(change.abs().amax()) * abs(divisor) * gain
+        return _largest(change) * abs(divisor) * gain
 
-    image, off = (channels, value.shape[1], value.shape[2]), 2.0**-52 * gain
+    image, off = (channels, value.shape[1], value.shape[2]), 2.0**-52 * gain  # 1 / divisor is rounded
     return builder.linear(
         value, gain, shape, weight, None, norm, image, groups=channels, stride=_two(stride), inexact=off
     )
@@ -299,5 +282,5 @@ def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: li
     if kind is Concatenate:
         return found
     n = entries(parts[0].shape)
-    largest = builder.exact(Sort(1, len(parts), n), found, shape)
+    largest = builder.exact(Sort(1, len(parts), n), found, shape)  # the largest of each entry comes first
     return builder.exact(Move(torch.arange(n)), largest, parts[0].shape)

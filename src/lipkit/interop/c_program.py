@@ -25,7 +25,7 @@ def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
     """The integer program of an exported network, and the proof in float64 of its constants.
 
     Raises:
-        NoRuleError, OptionError: see `lipkit.integer.quantisation.quantise`.
+        NoRuleError, OptionError: as `lipkit.integer.quantise`.
 
     >>> net = modules.Network([torch.nn.Linear(2, 3)], (2,))
     >>> net.input_range = (0.0, 1.0)
@@ -88,11 +88,11 @@ def _radii(program: Program, proof: ChainProof, classes: int) -> c_source.Radii:
     zeros = torch.zeros(classes, *program.input_shape)
     logits = sound.integer_logits(program, zeros)
     at, slope = sound.margin_errors(logits, torch.arange(classes), rows)
-    errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)
+    errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)  # above 2^40 no margin is left
     # Of the float64 radius: one addition, one division; a margin has at most 33 bits.
     exact = 2.0 ** (c_source.RADIUS_FRACTION - program.fraction) / (constants + slope) * (1 - 2.0**-40)
     moving = exact[exact.isfinite() & (exact > 0)]
-    fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0
+    fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
     rates = torch.where(exact.isinf(), -1.0, (exact * 2.0**fraction).floor().clamp_max(2.0**29))
     return c_source.Radii(classes, errors.long().flatten().tolist(), rates.long().flatten().tolist(), fraction)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,12 +29,10 @@ def model_card(
     """README.md of a model folder: YAML front matter, then figures, proof method, recipe and how to load it.
 
     Args:
-        record: of the run that made the model.
+        record: of the run that made the model: all figures are its own, and its names stay text.
         folder: how the loading example names the folder.
         licence: SPDX identifier of the weights' licence; left out if the owner does not name one.
         load: the loading example, Markdown, in place of the one for ``folder``.
-
-    Every figure comes from the record; names in it are written so that they stay text.
     """
     rows = _rows(record)
     results = [
@@ -51,7 +50,7 @@ def model_card(
     }
     if licence is not None:
         front = {"license": licence, **front}
-    bound = record.lipschitz
+    recipe, bound = _yaml(json.loads(json.dumps(record.recipe, default=str))), record.lipschitz
     lines = [
         "---",
         _yaml(front),
@@ -77,7 +76,7 @@ def model_card(
         "",
         "## Recipe",
         "```yaml",
-        printable_lines(_yaml(_plain(record.recipe))).replace("```", "` ` `"),
+        printable_lines(recipe).replace("```", "` ` `"),  # it would end the block
         "```",
         "",
         f"Software: {', '.join(f'{_text(k)} {_text(v)}' for k, v in record.versions.items())}. "
@@ -119,7 +118,7 @@ def _text(value: object) -> str:
     >>> _text("a|b <c>")
     'a\\\\|b &lt;c&gt;'
     """
-    flat = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    flat = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # & first
     for sign in "\\`*_[]|#":
         flat = flat.replace(sign, f"\\{sign}")
     return flat
@@ -132,15 +131,6 @@ def _line(value: object) -> str:
 
 def _yaml(content: Mapping[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of plain values, as YAML's safe writer wants them."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 class RobustBenchModel(nn.Module):

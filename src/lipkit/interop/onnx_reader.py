@@ -20,21 +20,8 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
-from lipkit.interop.onnx_operators import (
-    BATCH,
-    BORDERS,
-    ENDS,
-    FLOATS,
-    GATES,
-    OPERATORS,
-    Call,
-    Node,
-    Row,
-    activation,
-    holds_batch,
-    pads_of,
-    takes_over,
-)  # fmt: skip
+from lipkit.interop.onnx_layers import BATCH, FLOATS, Call, Node, Row, holds_batch, takes_over
+from lipkit.interop.onnx_operators import BORDERS, ENDS, GATES, OPERATORS, activation, pads_of
 from lipkit.interop.reading import LARGEST, Budget, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
 from lipkit.modules import Network
@@ -44,22 +31,16 @@ _DOMAIN = ("", "ai.onnx")
 
 
 class OnnxNetwork(nn.Module):
-    """The graph of an ONNX file as modules and functions, in topological order.
+    """The graph of an ONNX file as modules and functions, in topological order."""
 
-    Attributes:
-        input_shape: of one sample.
-    """
-
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # of one sample
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
         self.steps: list[Call] = []
-        # Sizes, axes and limits. Tensors that enter a computation are buffers.
-        self.numbers: dict[str, Tensor] = {}
-        self.source = ""
-        self.result = ""
+        self.numbers: dict[str, Tensor] = {}  # sizes, axes and limits; tensors that are computed with are buffers
+        self.source = self.result = ""
 
     def forward(self, x: Tensor) -> Tensor:
         values: dict[str, Any] = {self.source: x}
@@ -92,35 +73,25 @@ def load_onnx(
     """The exported network of an ONNX file: to be bounded, certified, attacked and saved like any other.
 
     Args:
-        path: the file.
+        path: the file. Nothing in it is executed.
         input_shape: of one sample, where the file leaves it open.
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError, ShapeError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form
-            of.
+        DataError: a file that is missing, not well-formed, too large, or has several inputs or outputs; no package
+            ``onnx``.
+        NoRuleError: operators without a rule, all of them by name; versions, attributes or formats that a rule does not
+            cover; a graph without a plain form.
+        ShapeError: no ``input_shape``, or another one than the file says.
     """
     return load(read_onnx(path, input_shape), path, input_shape, box)
 
 
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> OnnxNetwork | Network:
-    """The network of an ONNX file, in evaluation mode. Nothing in the file is executed.
+    """The network of an ONNX file, in evaluation mode; what it refuses, `load_onnx` says.
 
     A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if the installed torch writes
     the same file again.
-
-    Args:
-        path: the file.
-        input_shape: of one sample, where the file leaves it open.
-
-    Raises:
-        DataError: the file or its weights are missing, no ONNX or not well-formed, its graph does not have one input
-            and one output, it stores more than ``LARGEST`` numbers or makes more than `lipkit.interop.reading.VALUES`,
-            or a format that torch cannot read, or the package ``onnx`` is not installed.
-        NoRuleError: operators outside the list, all of them by name, or a version or attributes that a rule does not
-            cover; functions of the file; a name that is defined twice; an input that is no floating-point tensor; sizes
-            computed from that of the batch.
-        ShapeError: no ``input_shape``, or another one than the file says.
     """
     try:
         import onnx
@@ -165,7 +136,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
-    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]
+    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
     given = tuple(declared) if input_shape is None else tuple(input_shape)
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
@@ -197,7 +168,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
 
 def _written_alike(network: Network, file: Any) -> bool:
     """True if writing the network gives exactly the graph of this file."""
-    alone = type(file).FromString(file.SerializeToString())
+    alone = type(file).FromString(file.SerializeToString())  # a copy
     alone.ClearField("metadata_props")
     return bool(onnx_model(network) == alone)
 
@@ -281,11 +252,11 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
         wanted = parts.pop() if isinstance(parts[-1], dict) else {}
         if node is None or node.kind != kind or len(node.input) != len(parts) or node.attributes.keys() - wanted:
             return False
-        given = {"alpha": 0.2, "beta": 0.5} | node.attributes
+        given = {"alpha": 0.2, "beta": 0.5} | node.attributes  # defaults of HardSigmoid
         if any(not math.isclose(given[key], value, rel_tol=2e-7) for key, value in wanted.items()):
             return False
-        for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:
-            trial = {key: list(names) for key, names in found.items()}
+        for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:  # these two commute
+            trial = {key: list(names) for key, names in found.items()}  # a failed order leaves no trace
             if all(fits(part, one, trial) for part, one in zip(order, node.input, strict=True)):
                 found.update(trial)
                 found["inside"].append(name)
@@ -294,13 +265,13 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
 
     kept: list[Node] = []
     gone: set[str] = set()
-    for node in reversed(nodes):
+    for node in reversed(nodes):  # the largest pattern ends last
         if gone.issuperset(node.output):
             continue
         for pattern, make in GATES if node.kind in ENDS else ():
             found: dict[str, list[str]] = {"x": [], "inside": []}
             if fits(pattern, node.output[0], found):
-                inside = found["inside"][:-1]
+                inside = found["inside"][:-1]  # the last is the result itself
                 if all(readers[name] == inside.count(name) for name in inside):
                     node = node._replace(input=found["x"], attributes={}, row=Row(activation(make), ()))
                     gone.update(inside)
@@ -333,7 +304,7 @@ def _numbers(tensor: Any, name: str, path: str | Path) -> Tensor:
 def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
     """The ``size`` bytes of a tensor in a regular file inside the folder of ``path``; nothing more is read."""
     part, folder = {entry.key: entry.value for entry in tensor.external_data}, Path(path).parent.resolve()
-    beside, offset = (folder / part["location"]).resolve(), int(part.get("offset", 0))
+    beside, offset = (folder / part["location"]).resolve(), int(part.get("offset", 0))  # resolve: links, too
     if not beside.is_relative_to(folder):
         raise DataError(f"{path}: expected weights within the folder of the file, got {part['location']!r}")
     with open_regular(beside) as file:
@@ -385,7 +356,7 @@ class _Reader:
         kinds: Any = (self.values, self.sized, self.rows)
         moving, sized, rows = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
-        while given and given[-1] is None:
+        while given and given[-1] is None:  # operands left out at the end
             given.pop()
         x = self.values[self.network.source]
         call = Call(node, self.opset, self.one, self.dtype, moving, sized, rows, given, x)
@@ -409,7 +380,7 @@ class _Reader:
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
         found = dict(_named(node, made))
-        if all(not value.is_meta for value in found.values()):
+        if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self._keep(call, row, found)
             return
         self.values.update(found)
@@ -433,10 +404,7 @@ class _Reader:
         self.sized.update(holds)
 
     def finish(self) -> None:
-        """Keep the stored tensors that the steps read, including steps that the result needs only for their sizes.
-
-        Paddings that a convolution has taken over are dropped.
-        """
+        """Keep the stored tensors that the steps read; drop paddings that a convolution has taken over."""
         network, steps = self.network, self.network.steps
         read = {network.result, *(name for step in steps for name in step.node.input)}
         network.steps = []
@@ -448,4 +416,4 @@ class _Reader:
                     network._buffers[_buffer(name)] = self.stored[name]
                 elif name in self.stored:
                     network.numbers[name] = self.stored[name]
-            network.steps.append(step.on([], None))
+            network.steps.append(step.on([], None))  # a node without operands: forward puts them in

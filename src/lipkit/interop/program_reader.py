@@ -41,6 +41,10 @@ def _function(name: str) -> Callable[..., Any]:
     return found
 
 
+def _without_cudnn(norm: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, size, weight=None, bias=None, eps=1e-5, cudnn=True: norm(x, size, weight, bias, eps)
+
+
 def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
     if scale != 1 or input_scale != 1:
         raise NoRuleError(f"aten.elu: expected scale and input_scale 1, got {scale} and {input_scale}")
@@ -73,12 +77,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "detach_.default": lambda x: x.detach(),
     "elu.default": _elu,
     "expand.default": lambda x, size, implicit=False: x.expand(*size),
-    "group_norm.default": lambda x, groups, weight=None, bias=None, eps=1e-5, cudnn=True: F.group_norm(
-        x, groups, weight, bias, eps
-    ),
-    "layer_norm.default": lambda x, shape, weight=None, bias=None, eps=1e-5, cudnn=True: F.layer_norm(
-        x, shape, weight, bias, eps
-    ),
+    "group_norm.default": _without_cudnn(F.group_norm),
+    "layer_norm.default": _without_cudnn(F.layer_norm),
     "log_sigmoid.default": lambda x: F.logsigmoid(x),
     "max_pool2d.default": lambda x, size, stride=(), *args: F.max_pool2d(x, size, stride or None, *args),
     "silu_.default": lambda x: F.silu(x, inplace=True),
@@ -115,13 +115,9 @@ def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any
 
 
 class ProgramNetwork(nn.Module):
-    """The graph of a .pt2 file as calls of torch's functions, in the file's order.
+    """The graph of a .pt2 file as calls of torch's functions, in the file's order."""
 
-    Attributes:
-        input_shape: of one sample as the file says, or None where it leaves sizes open.
-    """
-
-    input_shape: tuple[int, ...] | None
+    input_shape: tuple[int, ...] | None  # of one sample; None where the file leaves sizes open
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,21 +146,17 @@ def load_program(
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError: see `read_program`, and `lipkit.export` for calls without a plain form; values
-            of too many numbers, see `lipkit.interop.reading.load`.
+        DataError: the file is missing, no archive of one program, damaged, of another version of the format, or too
+            large.
+        NoRuleError: numbers that are pickled; an operator without a rule, by name; more than one input or output, or
+            a program that changes its buffers (one that was exported in training mode); a graph without a plain form.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
     return load(read_program(path), path, input_shape, box)
 
 
 def read_program(path: str | Path) -> ProgramNetwork | Network:
-    """The network of a .pt2 file, in evaluation mode. Nothing in the file is executed or unpickled.
-
-    Raises:
-        DataError: the file is missing, no archive of one program, damaged, or of another version of the format.
-        NoRuleError: numbers that are pickled; an operator outside the list, by name; more than one input or output, or
-            a program that changes its buffers (one that was exported in training mode).
-    """
+    """The network of a .pt2 file, in evaluation mode; what it refuses, `load_program` says."""
     try:
         with open_regular(path) as file:
             archive = zipfile.ZipFile(file)
@@ -229,7 +221,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
     meta = graph["tensor_values"][network.source]
     if not _DTYPES[meta["dtype"]].is_floating_point:
         raise NoRuleError(f"{path}: expected a floating-point input, got {_DTYPES[meta['dtype']]}")
-    sizes = [size.get("as_int", 0) for size in meta["sizes"][1:]]
+    sizes = [size.get("as_int", 0) for size in meta["sizes"][1:]]  # 0: a symbol
     network.input_shape = tuple(sizes) if sizes and min(sizes) > 0 else None
     for node in graph["nodes"]:
         name = node["target"].removeprefix("torch.ops.aten.")
@@ -248,7 +240,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         kind, made = next(iter(node["outputs"][0].items())) if len(node["outputs"]) == 1 else ("several", None)
         if kind not in ("as_tensor", "as_tensors", "as_sym_int"):
             raise NoRuleError(f"{path}: expected one value of {node['target']}, got {len(node['outputs'])}")
-        several = kind == "as_tensors"
+        several = kind == "as_tensors"  # a list, as split gives it
         names = [one["name"] for one in made] if several else [made.get("name") or made["as_name"]]
         network.steps.append((function, *_bound(name, arguments, path), names, several))
     return network.eval()
@@ -257,7 +249,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
 def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """The number, the tensor or the size that an argument of the file names."""
     ((kind, content),) = argument.items()
-    if kind == "as_none":
+    if kind in ("as_none", "as_memory_format"):  # an order in memory computes nothing
         return None
     if kind in ("as_int", "as_float", "as_bool", "as_string", "as_ints", "as_floats", "as_bools"):
         return tuple(content) if isinstance(content, list) else content
@@ -271,8 +263,6 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         return [_value({"as_sym_int": one}, values) for one in content]
     if kind == "as_optional_tensor":
         return _value(content, values)
-    if kind == "as_memory_format":
-        return None  # an order in memory, which computes nothing
     raise NoRuleError(f"a .pt2 file: expected numbers, tensors and sizes as arguments, got one of kind {kind!r}")
 
 
@@ -305,10 +295,10 @@ def _tensors(archive: zipfile.ZipFile, kind: str, path: str | Path) -> dict[str,
         folder = next(n for n in archive.namelist() if f"/data/{kind}/" in n).partition("/data/")[0]
         content, dtype = _entry(archive, f"{folder}/data/{kind}/{entry['path_name']}", path), _DTYPES[meta["dtype"]]
         offset = meta["storage_offset"]["as_int"]
-        if min([*sizes, *strides, offset, 0]) < 0 or meta["layout"] != 7:
+        if min([*sizes, *strides, offset, 0]) < 0 or meta["layout"] != 7:  # 7: torch.strided
             raise DataError(f"{path}: expected a dense tensor with sizes from 0 on, got {name!r}: {sizes}, {strides}")
         flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.zeros(0, dtype=dtype)
-        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))  # place of the last number
         if (wanted := max(math.prod(sizes), last + 1 if math.prod(sizes) else 0)) > len(flat):
             raise DataError(f"{path}: expected {wanted} numbers for {name!r} of sizes {sizes}, got {len(flat)}")
         found[name] = flat.as_strided(sizes, strides, offset).clone()

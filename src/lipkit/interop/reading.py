@@ -24,13 +24,7 @@ VALUES = 2**26
 def load(
     network: Any, path: str | Path, input_shape: tuple[int, ...] | None, box: tuple[float, float] | None = None
 ) -> Network:
-    """The export of a network that was read from a file and says its ``input_shape``, or None.
-
-    Raises:
-        DataError: see `check_sizes`.
-        NoRuleError: the graph has no plain form.
-        ShapeError: no ``input_shape``, or another one than the file says.
-    """
+    """The export of a network that was read from a file and says its ``input_shape``, or None."""
     shape = network.input_shape or input_shape
     if shape is None or input_shape not in (None, shape):
         raise ShapeError(f"{path}: expected the input_shape {shape or 'of one sample'}, got {input_shape}")
@@ -76,7 +70,7 @@ class Budget(TorchFunctionMode):
                 self.made += t.numel() // (self.batch if moving and t.numel() % self.batch == 0 else 1)
         if self.made > VALUES:
             raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
-        return value if moving or first is None else func(*args, **kwargs)
+        return value if moving or first is None else func(*args, **kwargs)  # the first run made no numbers
 
 
 def _without_memory(value: Any) -> Any:
@@ -88,11 +82,7 @@ def _without_memory(value: Any) -> Any:
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """Refuse a network whose values have more than ``VALUES`` numbers, before memory is taken for them.
-
-    Raises:
-        DataError: more numbers than that (the message names the function), or a stored number is infinite or NaN.
-    """
+    """Refuse stored numbers that are not finite, and values of more than ``VALUES`` numbers before they take memory."""
     held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, t in held.items():
         if not t.isfinite().all():

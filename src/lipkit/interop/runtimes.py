@@ -35,6 +35,18 @@ OPSET, CEIL_OPSET = 19, 22
 CLAIM = "lipkit.json"
 
 
+def _write(path: str | Path, content: bytes, check: Callable[[Path], None]) -> Path:
+    """Write a file after ``check`` has accepted a draft of it."""
+    path = Path(path)
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, path.name)
+        draft.write_bytes(content)
+        check(draft)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
+    return path
+
+
 def write_onnx(network: modules.Network, path: str | Path) -> Path:
     """Write an exported network as one ONNX file with a dynamic batch: real arithmetic and standard operators only.
 
@@ -52,10 +64,8 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
 
     stored = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
     model.metadata_props.add(key=CLAIM, value=claim(network, stored))
-    path, content = Path(path), model.SerializeToString()
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(content)
+
+    def check(draft: Path) -> None:
         try:
             onnx.checker.check_model(model, full_check=True)
             check_runtime(network, _evaluator(draft), batch_size=3)
@@ -63,17 +73,12 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
             raise
         except Exception as error:  # onnx has a class of its own for each kind of failure
             raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, content)
-    return path
+
+    return _write(path, model.SerializeToString(), check)
 
 
 def onnx_model(network: modules.Network) -> Any:
-    """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models.
-
-    Raises:
-        OptionError: onnx or onnxscript is not installed.
-    """
+    """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401  what torch writes ONNX with
@@ -99,7 +104,7 @@ def onnx_model(network: modules.Network) -> Any:
 
 
 def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
-    """A file's claim as text: the network's configuration, and its tensors that the file does not store by name."""
+    """The claim of a file as text: the network's configuration, and the tensors that the file itself does not hold."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     names = [n for n, t in tensors.items() if n in stored and t.dtype == stored[n].dtype and torch.equal(t, stored[n])]
     more = save_safetensors({name: t for name, t in tensors.items() if name not in names})
@@ -143,7 +148,7 @@ def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
     """The pooling as padding, plain average and factor, because torch.onnx drops ``divisor_override``."""
     size, strides, paddings = (_pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
     ends = [min(p + s - 1, k - 1) if pool.ceil_mode else p for k, s, p in zip(size, strides, paddings, strict=True)]
-    pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))
+    pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))  # left, right, top, bottom
     factor = torch.tensor([math.prod(size) / (pool.divisor_override or 1)], dtype=dtype)
     mean = nn.AvgPool2d((size[0], size[1]), (strides[0], strides[1]))
     return nn.Sequential(pad, mean, modules.Affine(factor, torch.zeros_like(factor)))
@@ -157,7 +162,7 @@ class _PatchProduct(nn.Module):
         self.stride, self.weight, self.bias = conv.stride[0], conv.weight, conv.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        patches = F.pixel_unshuffle(x, self.stride).movedim(1, -1)
+        patches = F.pixel_unshuffle(x, self.stride).movedim(1, -1)  # channels last: in the order of the flat kernel
         return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
@@ -185,14 +190,11 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
         OptionError: the network is not an exported one. CertificateViolation: torch wrote another function.
     """
     _check_network(network)
-    path = Path(path)
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(program_bytes(network))
+
+    def check(draft: Path) -> None:
         check_runtime(network, program_runtime(draft), batch_size=3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, draft.read_bytes())
-    return path
+
+    return _write(path, program_bytes(network), check)
 
 
 def program_bytes(network: modules.Network) -> bytes:
@@ -218,7 +220,7 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
         raise OptionError('expected onnxruntime to run ONNX: pip install "lipkit[onnx]"') from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 3  # errors alone
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of its own for each kind of failure

@@ -44,7 +44,7 @@ class PlainAttention(nn.MultiheadAttention):
             what = f"expected 3 dimensions, got {query.ndim}: it would take the batch for a sequence"
             raise NoRuleError(f"analyze: nn.MultiheadAttention: {what}")
         if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.chunk(3)
+            weights = self.in_proj_weight.chunk(3)  # stored one below the other: q, k, v
         else:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -57,7 +57,7 @@ class PlainAttention(nn.MultiheadAttention):
         )
         p = F.dropout((q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(-1), self.dropout, self.training)
         y = F.linear((p @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        shown = (p.mean(1) if average_attn_weights else p) if need_weights else None
+        shown = (p.mean(1) if average_attn_weights else p) if need_weights else None  # 1: the heads
         return (y if self.batch_first else y.transpose(0, 1)), shown
 
 

@@ -25,7 +25,7 @@ from lipkit.modules.activations import ACTIVATIONS
 def _beside(call: Build, value: Any) -> Any:
     """An argument of an elementwise call: operands must share the result's batch, constants drop its dimension."""
     out = call.results[0]
-    at = out.axis - out.rank
+    at = out.axis - out.rank  # from the end, where broadcasting aligns dimensions
     if isinstance(value, Operand):
         call.require(value.place == out.place)
     if isinstance(value, Rows):
@@ -40,9 +40,9 @@ def _beside(call: Build, value: Any) -> Any:
 def ordered(call: Build) -> Build:
     """Permutations of dimensions, read off by calling the function on a tensor whose sizes all differ."""
     x, *rest = call.args
-    sizes = torch.empty(*range(2, 2 + x.rank), device="meta")
+    sizes = torch.empty(*range(2, 2 + x.rank), device="meta")  # from 2 on: no size is 1
     function = getattr(type(sizes), call.target) if isinstance(call.target, str) else call.target
-    order = [n - 2 for n in function(sizes, *rest, **call.kwargs).shape]
+    order = [n - 2 for n in function(sizes, *rest, **call.kwargs).shape]  # a size tells the dimension that it came from
     call.require((order.index(x.axis), x.inner) == (call.results[0].axis, call.results[0].inner))
     behind = [x.plain(d) for d in order if d != x.axis or x.inner > 1]
     return call.to("contiguous", x) if behind == sorted(behind) else call.to("permute", x, 0, *behind)
@@ -84,7 +84,7 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
             expected = f"expected dimensions other than the batch (dimension {x.axis}), got {d}: it mixes samples"
             call.require(type(d) is int and d % x.rank != x.axis, expected)
         plain = [x.plain(d % x.rank) for d in dims]
-        gone = sum(d % x.rank < x.axis for d in dims) if out.rank < x.rank else 0
+        gone = sum(d % x.rank < x.axis for d in dims) if out.rank < x.rank else 0  # dimensions lost before the batch
         call.require((x.axis - gone, x.inner) == (out.axis, out.inner))
         if len(args) > at:
             args[at] = plain if dims is given else plain[0]
@@ -104,11 +104,11 @@ def indexed(call: Build) -> Build:
     whole = f"expected slices and integers that leave the batch whole (x[:, ...]), got {index!r}"
     call.require(plain, whole)
     at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items[at : at + 1] = [slice(None)] * (x.rank - sum(type(i) in (int, slice) for i in items))
-    batch = [k for k, i in enumerate(items) if i is not None][x.axis]
+    items[at : at + 1] = [slice(None)] * (x.rank - sum(type(i) in (int, slice) for i in items))  # what ... stands for
+    batch = [k for k, i in enumerate(items) if i is not None][x.axis]  # None adds a dimension and takes none
     call.require(items[batch] == slice(None), whole)
     call.require((sum(type(i) is not int for i in items[:batch]), x.inner) == (out.axis, out.inner))
-    if x.inner == 1:
+    if x.inner == 1:  # with merged entries the batch is a dimension of the sample as well
         del items[batch]
     return call.to(call.target, x, (slice(None), *items))
 
@@ -125,11 +125,7 @@ def multiplied(call: Build) -> Build:
 
 
 def batch_first(call: Build) -> Build:
-    """The call that does the same to values whose batch comes first.
-
-    Raises:
-        NoRuleError: the batch of the result does not follow from those of the arguments.
-    """
+    """The call that does the same to values whose batch comes first; it must follow from those of the arguments."""
     moved = any(
         isinstance(v, Rows) or (isinstance(v, Operand) and v.place[:2] != (0, 1))
         for v in [*flat((call.args, call.kwargs)), *call.results]
@@ -152,7 +148,7 @@ def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
     >>> keeps_place(nn.Linear(4, 4), x, x), keeps_place(nn.Softmax(1), x, x)
     (True, False)
     """
-    kind, used = type(module), x.rank
+    kind, used = type(module), x.rank  # used: the last dimensions that the module mixes
     if kind in (nn.Identity, nn.Dropout) or (kind in ACTIVATIONS and ACTIVATIONS[kind].functions):
         used = 0
     elif kind in (nn.Linear, nn.LayerNorm):

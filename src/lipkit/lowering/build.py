@@ -119,7 +119,7 @@ class Build:
         value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if value.is_complex():
             raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
-        if value.ndim == axes + 1 and len(value) == 1:
+        if value.ndim == axes + 1 and len(value) == 1:  # one row for all samples
             value = value[0]
         if value.ndim > axes:
             raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
@@ -178,8 +178,8 @@ class Build:
         given = self.broadcast(x)
         numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
         axes = len(given.shape) or 1
-        full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]
-        if all(t.shape[1:].numel() == 1 for t in full):
+        full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]  # broadcasting adds them in front
+        if all(t.shape[1:].numel() == 1 for t in full):  # one number for each channel
             channels = max(t.shape[0] for t in full)
             full = [t.reshape(-1).expand(channels) for t in full]
         return self.add(Affine(*full), given)
@@ -206,17 +206,14 @@ class Build:
 
 
 class Function(NamedTuple):
-    """A row: a function, or a tensor method by its name, and its rules.
+    """The row of a function, or of a tensor method by its name.
 
-    Attributes:
-        rule: ``rule(call, *arguments) -> number of the value``; a tuple for several.
-        place: the call for values whose batch comes first (`lipkit.lowering.axes`); without it, it has to come first.
-        exported: whether the modules compute the same; otherwise only their constant is right.
+    ``place`` gives the call for values whose batch comes first (`lipkit.lowering.axes`); without it, it has to.
     """
 
-    rule: Rule | None = None
+    rule: Rule | None = None  # rule(call, *arguments) -> number of the value; a tuple for several
     place: Callable[[Build], Build] | None = None
-    exported: bool = True
+    exported: bool = True  # the modules compute the same; otherwise only their constant is right
 
 
 FUNCTIONS: dict[Any, Function] = {}

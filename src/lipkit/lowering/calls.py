@@ -29,14 +29,10 @@ _OPERATORS = {name for name in _OPERATORS if callable(getattr(int, name))}
 
 
 class Calls(TorchFunctionMode):
-    """The calls with an argument that depends on ``x``, while the mode is on: ``made``, in order.
+    """The calls with an argument that depends on the input ``x``, while the mode is on: ``made``, in order.
 
-    Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls.
-
-    Args:
-        x: the input.
-        axes: for each call, the dimension of the batch in each tensor of its result; None treats every size as the
-            batch size.
+    Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls. ``axes`` gives for
+    each call the dimension of the batch in each tensor of its result; without it every size is taken for the batch's.
 
     >>> x = torch.ones(2)
     >>> with Calls(x) as calls:
@@ -95,14 +91,14 @@ class Calls(TorchFunctionMode):
         # Tensors of inference mode count no versions.
         before = [(t, t._version) for t in given if not t.is_inference()]
         result = func(*args, **kwargs)
-        changed = [t for t, version in before if t._version != version]
+        changed = [t for t, version in before if t._version != version]  # overwritten in place
         for t in (*tensors(result), *changed):
             self._moving.setdefault(t, -1)
         if what is not None:
             self._make((*what, self._summary(result)), result)
         if recorded and name in _SIZES:
             axis = self._moving[args[0]]
-            sizes = [self._size(n) if axis in (i, -1) else n for i, n in enumerate(args[0].shape)]
+            sizes = [self._size(n) if axis in (i, -1) else n for i, n in enumerate(args[0].shape)]  # -1: any may be it
             if isinstance(result, torch.Size):
                 return self._shape(sizes)
             return sizes[(*args[1:], *kwargs.values())[0]] if name == "size" else self._size(result)
@@ -154,7 +150,7 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
     if type(a) is float and type(b) is float:
-        return a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=1e-6)
+        return a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=1e-6)  # two NaN are alike
     return type(a) is type(b) and bool(a == b)
 
 

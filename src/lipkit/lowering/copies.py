@@ -23,14 +23,10 @@ from lipkit.modules.parametrised import settled
 
 
 def constant_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parametrised weights are the numbers that its forward pass uses now.
+    """A copy of ``model`` on the CPU whose parametrised weights are the numbers that its forward pass uses now.
 
-    Hook-based spectral and weight normalisation are carried out, too; ``model`` is left as it is. The copy is on the
-    CPU.
-
-    Raises:
-        NoRuleError: a wrapper such as DataParallel; any other hook, or method replaced on an instance; a weight that
-            each forward pass changes, as spectral normalisation does in training mode; a module that cannot be copied.
+    Hook-based spectral and weight normalisation are carried out, too; wrappers, other hooks, replaced methods and
+    weights that each forward pass changes are refused.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     >>> type(constant_copy(layer))
@@ -78,21 +74,18 @@ def computed_tensors(model: nn.Module) -> dict[int, object]:
 
 
 def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
-    first, second = (
-        {
-            **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
-            **contents_of(one, (*model.modules(), *twin.modules())),
-        }
-        for one in (model, twin)
-    )
-    return first.keys() == second.keys() and all(equal(value, second[name]) for name, value in first.items())
+    known = (*model.modules(), *twin.modules())
+    types = [{name: type_name(type(module)) for name, module in one.named_modules()} for one in (model, twin)]
+    first, second = (contents_of(one, known) for one in (model, twin))
+    same = types[0] == types[1] and first.keys() == second.keys()
+    return same and all(equal(value, second[name]) for name, value in first.items())
 
 
 def _materialise(module: nn.Module) -> None:
     with torch.no_grad():
         plain = settled(module)
     if plain is not module:
-        module.__class__, module.__dict__ = type(plain), vars(plain)
+        module.__class__, module.__dict__ = type(plain), vars(plain)  # in place: others may hold the module, too
     # These see derivatives, which a constant copy does not have, and change no output.
     module._backward_hooks.clear()
     module._backward_pre_hooks.clear()
@@ -121,7 +114,7 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
     seen = {id(module): (module, type(module)) for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
         own: dict[str, Any] = {}
-        for kind in reversed(type(module).__mro__):
+        for kind in reversed(type(module).__mro__):  # so that a class replaces what its bases have
             own |= {} if kind.__module__.startswith(("builtins", "lipkit", "torch")) else vars(kind)
         own |= {name: value for name, value in vars(module).items() if name not in _PLAIN}
         for name, value in (own | module._parameters | module._buffers).items():
@@ -132,9 +125,8 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
 def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     """All numbers, strings and tensors (not copied) inside a value (container, object, function), in nested lists.
 
-    Args:
-        seen: by id, the values met before, with what they hold; inside themselves they are their type. A value that two
-            places share holds the same in both, as its copies do.
+    ``seen``: by id, the values met before, and what they hold. Inside itself a value is its type; one that two places
+    share holds the same in both, as its copies do.
     """
     if isinstance(value, Tensor):
         return value.detach()
@@ -144,7 +136,7 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         return type(value)
     if id(value) in seen:
         return seen[id(value)][1]
-    seen[id(value)] = value, type(value)
+    seen[id(value)] = value, type(value)  # the value, too, so that its id is not given away
     parts: Any
     try:
         if isinstance(value, FunctionType):
@@ -158,7 +150,7 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         else:
             with warnings.catch_warnings():  # Python 3.12 and 3.13 copy an itertools.count, and warn that 3.14 will not
                 warnings.simplefilter("ignore", DeprecationWarning)
-                reduced = value.__reduce_ex__(4)[1:]
+                reduced = value.__reduce_ex__(4)[1:]  # all but the function that would make the copy
             parts = [list(p) if hasattr(p, "__next__") else p for p in reduced]
     except Exception:  # what cannot be copied is not looked into
         return type(value)
@@ -172,12 +164,12 @@ def equal(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
     known = set() if known is None else known
     if isinstance(a, list) and isinstance(b, list):
         if (id(a), id(b)) not in known:
-            known.add((id(a), id(b)))
+            known.add((id(a), id(b)))  # lists may contain themselves
             return len(a) == len(b) and all(equal(x, y, known) for x, y in zip(a, b, strict=True))
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
             return type(a) is type(b)  # refused wherever it holds a weight
         alike = a.shape == b.shape and a.dtype == b.dtype
-        return alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+        return alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))  # a != a: NaN
     return type(a) is type(b) and bool(a == b or a != a)

@@ -80,23 +80,15 @@ _activation(nn.AvgPool1d, F.avg_pool1d)
 _activation(nn.AvgPool2d, F.avg_pool2d)
 
 
-def _max_pool(make: Callable[..., nn.Module], *targets: Callable[..., Any]) -> None:
-    @function_module(*targets)
-    def made(
-        call: Build,
-        input: Operand,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> nn.Module:
-        return make(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
+def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    # The module has the last two arguments in the other order.
+    return lambda kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False: kind(
+        kernel_size, stride or None, padding, dilation, return_indices, ceil_mode
+    )
 
 
-_max_pool(nn.MaxPool1d, F.max_pool1d, torch.max_pool1d)
-_max_pool(nn.MaxPool2d, F.max_pool2d, torch.max_pool2d)
+_activation(_max_pool(nn.MaxPool1d), F.max_pool1d, torch.max_pool1d)
+_activation(_max_pool(nn.MaxPool2d), F.max_pool2d, torch.max_pool2d)
 
 
 @function_module(F.normalize, place=along(2, default=1))
@@ -129,7 +121,7 @@ def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3,
 def _dropout(
     call: Build, input: Operand, p: float = 0.5, training: Any = True, inplace: bool = False, train: Any = None
 ) -> nn.Module:
-    return nn.Dropout(p).train(bool(training if train is None else train))
+    return nn.Dropout(p).train(bool(training if train is None else train))  # torch.dropout calls it train
 
 
 @function_module(F.linear, place=behind(lambda *given: 1))
@@ -151,7 +143,7 @@ def _convolution(make: Callable[..., nn.Module], axes: int, target: Callable[...
             raise call.refuse(f"expected a weight of {axes + 2} dimensions, got {tuple(kernel.shape)}")
         given = dict(zip(options, args, strict=False)) | kwargs
         first, second = len(kernel), kernel.shape[1] * given.get("groups", 1)
-        channels = (first, second) if "output_padding" in options else (second, first)
+        channels = (first, second) if "output_padding" in options else (second, first)  # (inputs, outputs)
         layer = make(*channels, tuple(kernel.shape[2:]), **given, device="meta")
         return with_tensors(call, layer, weight=kernel, bias=bias)
 

@@ -61,21 +61,13 @@ def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     return _moved(call, x)
 
 
-@plain("expand", "expand_as", torch.broadcast_to, place=joined)
-def _expand(call: Build, x: Operand, *sizes: Any) -> int:
-    return call.broadcast(call.same_format(x)).number
-
-
-@plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)
-def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
-    return call.operand(x).number
-
-
-@plain("permute", place=ordered)
-def _permute(call: Build, x: Operand, *dims: Any) -> int:
-    return call.add(Permute(*dims[1:]), call.same_format(x))
-
-
+plain("expand", "expand_as", torch.broadcast_to, place=joined)(
+    lambda call, x, *sizes: call.broadcast(call.same_format(x)).number
+)
+plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)(
+    lambda call, x, *format, **options: call.operand(x).number
+)
+plain("permute", place=ordered)(lambda call, x, *dims: call.add(Permute(*dims[1:]), call.same_format(x)))
 # `ordered` turns each of these into ``contiguous`` or ``permute``.
 _moves: Any = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t")
 _moves = (*_moves, *(getattr(torch, name) for name in _moves), torch.permute, getattr)
@@ -95,15 +87,13 @@ def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
 def _getitem(call: Build, x: Any, index: Any) -> Value:
     if isinstance(x, (tuple, list)):
         picked = x[call.constant(index, "index")]
-        return (
-            tuple(call.operand(t).number for t in picked)
-            if isinstance(picked, (tuple, list))
-            else call.operand(picked).number
-        )
+        if isinstance(picked, (tuple, list)):
+            return tuple(call.operand(t).number for t in picked)
+        return call.operand(picked).number
     operand, shape = call.same_format(x), list(x.shape)
     for dim, item in enumerate((i for i in index[1:] if i is not None), 1):
         every = range(shape[dim - 1])
-        taken = every[item] if isinstance(item, slice) else every[every[item] :][:1]
+        taken = every[item] if isinstance(item, slice) else every[every[item] :][:1]  # every[-1] is the last entry
         shape[dim - 1] = len(taken)
         operand = replace(operand, shape=tuple(shape), number=call.piece(operand, dim, taken))
     return call.reshaped(operand.number, operand.shape, call.shape)
@@ -148,9 +138,8 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     sign = -1 if "sub" in call.name else 1
     weight = call.number(alpha, "alpha")
     if isinstance(x, Operand) and isinstance(y, Operand):
-        if float(weight) == 1:
-            return call.add(Add(1, sign), call.broadcast(x), call.broadcast(y))
-        return call.add(Add(1, sign), call.broadcast(x), call.elementwise(y, scale=weight))
+        other = call.broadcast(y) if float(weight) == 1 else call.elementwise(y, scale=weight)
+        return call.add(Add(1, sign), call.broadcast(x), other)
     if isinstance(x, Operand):
         return call.elementwise(x, shift=sign * weight * call.shift(y))
     return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
@@ -167,14 +156,14 @@ def _mul(call: Build, x: Any, y: Any) -> int:
 @plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> int:
     if call.bounding:
-        smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()
+        smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
         return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
     return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
 
 
-@plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)
-def _neg(call: Build, x: Operand, *, out: Any = None) -> int:
-    return call.elementwise(x, scale=-1 - call.like)
+plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)(
+    lambda call, x, *, out=None: call.elementwise(x, scale=-1 - call.like)
+)
 
 
 @plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm", place=multiplied)
@@ -189,12 +178,12 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
     if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):
         raise call.refuse(f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
-    matrix = matrix.clone() if left else matrix.T.contiguous()
+    matrix = matrix.clone() if left else matrix.T.contiguous()  # nn.Linear multiplies by the transpose
     layer = with_tensors(call, nn.Linear(matrix.shape[1], matrix.shape[0], device="meta"), weight=matrix, bias=None)
     if not left:
         return call.add(layer, moving)
     order = list(range(1, moving.ndim))
-    order[-2:] = order[:-3:-1]
+    order[-2:] = order[:-3:-1]  # the last two swapped
     turned = call.add(layer, call.add(Permute(*order), moving))
     return call.add(Permute(*order), turned)
 
@@ -204,7 +193,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
     if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
         raise call.refuse("expected no mask, dropout or grouped heads, and is_causal=False, got one: -inf has no range")
     n, d = call.operand(query).shape[-2:]
-    turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))
+    turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed
     scaled = call.add(Affine(call.like[None] + (d**-0.5 if scale is None else scale), call.like[None]), query)
     products = call.add(call.named(MatrixProduct(n, d, key.shape[-2])), scaled, turned)
     weights = call.add(nn.Softmax(-1), products)
@@ -268,7 +257,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     if not all(here[first:stop]):
         raise call.refuse("expected constants before or behind what depends on the input, got some in between")
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
-    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))
+    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch pads the last first
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
     padded = replace(call.results[0], number=call.add(Pad(*padding), joined))
     return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
@@ -299,7 +288,7 @@ def _maximum(call: Build, x: Any, y: Any) -> int:
 
 @plain(torch.minimum, torch.fmin, "minimum", torch.min, place=joined)
 def _minimum(call: Build, x: Any, y: Any) -> int:
-    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]
+    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]  # min(x, y) = -max(-x, -y)
     return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
 
 
@@ -309,7 +298,7 @@ def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stab
     (at,) = call.dims(call.operand(x), dim)
     if descending:
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1
-    minus = Affine(-1 - call.like[None], call.like[None])
+    minus = Affine(-1 - call.like[None], call.like[None])  # GroupSort sorts downwards
     return call.add(minus, _along(call, GroupSort(None), call.add(minus, x.number), at, x.ndim)), -1
 
 
@@ -324,7 +313,7 @@ def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> in
         mean = call.reshaped(mean, (1,) * len(x.shape), ())
     if not call.name.endswith("sum"):
         return mean
-    return call.add(Affine(call.like[None] + count, call.like[None]), mean)
+    return call.add(Affine(call.like[None] + count, call.like[None]), mean)  # a sum is a mean times its count
 
 
 @plain(torch.clamp, torch.clip, torch.clamp_min, "clamp", "clamp_", "clip", "clamp_min", "clamp_min_", place=joined)
@@ -345,17 +334,15 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     return call.add(Affine(sign[None], limit[None]), turned)
 
 
-@plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)
-def _clamp_max(call: Build, x: Operand, max: Any) -> Value:
-    return _clamp(call, x, None, max)
+plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, max: _clamp(call, x, None, max))
 
 
 # Functions with a Lipschitz constant but without a plain form.
 
 
-@function_rule("repeat")
-def _repeat(call: Build, x: Operand, *sizes: Any) -> int:
-    return call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
+function_rule("repeat")(  # the root of the number of copies
+    lambda call, x, *sizes: call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
+)
 
 
 @function_rule(torch.flip, "flip")
@@ -371,6 +358,7 @@ def _extreme(call: Build, x: Operand, dim: Any = (), keepdim: bool = False) -> i
     return call.keep(x)
 
 
-@function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")
-def _slope_one(call: Build, x: Operand) -> int:
-    return call.keep(x)
+# Slopes of at most 1.
+function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")(
+    lambda call, x: call.keep(x)
+)

@@ -14,8 +14,8 @@ from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import batch_first, keeps_place
 from lipkit.lowering.build import MIXED, Build, Function, function_name
 from lipkit.lowering.functions import FUNCTIONS
-from lipkit.lowering.observe import Operand, Varies, check_outputs, observe, traced
-from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, where
+from lipkit.lowering.observe import Operand, Varies, check_outputs, observe
+from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, trace, where
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Wiring
 from lipkit.modules.parametrised import settled
@@ -31,23 +31,16 @@ FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Label:
-    """The origin of a module in a wiring, named as the user knows it.
+    """The origin of a module in a wiring, named as the user knows it."""
 
-    Attributes:
-        name: path of the module, or of the one that calls the function.
-        type: class of the module, or name of the function.
-        what: how a message names it.
-        own: whether it is a module of the network.
-    """
-
-    name: str
-    type: str
-    what: str
-    own: bool
+    name: str  # path of the module, or of the one that calls the function
+    type: str  # class of the module, or name of the function
+    what: str  # for messages
+    own: bool  # a module of the network
 
 
 class Interpreter:
-    """A network as a wiring of modules: every operand is the number of a value in it.
+    """A network as a wiring of modules (``wiring``, with ``labels``): every operand is the number of a value in it.
 
     Args:
         root: an independent copy with constant weights, which is traced and run.
@@ -55,14 +48,10 @@ class Interpreter:
         bound_to: holds the modules that are wired, ``root`` or the network itself.
         bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, shifts are left out, and factors
             are float64.
-
-    Attributes:
-        graph, observed: as left by `lipkit.lowering.observe.observe`.
-        wiring, labels: the modules and what they were made from.
     """
 
     def __init__(self, root: Root, input_shape: Shape, bound_to: Root, bounding: bool = False) -> None:
-        self.graph, self._other_way = traced(root, input_shape)
+        self.graph, self._other_way = trace(root, input_shape)
         self.observed = observe(root, self.graph, input_shape)
         self.wiring, self.labels = Wiring(), list[Label]()
         self._root, self._input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
@@ -78,11 +67,7 @@ class Interpreter:
         return {x.number: x.shape or (1,) for x in operands}
 
     def output(self) -> Operand | None:
-        """The network's output; None if it does not depend on the input.
-
-        Raises:
-            NoRuleError: what has no rule, by the name of the node; an output that is no tensor.
-        """
+        """The network's output; None if it does not depend on the input. Refuses by name whatever has no rule."""
         for node in self.graph.nodes:
             if node.target is operator.getitem and not node.users and isinstance(self._known[node.args[0]], tuple):
                 continue  # one of several results that nobody reads; a slice is checked, read or not
@@ -161,14 +146,14 @@ class Interpreter:
             )
         value = call.covered(row.rule, *call.args, **call.kwargs)
         label = Label(str(node.meta.get("where", "")), name, what, own=False)
-        self.labels += [label] * (len(self.wiring.modules) - len(self.labels))
+        self.labels += [label] * (len(self.wiring.modules) - len(self.labels))  # one for each new module
         return value
 
     def _refuse_batch(self, node: fx.Node, axis: int) -> None:
         """Refuse arguments computed from the batch size, except the batch size itself in the result's shape."""
         how = self.observed.how
         made = [n for n in node.all_input_nodes if how.get(n) in (SIZE, BATCH)]
-        _, *sizes = flat((node.args, node.kwargs))
+        _, *sizes = flat((node.args, node.kwargs))  # the first is the tensor
         there = made and made == sizes[axis : axis + 1] and sizes.count(made[0]) == 1 and node.target in SHAPES
         if made and not (there and (how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in {*sizes} - {*made}))):
             raise self._refuse(
@@ -194,7 +179,7 @@ class Interpreter:
 
     def _check_dtype(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Refuse dtypes other than floating-point ones that represent every number of the network's dtype."""
-        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:
+        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # it holds all numbers
             return
         if dtype.is_complex:
             why = "complex numbers have no rules: use real and imaginary parts as channels"

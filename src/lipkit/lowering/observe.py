@@ -23,31 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.copies import contents, contents_of, equal
-from lipkit.lowering.tracing import (
-    BATCHES,
-    ROWS,
-    VALUES,
-    Path,
-    Root,
-    batch_axis,
-    dependence,
-    evaluate,
-    flat,
-    trace,
-    where,
-)
-
-
-def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
-    """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
-    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
-    x = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
-    return x.to(like.dtype)
-
+from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Root, batch_axis, dependence, evaluate, flat, sample, where
 
 # The network itself runs for all of these batch sizes, its graph for `BATCHES` only.
 SAMPLES = (1, 2, 3, 8, 65)
@@ -115,20 +94,15 @@ class Operand:
 class Observed:
     """Values and outputs of a graph, merged from the runs for both batch sizes.
 
-    Attributes:
-        values: by node. One that depends on the input has an :class:`Operand` without number, a tuple of them, or the
-            name of another type; any other has its value, :class:`Rows` or :data:`VARIES`.
-        how: of `lipkit.lowering.tracing.dependence`.
-        outputs: of both runs.
-        calls: of the second run (`lipkit.lowering.calls`).
-        axes: for each of these calls, the dimension of the batch in each tensor of its result, if it has one.
+    A value that depends on the input is an :class:`Operand` without number, a tuple of them, or the name of another
+    type; any other is its value, :class:`Rows` or :data:`VARIES`.
     """
 
     values: dict[fx.Node, Any]
-    how: dict[fx.Node, str]
-    outputs: tuple[Any, Any]
-    calls: list[tuple[Any, ...]]
-    axes: list[list[int | None]]
+    how: dict[fx.Node, str]  # of `dependence`
+    outputs: tuple[Any, Any]  # of both runs
+    calls: list[tuple[Any, ...]]  # of the second run
+    axes: list[list[int | None]]  # for each call, the dimension of the batch in each tensor of its result
 
 
 def _changes_state(name: str, root: nn.Module) -> NoRuleError:
@@ -149,11 +123,8 @@ class _Run:
 def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observed:
     """Run the graph for two batch sizes and put the result of each in-place call where its tensor is read later.
 
-    Changes ``graph``: afterwards every node stands for its value before any later in-place call.
-
-    Raises:
-        NoRuleError: an in-place call changes the parameters, or a tensor that is read later in another form than the
-            one that the call returns; the output is no tensor with one row per sample.
+    Changes ``graph``: afterwards every node stands for its value before any later in-place call. Refuses calls that
+    change parameters, or a tensor that is read later in another form than the call returns.
     """
     try:
         runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
@@ -187,10 +158,10 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
 def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(graph.nodes):
-        last.update(dict.fromkeys(node.all_input_nodes, i))
+        last.update(dict.fromkeys(node.all_input_nodes, i))  # the last reader wins
     how = dependence(graph)
     live: dict[fx.Node, Any] = {}
-    x = x.clone()
+    x = x.clone()  # in-place calls may overwrite it
     run = _Run({}, [], None, Calls(x))
     with torch.no_grad(), run.calls.leaves(root):
         for i, node in enumerate(graph.nodes):
@@ -210,7 +181,7 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                             raise _changes_state(str(n.target), root)
                         run.rewrites += [(old, node) for old in _overwritten(node, n, live, last, i)]
             run.values[node] = _summary(live[node], how.get(node) == VALUES)
-            live = {n: v for n, v in live.items() if last.get(n, -1) > i or n is node}
+            live = {n: v for n, v in live.items() if last.get(n, -1) > i or n is node}  # the rest is not read again
     return run
 
 
@@ -240,7 +211,7 @@ def _summary(value: Any, dependent: bool) -> Any:
     if not dependent:
         return value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor):
-        return Operand(tuple(value.shape), value.dtype, -1)
+        return Operand(tuple(value.shape), value.dtype, -1)  # two runs will say where its batch is
     if isinstance(value, (tuple, list)):
         return [_summary(item, dependent) for item in value]
     return type(value).__name__
@@ -266,48 +237,21 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
     return a if equal(contents(a, {}), contents(b, {})) else VARIES
 
 
-def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
-    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
-
-    Raises:
-        ShapeError: inputs that the network does not accept.
-        NoRuleError: it takes not one tensor, or cannot be traced.
-    """
-    name = type(root.net).__qualname__
-    try:
-        with torch.no_grad(), Path(root) as direct:
-            root(sample(root, input_shape, BATCHES[0]))
-    except LipkitError:
-        raise
-    except TypeError as error:
-        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
-    except Exception as error:  # the forward pass is the user's and may raise anything
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
-    with Path(root) as symbolic:
-        graph = trace(root, (sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])))
-    return graph, direct.other(symbolic)
-
-
 def check_outputs(
     root: Root, observed: Observed, input_shape: tuple[int, ...], model: nn.Module, other_way: str | None
 ) -> None:
     """Compare the runs of the graph with the network itself, for other batches and in the other modes of torch.
 
-    Args:
-        root: the copy that was traced; ``model`` is its original. It runs once, and only after everything that could
-            change it was refused.
-        observed, other_way: the runs of its graph; of `traced`.
-
-    Raises:
-        NoRuleError: the network draws random numbers, changes what it keeps, mixes samples, asks for the size of the
-            batch or the mode, or is not the function of the graph.
+    Refused are networks that draw random numbers, change what they keep, mix samples, ask for the size of the batch or
+    the mode, or are not the function of the graph. The original ``model`` runs once, after everything that could change
+    it was refused.
     """
     x = sample(root, input_shape, BATCHES[1])
-    more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])
+    more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])  # its first rows are x, whose outputs are known
     sizes = [n for n in SAMPLES if n < SAMPLES[-1] or n * math.prod(input_shape) <= LARGEST]
     before = _random_states()
     inference = _recorded(root, x, torch.inference_mode(), observed)
-    kept = copy.deepcopy(contents_of(root))
+    kept = copy.deepcopy(contents_of(root))  # after one run, which may fill what is made on first use
     derivatives = _recorded(root, x, torch.enable_grad(), observed)
     batches: dict[int, Any] = {n: _alone(root, more[:n]) for n in sizes if n != len(x)}
     direct, calls = _recorded(root, x, torch.no_grad(), observed) or (None, [])
@@ -358,7 +302,7 @@ def check_outputs(
             "analyze: expected the same output for an input that is not contiguous, got a forward pass that writes "
             "into what is a copy for some inputs and the input itself for others, as contiguous() is"
         )
-    at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)
+    at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)  # the copy is on the CPU
     try:
         with torch.no_grad():
             own = model(x.to(device=at))
@@ -401,7 +345,7 @@ def _recorded(
             warnings.simplefilter("ignore")  # of numbers taken from weights that require a gradient
             for p in root.parameters():
                 p.requires_grad_(torch.is_grad_enabled() and p.is_floating_point())
-            given = x.clone().requires_grad_(torch.is_grad_enabled()).clone()
+            given = x.clone().requires_grad_(torch.is_grad_enabled()).clone()  # no leaf: in-place calls may change it
             calls = Calls(given, observed.axes)
             with calls.leaves(root), calls:
                 return root(given), list(calls.made)

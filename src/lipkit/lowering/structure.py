@@ -15,8 +15,8 @@ from lipkit.errors import NoRuleError
 from lipkit.linalg.precision import without_autocast
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
-from lipkit.lowering.observe import close, sample
-from lipkit.lowering.tracing import BATCHES, Root
+from lipkit.lowering.observe import close
+from lipkit.lowering.tracing import BATCHES, Root, sample
 from lipkit.modules.guarding import type_name
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import _TRACED, export_plain, lipschitz
@@ -33,7 +33,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
             normalised weights (spectral, weight, orthogonal) are plain numbers.
 
     Returns:
-        The chain, and the outputs of ``model`` at `lipkit.lowering.observe.sample` of ``BATCHES[1]``.
+        The chain, and the outputs of ``model`` at `lipkit.lowering.tracing.sample` of ``BATCHES[1]``.
 
     Raises:
         NoRuleError: a node has no plain form (the message names it and its module), or `lipkit.analyze` refuses it.
@@ -42,17 +42,11 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
     >>> class Residual(nn.Module):
     ...     def __init__(self): super().__init__(); self.body = nn.Linear(2, 2)
     ...     def forward(self, x): return torch.relu(x + self.body(x))
-    >>> structure(Residual(), (2,))[0]
-    Sequential(
-      (0): Graph(
-        sources=[[0], [0, 1]]
-        (nodes): ModuleList(
-          (0): Linear(in_features=2, out_features=2, bias=True)
-          (1): Add(1, 1)
-        )
-      )
-      (1): ReLU()
-    )
+    >>> graph, last = structure(Residual(), (2,))[0]
+    >>> list(graph.nodes), last
+    ([Linear(in_features=2, out_features=2, bias=True), Add(1, 1)], ReLU())
+    >>> [list(read) for read in graph.sources]
+    [[0], [0, 1]]
     """
     function = "lipschitz" if own else "export"
     with torch.inference_mode(False), without_autocast(), torch.random.fork_rng(devices=[]):

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partialmethod
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.modules.network import Network
 from lipkit.modules.plain import bounded
 
@@ -69,7 +69,7 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
     given = flat((node.args, node.kwargs))
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
     # x.new_tensor(y) holds the values of y.
-    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:
+    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:  # True drops the first argument
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
@@ -149,24 +149,22 @@ class Path:
     """Records the bytecode instructions that the network's own code executes inside the ``with`` block.
 
     Tracing does not see a condition such as ``isinstance(n, int) and len(range(n)) == 64`` on the batch size n. While
-    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it.
-
-    Args:
-        root: its code is that of the Python modules in which its classes and their ``forward`` stand, and all code that
-            is not installed; torch and lipkit apart.
+    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it. Its own
+    are the Python modules of its classes and their ``forward``, and all code that is not installed.
     """
 
     def __init__(self, root: nn.Module) -> None:
         homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
         self._own = {name for name in homes if not _foreign(name)}
         self._taken: dict[CodeType, list[int]] = {}
+        self.paused = False  # inside, nothing is recorded
 
     if sys.version_info >= (3, 12):  # there, the first call of a function under settrace may miss instructions
 
         def __enter__(self) -> Path:
             monitoring = sys.monitoring
             self._thread = threading.get_ident()  # the events are those of all threads
-            free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]
+            free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]  # 0 to 2 are those of debuggers
             if not free:
                 raise NoRuleError("expected a free tool of sys.monitoring to watch the forward pass, got none of six")
             self._tool = free[0]
@@ -182,9 +180,9 @@ class Path:
             sys.monitoring.free_tool_id(self._tool)
 
         def _executed(self, code: CodeType, offset: int) -> Any:
-            if code not in self._taken and not self._follows(sys._getframe(1)):
+            if code not in self._taken and not self._follows(sys._getframe(1)):  # 1: the frame that executes ``code``
                 return sys.monitoring.DISABLE
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread and not self.paused:
                 self._taken.setdefault(code, []).append(offset)
             return None
 
@@ -199,13 +197,13 @@ class Path:
             sys.settrace(self._before)
 
         def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-            if not self._follows(frame):
+            if self.paused or not self._follows(frame):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return self._stepped
 
         def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "opcode":
+            if event == "opcode" and not self.paused:
                 self._taken.setdefault(frame.f_code, []).append(frame.f_lasti)
             return self._stepped
 
@@ -218,27 +216,6 @@ class Path:
         """Name of the first function that both paths enter but execute differently; None if they agree."""
         both = (code for code in self._taken if code in path._taken)
         return next((code.co_qualname for code in both if self._taken[code] != path._taken[code]), None)
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Pause an active `Path` inside the block."""
-    if sys.version_info >= (3, 12):
-        event = sys.monitoring.events.INSTRUCTION
-        tools = [i for i in range(6) if sys.monitoring.get_tool(i) == "lipkit"]
-        callbacks = [sys.monitoring.register_callback(i, event, None) for i in tools]
-        try:
-            yield
-        finally:
-            for tool, callback in zip(tools, callbacks, strict=True):
-                sys.monitoring.register_callback(tool, event, callback)
-    else:
-        watch = sys.gettrace()
-        sys.settrace(None)
-        try:
-            yield
-        finally:
-            sys.settrace(watch)
 
 
 def _foreign(name: str) -> bool:
@@ -254,34 +231,50 @@ def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | Non
     found = [i for i, (m, n) in enumerate(zip(few, many, strict=False)) if m != n]
     if len(few) != len(many) or len(found) != 1 or few[found[0]] * BATCHES[1] != many[found[0]] * BATCHES[0]:
         return None
-    return found[0], few[found[0]] // BATCHES[0]
+    return found[0], few[found[0]] // BATCHES[0]  # B inner entries for B samples
 
 
-def trace(root: Root, x: tuple[Tensor, Tensor]) -> fx.Graph:
-    """The graph of ``root``, traced for the two sample batches ``x``, of the sizes `BATCHES`.
+def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
+    """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
+    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    like = floating[0] if floating else torch.zeros(())
+    x = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
+    return x.to(like.dtype)
+
+
+def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
+    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
 
     Every node has the path of the module that made it in ``meta["where"]``.
-
-    Raises:
-        NoRuleError: the forward pass has control flow on values, or other code that torch.fx cannot record.
     """
+    name = type(root.net).__qualname__
+    x = sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])
     try:
-        with torch.no_grad():
-            tracer = _Tracer(x)
+        with torch.no_grad(), Path(root) as direct:
+            root(x[0].clone())
+    except LipkitError:
+        raise
+    except TypeError as error:
+        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
+    try:
+        with torch.no_grad(), Path(root) as symbolic:
+            tracer = _Tracer(x, symbolic)
             graph = tracer.trace(root)
-            if tracer.refusal is not None:  # caught by the forward pass
-                raise tracer.refusal
-            return graph
+        if tracer.refusal is not None:  # caught by the forward pass
+            raise tracer.refusal
+        return graph, direct.other(symbolic)
     except LipkitError:
         raise
     except fx.proxy.TraceError as error:
         raise NoRuleError(
             f"analyze: expected a forward pass without control flow on values or on the size of the batch, got "
-            f"{type(root.net).__qualname__}, in which {first_line(error)}"
+            f"{name}, in which {first_line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
-            f"analyze: expected a forward pass that torch.fx can record, got {type(root.net).__qualname__}, which "
+            f"analyze: expected a forward pass that torch.fx can record, got {name}, which "
             f"raises {type(error).__name__}: {first_line(error)}"
         ) from error
 
@@ -341,9 +334,9 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, x: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, x: tuple[Tensor, Tensor], watch: Path) -> None:
         super().__init__()
-        self._x = x
+        self._x, self._watch = x, watch
         self._values: dict[fx.Node, tuple[Any, Any]] = {}
         self._static: set[fx.Node] = set()
         self.how: dict[fx.Node, str] = {}
@@ -401,16 +394,17 @@ class _Tracer(fx.Tracer):
             self._values[node] = (self._x[0].clone(), self._x[1].clone())
         elif node.op != "output":
             found, more = self._evaluated(node, 0), None
-            # A `Path` goes through the network once; what fails for another batch is refused when the graph runs.
-            with _unwatched(), suppress(Exception):
+            self._watch.paused = True  # a `Path` goes through the network once
+            with suppress(Exception):  # what fails for another batch is refused when the graph runs
                 more = self._evaluated(node, 1)
+            self._watch.paused = False
             self._values[node] = found, more
         return proxy
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._evaluating:
             return forward(*args, **kwargs)
-        self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))
+        self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))  # "net": of `Root`
         try:
             if type(m) is Network and not is_leaf(m):
                 # Its own forward pass checks the input shape, which runs of the whole network do too.

@@ -1,0 +1,411 @@
+"""A node of an ONNX file with its operands, and the operators that have weights or windows: layers of torch.
+
+A rule gives a module, which is applied to the first operand, or calls functions of torch. It serves stored operands,
+which it computes with, values without memory, for their sizes, and symbols that are traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError
+from lipkit.modules.views import Pad
+
+# As TensorProto numbers them.
+FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
+DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, **FLOATS}
+# Attributes without effect at inference with one output, or that belong to refused options.
+_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "cubic_coeff_a", "saturate", "exclude_outside",
+             "extrapolation_value", "round_mode")  # fmt: skip
+BATCH = 2**23 - 15
+"""The batch size while a file is read. No stored number equals it, so a number that does was copied from a shape.
+Numbers computed from it cannot be recognised; they are refused."""
+
+
+def holds_batch(tensor: Tensor) -> bool:
+    # Narrower formats do not hold it.
+    return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
+
+
+class Node(NamedTuple):
+    """An operator of ONNX in a version that its rule covers, or several operators of the file read as one."""
+
+    kind: str
+    input: list[str]
+    output: list[str]
+    name: str
+    attributes: dict[str, Any]
+    row: Any  # Row, or None
+
+
+class Row(NamedTuple):
+    """All that is known of an operator; ``rule`` makes the module, or computes the values, of a call."""
+
+    rule: Callable[[Call], Any]
+    versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
+    moves: bool = True  # operands may depend on the input
+    copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
+    rowwise: bool = False  # an operand may be a constant row that is repeated for each sample
+
+
+@dataclass
+class Call:
+    """One node and its operands."""
+
+    node: Node
+    opset: int  # version of the operators
+    one: bool  # the file is for one sample, so that a first size of 1 is the batch
+    dtype: torch.dtype  # of the network
+    moving: frozenset[int]  # indices of operands that depend on the input
+    sized: frozenset[int]  # of operands that hold the batch size as a number
+    rows: frozenset[int]  # of constant operands that are repeated for each sample; one row is kept
+    operands: list[Any]  # stored tensors, and values of the network or their sizes
+    source: Any  # the input of the network
+    used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
+    read: set[int] = field(default_factory=set)  # operands that it computed with
+
+    def on(self, operands: list[Any], source: Any) -> Call:
+        """A copy of this call with other operands."""
+        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
+        return Call(*fixed, operands, source)
+
+    def refuse(self, expected: str, got: str) -> NoRuleError:
+        return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
+
+    def has(self, index: int) -> bool:
+        """True if an operand is given."""
+        return index < len(self.operands) and self.operands[index] is not None
+
+    def tensor(self, index: int) -> Any:
+        """An operand to compute with."""
+        if not self.has(index):
+            raise self.refuse(f"operand {index}", "none")
+        if index in self.sized:
+            raise self.refuse("no number made from the size of the batch", f"one as operand {index}")
+        self.read.add(index)
+        return self.operands[index]
+
+    @property
+    def x(self) -> Any:
+        return self.tensor(0)
+
+    @property
+    def moved(self) -> Any:
+        """The first operand, for rules that only copy its numbers; it may hold the batch size."""
+        self.read.add(0)
+        return self.operands[0]
+
+    @property
+    def rank(self) -> int:
+        return int(self.operands[0].ndim)
+
+    def tensors(self) -> list[Any]:
+        """All operands, of one format."""
+        found = [self.tensor(i) for i in range(len(self.operands))]
+        # With values of the network among them, the reader compares the formats.
+        formats = set() if self.moving else {t.dtype for t in found}
+        if len(formats) > 1:
+            raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
+        return found
+
+    def weight(self, index: int) -> Tensor | None:
+        """A stored operand; None if it is left out."""
+        if not self.has(index):
+            return None
+        if index in self.moving:
+            raise self.refuse(f"stored weights as operand {index}", "a tensor that is computed")
+        found: Tensor = self.tensor(index)
+        return found
+
+    def needed(self, index: int) -> Tensor:
+        self.tensor(index)
+        return self.weight(index)  # type: ignore[return-value]
+
+    def get(self, name: str, default: Any) -> Any:
+        """The value of an attribute, or ``default``."""
+        self.used.add(name)
+        return self.node.attributes.get(name, default)
+
+    def numbers(self, name: str, index: int, batch: bool = False) -> Any:
+        """Numbers from an attribute (older versions) or an operand (newer ones); onnx has checked which applies."""
+        given = self.get(name, None)
+        if not self.has(index):
+            return given
+        if index in self.moving:
+            raise self.refuse(f"stored numbers as operand {index}", "a tensor that is computed")
+        if index in self.sized and not batch:
+            raise self.refuse("no size made from that of the batch", f"one as operand {index}")
+        if self.operands[index].numel() > 2**16:  # as a list of Python numbers
+            raise self.refuse(f"at most {2**16} numbers as operand {index}", f"{self.operands[index].numel()}")
+        return self.operands[index].tolist()
+
+    def axis(self, axis: int, rank: int | None = None) -> int:
+        """An axis counted from the start. Negative axes exist from version 11 on."""
+        rank = self.rank if rank is None else rank
+        if not (-rank if self.opset >= 11 else 0) <= axis < rank:
+            raise self.refuse(f"an axis from 0 to {rank - 1}", f"{axis}")
+        return axis % rank
+
+    def axes(self, index: int = 1, more: int = 0) -> list[int]:
+        """The sorted, distinct ``axes`` (attribute or operand) of a tensor with ``more`` extra dimensions per axis."""
+        given = self.numbers("axes", index) or []
+        rank = self.rank + more * len(given)
+        found = sorted({self.axis(axis, rank) for axis in given})
+        if len(found) < len(given):
+            raise self.refuse("axes, each once", f"{given}")
+        return found
+
+    def window(self, kernel: Sequence[int] = ()) -> Window:
+        """The window of a convolution whose weight has this ``kernel``, or of a pool."""
+        count, auto = self.rank - 2, self.get("auto_pad", b"NOTSET")
+        shape = list(self.get("kernel_shape", kernel))
+        strides, dilations = list(self.get("strides", [1] * count)), list(self.get("dilations", [1] * count))
+        pads = list(self.get("pads", [0] * 2 * count))
+        if auto != b"NOTSET" and "pads" in self.node.attributes:
+            raise self.refuse(f"no pads beside auto_pad={auto.decode(errors='replace')}", f"{pads}")
+        wanted = (count, count, count, 2 * count)
+        if count not in (1, 2) or tuple(map(len, (shape, strides, dilations, pads))) != wanted:
+            raise self.refuse(
+                "images or sequences, and a size, a stride, a dilation and two paddings of each axis",
+                f"{self.rank} dimensions, {shape}, {strides}, {dilations}, {pads}",
+            )
+        if kernel and shape != list(kernel):
+            raise self.refuse(f"a weight of kernel_shape {shape}", f"{list(kernel)}")
+        before, after = pads[:count], pads[count:]
+        if auto in (b"SAME_UPPER", b"SAME_LOWER"):
+            sizes = [self.operands[0].size(axis) for axis in range(2, self.rank)]
+            whole = zip(sizes, shape, strides, dilations, strict=True)
+            total = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0) for n, k, s, d in whole]
+            less, more = [n // 2 for n in total], [n - n // 2 for n in total]
+            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)  # UPPER: the odd one behind
+        elif auto not in (b"NOTSET", b"VALID"):
+            raise self.refuse("auto_pad of ONNX", f"{auto!r}")
+        if min(*before, *after, 0) < 0:
+            raise self.refuse("paddings from 0 on", f"{pads}")
+        return Window(shape, strides, dilations, before, after)
+
+
+class Window(NamedTuple):
+    """A window: by axis its size, stride and dilation, and the paddings before and after."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    before: list[int]
+    after: list[int]
+
+    @property
+    def even(self) -> bool:
+        """True if torch's layers pad so, as much before as after."""
+        return self.before == self.after
+
+    @property
+    def around(self) -> list[int]:
+        return around(self.before, self.after)
+
+    def layer(self, kind: str, channels: tuple[int, int], **options: Any) -> nn.Module:
+        """A convolution of torch without memory, of ``kind`` Conv or ConvTranspose."""
+        make: Any = getattr(nn, f"{kind}{len(self.kernel)}d")
+        stride, dilation = tuple(self.strides), tuple(self.dilations)
+        made: nn.Module = make(*channels, tuple(self.kernel), stride, dilation=dilation, device="meta", **options)
+        return made
+
+
+def around(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Paddings as torch has them: before and after the last axis, the one before it, and so on."""
+    return [n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair]
+
+
+def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
+    for name, tensor in tensors.items():
+        value, place = None if tensor is None else tensor.clone(), getattr(module, name)
+        if value is not None and value.shape != place.shape:
+            raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(place.shape)}")
+        if name in module._buffers:
+            module._buffers[name] = value
+        else:
+            setattr(module, name, None if value is None else nn.Parameter(value, requires_grad=False))
+    return module
+
+
+# Layers with weights, as modules.
+
+
+def takes_over(conv: Node, border: tuple[str, list[int], list[int]], weight: Tensor | None) -> bool:
+    """True if a convolution can replace the preceding padding by copied pixels with its own padding mode."""
+    _, before, after = border
+    if weight is None or weight.ndim != 4 or len(before) != 4 or any((*before[:2], *after[:2])):
+        return False
+    if any(conv.attributes.get("pads", ())) or conv.attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        return False
+    dilations, strides = conv.attributes.get("dilations", [1, 1]), conv.attributes.get("strides", [1, 1])
+    reach = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=False)]
+    same = before[2:] == [n // 2 for n in reach] and after[2:] == [n - n // 2 for n in reach] and max(strides) == 1
+    return before == after or same
+
+
+def _conv(c: Call) -> nn.Module:
+    weight, bias = c.needed(1), c.weight(2)
+    groups, window = int(c.get("group", 1)), c.window(tuple(weight.shape[2:]))
+    mode, *border = c.get("border", ("zeros",))
+    if border:
+        window = window._replace(before=border[0][2:], after=border[1][2:])
+    padding = tuple(window.before) if window.even else "same" if border else 0
+    channels = weight.shape[1] * groups, weight.shape[0]
+    conv = window.layer("Conv", channels, padding=padding, padding_mode=mode, groups=groups)
+    conv = filled(conv, weight=weight, bias=bias)
+    return conv if window.even or border else nn.Sequential(Pad(*window.around), conv)
+
+
+def _conv_transpose(c: Call) -> nn.Module:
+    weight, bias = c.needed(1), c.weight(2)
+    window = c.window(tuple(weight.shape[2:]))
+    groups, extra = int(c.get("group", 1)), list(c.get("output_padding", [0] * len(window.kernel)))
+    if "output_shape" in c.node.attributes or c.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        raise c.refuse("explicit padding and no output_shape", f"{c.node.attributes}")
+    if any(n >= stride for n, stride in zip(extra, window.strides, strict=True)):
+        raise c.refuse(f"output_padding below the strides {window.strides}", f"{extra}")
+    channels = weight.shape[0], weight.shape[1] * groups
+    options: dict[str, Any] = {"padding": tuple(window.before) if window.even else 0, "output_padding": tuple(extra)}
+    conv = filled(window.layer("ConvTranspose", channels, groups=groups, **options), weight=weight, bias=bias)
+    return conv if window.even else nn.Sequential(conv, Pad(*(-n for n in window.around)))  # padding crops the output
+
+
+def _gemm(c: Call) -> nn.Module:
+    weight, bias = c.needed(1), c.weight(2)
+    if c.get("transA", 0) or c.rank != 2:
+        raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
+    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
+    beta = float(c.get("beta", 1.0))
+    if bias is not None:
+        flat = bias.squeeze(0) if bias.ndim == 2 else bias  # ONNX broadcasts a row
+        bias = (beta * flat).expand(len(weight)).contiguous()
+    return filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias)
+
+
+def _matmul(c: Call) -> Any:
+    a, b = c.tensors()
+    if min(a.ndim, b.ndim) < 2:
+        raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
+    if c.moving != {0} or b.ndim != 2:
+        return torch.matmul(a, b)
+    return filled(nn.Linear(b.shape[0], b.shape[1], device="meta"), weight=b.T.contiguous(), bias=None)
+
+
+def _batch_norm(c: Call) -> nn.Module:
+    if c.get("training_mode", 0) or c.get("spatial", 1) != 1:
+        raise c.refuse("training_mode 0 and spatial 1", f"{c.get('training_mode', 0)} and {c.get('spatial', 1)}")
+    scale, shift, mean, var = (c.needed(i) for i in (1, 2, 3, 4))
+    make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
+    module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
+    module.num_batches_tracked = None  # it counts batches and enters no output
+    return filled(module, weight=scale, bias=shift, running_mean=mean, running_var=var)
+
+
+def _normalised(make: Callable[[Call, Tensor, float], nn.Module], c: Call) -> nn.Module:
+    scale = c.needed(1)
+    if c.get("stash_type", 1) != 1:
+        raise c.refuse("stash_type 1", f"{c.get('stash_type', 1)}")
+    return filled(make(c, scale, float(c.get("epsilon", 1e-5))), weight=scale, bias=c.weight(2))
+
+
+def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
+    if (axis := c.axis(c.get("axis", -1))) != c.rank - scale.ndim:
+        raise c.refuse("a scale of the normalised dimensions", f"axis {axis} and scale {tuple(scale.shape)}")
+    return nn.LayerNorm(tuple(scale.shape), epsilon, device="meta")
+
+
+def _group_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
+    return nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), epsilon, device="meta")
+
+
+def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
+    make: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}[c.rank]
+    found: nn.Module = make(len(scale), epsilon, affine=True, device="meta")
+    return found
+
+
+# Pools: those of sequences as those of images of one row.
+
+
+def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
+    window = c.window()
+    if c.rank == 3:
+        window = Window(*([one, *n] for one, n in zip((1, 1, 1, 0, 0), window, strict=True)))  # an image of one row
+    x = c.x.unsqueeze(2) if c.rank == 3 else c.x
+    # Windows that do not fit: ceil_mode asks for more of them.
+    reach = zip(range(2, 4), *window, strict=True)
+    over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)
+    y = rule(c, x, window, bool(c.get("ceil_mode", 0)) and over)
+    return y.squeeze(2) if c.rank == 3 else y
+
+
+def _max_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
+    kernel, strides, dilations, before, after = window
+    # Over the end, or on nothing but padding, runtimes mean different windows.
+    padded = any(before) or any(after)
+    if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (padded and (up or max(dilations) > 1)):
+        got = f"{kernel}, {strides}, {dilations}, {before}, {after}"
+        raise c.refuse("overlapping windows with ceil_mode 1, and no pads beside it or dilations", got)
+    if window.even:
+        return F.max_pool2d(x, kernel, strides, before, dilations, up)
+    if any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
+        raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
+    # A window that reaches beyond the border has the pixel at the border, too.
+    for axis in (2, 3):
+        x = copied(x, axis, before[axis - 2], after[axis - 2], "replicate")
+    return F.max_pool2d(x, kernel, strides)
+
+
+def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
+    kernel, strides, dilations, before, after = window
+    if max(dilations) > 1 or up or any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
+        got = f"{dilations}, {up}, {before}, {after}"
+        raise c.refuse("dilations 1, windows that fit or ceil_mode 0, and paddings below the window", got)
+    counted = bool(c.get("count_include_pad", 0))
+    if window.even:
+        return F.avg_pool2d(x, kernel, strides, before, False, counted)
+    y = F.avg_pool2d(F.pad(x, window.around), kernel, strides)
+    if counted:
+        return y
+    inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), window.around)
+    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # the part of each window that lies inside
+
+
+def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
+    """``x`` padded along an axis with copies of its entries: ``replicate``, ``reflect`` or ``circular``."""
+    n = x.size(axis)
+    if max(before, after) > min(n - (mode == "reflect"), 256):
+        raise ValueError(f"{before} and {after} entries of {n} copied around them")
+    from_ = [*range(-before, 0), *range(n, n + after)]
+    if mode == "replicate":
+        from_ = [min(max(i, 0), n - 1) for i in from_]  # the border itself
+    else:
+        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in from_]
+    parts = [x[(slice(None),) * axis + (slice(i, i + 1),)] for i in from_]
+    return torch.cat([*parts[:before], x, *parts[before:]], axis) if parts else x
+
+
+# Versions above these are unknown; below version 7 operators have other meanings.
+LAYERS: dict[str, Row] = {
+    "AveragePool": Row(partial(_pool, _average_pool), (7, 10, 11, 19, 22)),
+    "BatchNormalization": Row(_batch_norm, (7, 9, 14, 15)),
+    "Conv": Row(_conv, (1, 11, 22)),
+    "ConvTranspose": Row(_conv_transpose, (1, 11, 22)),
+    "Gemm": Row(_gemm, (7, 9, 11, 13)),
+    "GlobalAveragePool": Row(
+        lambda c: nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True), (1, 22)
+    ),
+    "GroupNormalization": Row(partial(_normalised, _group_norm), (18, 21)),
+    "InstanceNormalization": Row(partial(_normalised, _instance_norm), (6, 22)),
+    "LayerNormalization": Row(partial(_normalised, _layer_norm), (17,)),
+    "MatMul": Row(_matmul, (1, 9, 13)),
+    "MaxPool": Row(partial(_pool, _max_pool), (1, 8, 10, 11, 12, 22)),
+}
