@@ -16,30 +16,14 @@ from lipkit.linalg.cayley import Factors, solve_rows
 Form = Literal["wide", "tall", "second", "first adjoint"]
 
 
-def _complex(pair: Tensor, *, conjugate: bool = False) -> Tensor:
-    """Rows ``(n_p, 2, B, C)`` as complex numbers ``(n_p, B, C)``."""
-    made = torch.complex(pair[:, 0], pair[:, 1])
-    return made.conj_physical_() if conjugate else made
-
-
 def _rows_of(z: Tensor) -> Tensor:
     """A view of complex numbers as rows: one strided pass over both parts costs less than one for each."""
     return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
-def _write(part: Tensor, z: Tensor, scale: float) -> None:
-    """``part = scale z`` in rows."""
-    torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=part)
-
-
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``scale a b`` without a second pass."""
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
-
-
-def _reals(z: Tensor) -> Tensor:
-    """Complex numbers ``(n_p, B, C)`` as ``(n_p, B, 2 C)`` real ones, a view: their dot products are real products."""
-    return torch.view_as_real(z).flatten(-2)
 
 
 def conjugated(g: Tensor) -> Tensor:
@@ -56,18 +40,23 @@ class Group(NamedTuple):
     rest: Tensor | None
     rows: slice
 
-    def view(self, rows: Tensor, channels: slice | None = None) -> Tensor:
+    def view(self, rows: Tensor, channels: slice) -> Tensor:
+        """Real ``(n_r, B, C)``, or pairs ``(n_p, 2, B, C)``."""
         part = rows[self.rows]
         part = part.view(-1, 2, *part.shape[1:]) if self.factors.matrix.is_complex() else part
-        return part if channels is None else part[..., channels]
+        return part[..., channels]
 
     def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
+        """As matrices are: real, or complex ``(n_p, B, C)``."""
         part = self.view(rows, channels)
-        return _complex(part, conjugate=conjugate) if self.factors.matrix.is_complex() else part.contiguous()
+        if not self.factors.matrix.is_complex():
+            return part.contiguous()
+        made = torch.complex(part[:, 0], part[:, 1])
+        return made.conj_physical_() if conjugate else made
 
     def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
         """``out = scale z``."""
-        _write(self.view(out, channels), z, scale)
+        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
 
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
         """``out = 2 z - rows``."""
@@ -80,58 +69,6 @@ class Group(NamedTuple):
         else:
             # A solution by factors is transposed: arithmetic along its columns would be slower than a copy.
             torch.lerp(minus, part.copy_(_rows_of(z)), 2.0, out=part)
-
-
-class _Further:
-    """The further outputs of a tall layer: W_2 on rows ``(n_p, 2, B, p)`` of pairs, or ``(n_r, B, p)``."""
-
-    def __init__(self, rest: Tensor) -> None:
-        self.rest = rest
-
-    def write(self, part: Tensor, h: Tensor, scale: float) -> None:
-        """``part = scale h W^T``."""
-        _write(part, h @ self.rest.mT, scale)
-
-    def subtract(self, z: Tensor, g: Tensor) -> Tensor:
-        """``z - conj(g) W``."""
-        return torch.baddbmm(z, _complex(g, conjugate=True) if z.is_complex() else g, self.rest, alpha=-1)
-
-    def gradient(self, g: Tensor, h: Tensor) -> Tensor:
-        """``-2 g^T h``."""
-        return product((_complex(g) if h.is_complex() else g).mT, h, -2)
-
-
-class _FurtherInReals(_Further):
-    """W_2 at pairs by products of real numbers: rows are read in place, and written in one pass.
-
-    ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. This takes two tensors of the size of W_2, and pays
-    where a batch is larger than the matrices.
-    """
-
-    def write(self, part: Tensor, h: Tensor, scale: float) -> None:
-        conj = self.rest.conj_physical()
-        both = torch.cat((_reals(conj), _reals(conj * 1j)), 1)
-        made = product(_reals(h), both.mT, scale)
-        part.copy_(made.unflatten(-1, (2, -1)).movedim(2, 1))
-
-    def subtract(self, z: Tensor, g: Tensor) -> Tensor:
-        # g = a + i b, so z - conj(g) W = z - a W - b (-i W).
-        made = torch.baddbmm(_reals(z), g[:, 0], _reals(self.rest), alpha=-1)
-        made.baddbmm_(g[:, 1], _reals(self.rest * -1j), alpha=-1)
-        return torch.view_as_complex(made.unflatten(-1, (-1, 2)))
-
-    def gradient(self, g: Tensor, h: Tensor) -> Tensor:
-        h = _reals(h)
-        real, imag = (torch.view_as_complex(product(part.mT, h, -2).unflatten(-1, (-1, 2))) for part in g.unbind(1))
-        return real.add_(imag, alpha=1j)
-
-
-def _further(group: Group) -> _Further | None:
-    """W_2 of a tall layer, by real products where an explicit inverse shows that the batch is large."""
-    if group.rest is None:
-        return None
-    in_reals = group.factors.pivots is None and group.rest.is_complex()
-    return _FurtherInReals(group.rest) if in_reals else _Further(group.rest)
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -157,9 +94,8 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
         x = torch.baddbmm(x, x_other, rest.mT, alpha=-1)
     h = solve_rows(group.factors, x)
     group.reflect(out, rows, own, h)
-    further = _further(group) if form == "tall" else None
-    if further is not None:
-        further.write(group.view(out, other), h, -2.0)
+    if form == "tall" and rest is not None:
+        group.write(out, other, h @ rest.mT, -2.0)
     # The derivative needs the conjugates only, so they are made in place.
     return conjugated(h), None if x_other is None else conjugated(x_other)
 
@@ -176,9 +112,8 @@ def backward_rows(
         return (product(conjugated(k).mT, h, -2) if symbol else None), None
     # The conjugate of the incoming gradient, because the factors solve N^T and not N^*.
     top = group.read(g, own, conjugate=True)
-    further = _further(group) if form == "tall" else None
-    if further is not None:
-        top = further.subtract(top, group.view(g, other))
+    if form == "tall" and rest is not None:
+        top = torch.baddbmm(top, group.read(g, other, conjugate=True), rest, alpha=-1)
     k = solve_rows(group.factors, top, transposed=True)
     if form != "tall" and rest is not None:
         group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
@@ -189,8 +124,8 @@ def backward_rows(
     if not symbol:
         return None, None
     for_rest = None
-    if further is not None:
-        for_rest = further.gradient(group.view(g, other), h)
+    if form == "tall" and rest is not None:
+        for_rest = product(group.read(g, other).mT, h, -2)
     elif x2 is not None:
         for_rest = product(k.mT, x2, -2)
     return product(h.mT, k, -2), for_rest
