@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.linalg.transforms import directly, transformed
+from lipkit.linalg.transforms import transformed
 
 
 def circular_pads(kh: int, kw: int) -> list[int]:
@@ -57,20 +57,13 @@ class _Pad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, pads: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pads: tuple[int, ...]) -> Tensor:
+        ctx.pads = pads
         return F.pad(x, pads, mode="circular")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.pads = inputs[1]
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Operations that can be differentiated again, and batched.
-        return fold_border(grads[0], ctx.pads), None
-
-
-_PadDirectly = directly(_Pad)
+        return fold_border(grads[0], ctx.pads), None  # can be differentiated again, and batched
 
 
 def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
@@ -87,7 +80,7 @@ def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()) or transformed() or torch.compiler.is_compiling():
         return F.pad(x, tuple(pads), mode="circular")
-    padded: Tensor = _PadDirectly.apply(x, tuple(pads))
+    padded: Tensor = _Pad.apply(x, tuple(pads))
     return padded
 
 

@@ -7,7 +7,7 @@ writes into preallocated memory takes another path inside a transform.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,30 +69,24 @@ def transformed(gradient: Tensor | None = None) -> bool:
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 
 
-def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """A faster twin of the function for calls outside of all transforms.
+def plain_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], g: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``function(*inputs)`` from the upstream ``g``, None for an input that is None.
 
-    Torch reads the signature of a function with ``setup_context`` at every call, which takes longer than an operation
-    on a small tensor.
+    Operations that can be differentiated again, and batched: what a backward pass written by hand cannot do itself.
 
-    Args:
-        function: with a forward of inputs alone, and ``setup_context``.
-
-    >>> class Twice(torch.autograd.Function):
-    ...     forward = staticmethod(lambda x: 2 * x)
-    ...     setup_context = staticmethod(lambda ctx, inputs, output: None)
-    ...     backward = staticmethod(lambda ctx, g: 2 * g)
-    >>> directly(Twice).apply(torch.ones(1, requires_grad=True)).grad_fn.name()
-    'TwiceBackward'
+    >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1), None), torch.ones(1))
+    (tensor([3.]), None)
     """
+    given = [t for t in inputs if t is not None]
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
-        return output
+    def filled(*values: Tensor) -> Tensor:
+        left = iter(values)
+        return function(*(None if t is None else next(left) for t in inputs))
 
-    without = staticmethod(torch.autograd.Function.setup_context)
-    return type(function.__name__, (function,), {"forward": staticmethod(forward), "setup_context": without})
+    found = iter(torch.func.vjp(filled, *given)[1](g))
+    return tuple(None if t is None else next(found) for t in inputs)
 
 
 def differentiated(a: Tensor) -> bool:
