@@ -21,7 +21,7 @@ from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import PANEL, cached_parts, eye_like, mirrored_product
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # From this side on, one triangle of a Gram matrix is computed and mirrored.
 MIRRORED = 4 * PANEL
@@ -172,9 +172,7 @@ class _Solution(torch.autograd.Function):
         (g,) = grads
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed():
-            # A second derivative, or a batch of gradients, needs differentiable operations.
-            found = torch.func.vjp(_solution, transposed, rows)[1](g)
-            return (*found, None, None)
+            return *plain_gradients(_solution, (transposed, rows), g), None, None
         with torch.autocast(g.device.type, enabled=False):
             # N^* k = g is solved as N^T conj(k) = conj(g).
             k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))

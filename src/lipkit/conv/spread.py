@@ -22,7 +22,7 @@ from lipkit.conv.symbol import centred, check_kernel, symbol
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import autocast_off
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Up to this many inputs, small matrices multiply by passes over all images, which need that multiple of the memory.
 FEW = 4
@@ -174,11 +174,7 @@ class _Convolved(torch.autograd.Function):
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
-                given = (kernel, x) if bias is None else (kernel, x, bias)
-                back = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1]
-                found = back(g.to(x.dtype))
-                return (*found, None, None)[:4]
+                return *plain_gradients(_plain, (kernel, x, bias), g.to(x.dtype)), None
             n, (h, w) = x.shape[1], x.shape[-2:]
             for_kernel, for_x = None, None
             along = torch.fft.rfft2(_adjoint(g, outputs))

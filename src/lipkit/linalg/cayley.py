@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipkit.linalg.accretive import accretive_inverse, blocks_pay, inverse_by_blocks
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Up to this side, torch's derivative of one matrix takes less time.
 SMALL = 128
@@ -105,14 +105,12 @@ class _Cayley(torch.autograd.Function):
         return made.mH.resolve_conj() if m < n else made
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
         (g,) = grads
         w, x = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
-                found: Tensor = torch.func.vjp(_plain, w)[1](g)[0]
-                return found
+                return plain_gradients(_plain, (w,), g)[0]
             if w.shape[-2] < w.shape[-1]:
                 return _gradient(w.mH, x, g.mH).mH.resolve_conj()
             return _gradient(w, x, g)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lipkit.errors import ShapeError
 from lipkit.linalg.cayley import Factors, cayley, factorize, solve_rows
 from lipkit.linalg.matrices import mirrored_product
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 
 def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,10 +120,7 @@ class _Product(torch.autograd.Function):
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
-                given = (weight, x) if bias is None else (weight, x, bias)
-                found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1](g)
-                return (*found, None)[:3]
+                return plain_gradients(_plain, (weight, x, bias), g)
             for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
         for_bias = g.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return for_weight, for_x, for_bias

@@ -17,7 +17,7 @@ from lipkit.errors import OptionError
 from lipkit.linalg.exponential import schatten_bound
 from lipkit.linalg.matrices import check_matrix, mirrored_product
 from lipkit.linalg.precision import product_settings, reduced_products
-from lipkit.linalg.transforms import outside, transformed
+from lipkit.linalg.transforms import outside, plain_gradients, transformed
 
 SQUARINGS = 6
 # Smaller bounds are raised to this, so that slopes stay finite at zero.
@@ -162,8 +162,7 @@ class _GramNorm(torch.autograd.Function):
         if g is None:
             return None
         if torch.is_grad_enabled() or transformed():
-            # A second derivative, or a batch of gradients, needs differentiable operations.
-            return torch.func.vjp(_plain, a)[1](g)[0]
+            return plain_gradients(_plain, (a,), g)[0]
         if a.device.type == "cpu" and float(g) == 0:
             # Only the smaller of two bounds carries a gradient: this was the larger one.
             return torch.zeros_like(a)
