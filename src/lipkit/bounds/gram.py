@@ -11,7 +11,8 @@ from torch import Tensor
 from lipkit.bounds.kernels import check_kernel
 from lipkit.bounds.symbol_sup import on_grid
 from lipkit.conv.symbol import symbol_at
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.norms import gram_matrix, power_of_two, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, up
@@ -54,8 +55,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
         Delattre, Barthelemy, Araujo & Allauzen, ICML 2023.
     """
     check_kernel(kernel)
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-        raise OptionError(f"iterations: expected an integer of at least 0, got {iterations!r}")
+    check_integer("iterations", iterations, 0)
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
     h, w = size or (1 if k == 1 else 8 * (k - 1) for k in kernel.shape[-2:])

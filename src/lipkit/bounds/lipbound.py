@@ -20,6 +20,7 @@ from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.conv.block import half_lags
 from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError
+from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import gamma, up
 
 CORRECTIONS = ("exact", "paper")
@@ -101,8 +102,8 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
 
 def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
     """Grid points of each axis; a single one if the kernel has one tap there."""
-    if points is not None and (isinstance(points, bool) or not isinstance(points, int) or points < 1):
-        raise OptionError(f"points: expected an integer of at least 1, got {points!r}")
+    if points is not None:
+        check_integer("points", points, 1)
     first, second = (1 if k == 1 else 5 * (k - 1) if points is None else points for k in kernel.shape[-2:])
     return first, second
 

@@ -15,19 +15,16 @@ from torch import Tensor
 
 from lipkit.conv import fold
 from lipkit.conv.symbol import check_kernel, symbol_at
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.matrices import thin_svd
+from lipkit.linalg.matrices import check_integer, thin_svd
 
 
-def _check_iterations(iterations: int) -> None:
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-        raise OptionError(f"iterations: expected an integer of at least 0, got {iterations!r}")
-
-
-def _check_image(h: int, w: int) -> None:
+def _check(kernel: Tensor, h: int, w: int, iterations: int) -> None:
+    check_kernel(kernel)
     if h < 1 or w < 1:
         raise ShapeError(f"image: expected a height and width of at least 1, got {h} x {w}")
+    check_integer("iterations", iterations, 0)
 
 
 def start_vector(n: int, like: Tensor) -> Tensor:
@@ -126,9 +123,7 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
         Farnia, Zhang & Tse, ICLR 2019, and Ryu et al., ICML 2019, for the power method by convolutions; the fixed
         start and the quotient per frequency are new here.
     """
-    check_kernel(kernel)
-    _check_image(h, w)
-    _check_iterations(iterations)
+    _check(kernel, h, w, iterations)
     kernel = fold(at_least_float32(kernel), h, w)
     x = start_vector(kernel.shape[1] * h * w, kernel).reshape(1, -1, h, w)
     return _best_frequency(*_iterate(x, *maps(kernel), iterations))
@@ -272,9 +267,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     References:
         Lanczos, J. Res. Nat. Bur. Standards 45 (1950); the spaces at frequencies, and their choice, are new here.
     """
-    check_kernel(kernel)
-    _check_image(h, w)
-    _check_iterations(iterations)
+    _check(kernel, h, w, iterations)
     kernel = at_least_float32(kernel)
     with torch.no_grad():
         taps = fold(kernel.detach(), h, w)

@@ -9,7 +9,7 @@ The skew part of the kernel is taken before its transform, so that N comes from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from lipkit.conv.spectrum import Symbol, as_pair
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
-from lipkit.linalg.matrices import PANEL, cached_parts, eye_like, mirrored_product
+from lipkit.linalg.matrices import PANEL, cached_count, eye_like, mirrored_product
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 # From this side on, one triangle of a Gram matrix is computed and mirrored.
@@ -81,8 +81,11 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)
 
 
-def _parts(a: Tensor) -> list[slice]:
-    return cached_parts(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
+def _parts(*stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Stacks of matrices in groups; those of the first, square, fit the cache."""
+    a = stacks[0]
+    step = cached_count(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
+    return zip(*(t.split(step) for t in stacks), strict=True)
 
 
 class _AddGram(torch.autograd.Function):
@@ -97,13 +100,13 @@ class _AddGram(torch.autograd.Function):
         ctx.save_for_backward(w)
         ctx.wide = wide
         made = torch.empty_like(a)
-        for part in _parts(a):
-            other, both = w[part].conj().resolve_conj(), w[part].mT
+        for start, part, out in _parts(a, w, made):
+            other, both = part.conj().resolve_conj(), part.mT
             one, two = (other, both) if wide else (both, other)
             if a.shape[-1] < MIRRORED:
-                torch.baddbmm(a[part], one, two, out=made[part])
+                torch.baddbmm(start, one, two, out=out)
             else:
-                mirrored_product(one, two, made[part], "adjoint").add_(a[part])
+                mirrored_product(one, two, out, "adjoint").add_(start)
         return made
 
     @staticmethod
@@ -112,14 +115,12 @@ class _AddGram(torch.autograd.Function):
         (w,) = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
                 both = g.mT + g.conj()
                 return g, (both @ w if ctx.wide else w @ both), None
             made = torch.empty_like(w)
-            for part in _parts(g):
-                both = g[part].mT + g[part].conj()
-                one, two = (both, w[part]) if ctx.wide else (w[part], both)
-                torch.bmm(one, two, out=made[part])
+            for upstream, part, out in _parts(g, w, made):
+                both = upstream.mT + upstream.conj()
+                torch.bmm(*((both, part) if ctx.wide else (part, both)), out=out)
         return g, made, None
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_integer, check_matrix, eye_like
 
 # Coefficients beyond this are far below any rounding, and the rational arithmetic of `taylor_range` gets slow.
 MAX_TERMS = 100
@@ -24,8 +24,7 @@ SMALLEST_NORM = 1e-12
 
 def check_terms(terms: int, name: str = "terms") -> None:
     """Raise ``OptionError`` unless ``terms`` is an integer from 1 to 100."""
-    if isinstance(terms, bool) or not isinstance(terms, int) or not 1 <= terms <= MAX_TERMS:
-        raise OptionError(f"{name}: expected an integer from 1 to {MAX_TERMS}, got {terms!r}")
+    check_integer(name, terms, 1, MAX_TERMS)
 
 
 def skew_part(w: Tensor) -> Tensor:
@@ -191,10 +190,6 @@ def skew_bound(a: Tensor, squarings: int = SQUARINGS) -> Tensor:
     return bound if a.is_complex() else bound * 0.5 ** (0.5 / 2**squarings)
 
 
-def _round_up(value: Fraction) -> float:
-    return math.nextafter(float(value), math.inf)
-
-
 def truncation_bound(norm: float, terms: int) -> float:
     r"""Upper bound :math:`\|A\|^{T+1}/(T+1)!` of :math:`\|\exp(A) - p_T(A)\|` for a skew matrix of at most this norm.
 
@@ -210,7 +205,7 @@ def truncation_bound(norm: float, terms: int) -> float:
     """
     _check_norm(norm)
     check_terms(terms)
-    return _round_up(Fraction(norm) ** (terms + 1) / math.factorial(terms + 1))
+    return math.nextafter(float(Fraction(norm) ** (terms + 1) / math.factorial(terms + 1)), math.inf)
 
 
 def _check_norm(norm: float) -> None:

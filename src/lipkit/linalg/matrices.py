@@ -11,14 +11,26 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 
 
+def check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise ``OptionError`` unless ``value`` is an integer of at least ``least`` and at most ``most``, if given.
+
+    >>> check_integer("terms", True, 1, 100)
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: terms: expected an integer from 1 to 100, got True
+    """
+    fits = isinstance(value, int) and not isinstance(value, bool)  # True and False are integers to Python
+    if not fits or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise OptionError(f"{name}: expected an integer {limits}, got {value!r}")
+
+
 def check_positive(**values: int) -> None:
     """Raise ``OptionError`` unless every value is an integer of at least 1.
 
     >>> check_positive(iterations=3, order=1)
     """
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+        check_integer(name, value, 1)
 
 
 def check_matrix(a: Tensor, name: str = "w") -> None:
@@ -105,16 +117,14 @@ PANEL = 64
 CACHED = 2**19
 
 
-def cached_parts(count: int, each: int, device: torch.device) -> list[slice]:
-    """Slices of ``count`` matrices of ``each`` bytes that fit the cache of a CPU; one slice for all elsewhere.
+def cached_count(count: int, each: int, device: torch.device) -> int:
+    """How many of ``count`` matrices of ``each`` bytes fit the cache of a CPU, at least 1; all of them elsewhere.
 
-    >>> cached_parts(5, 200_000, torch.device("cpu"))
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    >>> cached_count(5, 200_000, torch.device("cpu")), cached_count(0, 8, torch.device("cpu"))
+    (2, 1)
     """
-    step = max(1, CACHED // each)
-    if torch.compiler.is_compiling() or device.type != "cpu":
-        step = max(1, count)
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+    everything = torch.compiler.is_compiling() or device.type != "cpu"
+    return max(1, count if everything else min(count, CACHED // each))
 
 
 Mirror = Literal["transpose", "negative", "adjoint"]
