@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags
+from lipkit.conv.symbol import angles
 from lipkit.proof.definite import cholesky_succeeds, stored_entries
 from lipkit.proof.roundoff import UNIT, gamma
 
@@ -83,15 +84,9 @@ class GramSymbol:
             norms = torch.minimum(norms, (size.sum(-2).amax(-1) * size.sum(-1).amax(-1)).sqrt())
         return float((2 * norms * reach).sum(1).amax()) * (1 + gamma(4 * self.side**2))
 
-    def _angles(self, points: Tensor, periods: tuple[int, int]) -> Tensor:
-        """Angles ``<delta, 2 pi points / periods>``, ``(N, L)``; whole turns are removed in integers."""
-        n1, n2 = periods
-        turns = points[:, :1] * (n2 * self.lags[:, 0]) + points[:, 1:] * (n1 * self.lags[:, 1])
-        return torch.remainder(turns, n1 * n2).to(torch.float64) * (2 * math.pi / (n1 * n2))
-
     def _minus(self, cells: Tensor, periods: tuple[int, int], table: Tensor, out: Tensor) -> Tensor:
         """Write the stored entries of ``-G`` at each cell's centre (see :meth:`below`) to ``out``, ``(N, 2 E)``."""
-        angle = self._angles(cells[:, 1:], periods)
+        angle = angles(cells[:, 1:], self.lags, *periods)
         wave = torch.cat((angle.cos(), angle[:, 1:].sin()), 1).to(table.dtype)
         if self.groups == 1:
             _product(wave, table[0], out)

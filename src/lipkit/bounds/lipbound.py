@@ -10,15 +10,13 @@ inner sums are polynomials themselves, from the autocorrelation of each row: no 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import scaled_bound
 from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.conv.block import half_lags
-from lipkit.conv.symbol import check_kernel
+from lipkit.conv.symbol import angles, check_kernel, half_grid
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import gamma, up
@@ -122,10 +120,7 @@ def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
     taps = kernels.reshape(groups * cout, cin, kh * kw)
     lags, fold = half_lags(kh, kw), _fold(kh, kw).to(kernels.device)
     coefficients = (taps.mT @ taps).flatten(1) @ fold
-    n1, n2 = sizes
-    points = torch.cartesian_prod(torch.arange(n1), torch.arange(n2 // 2 + 1)).reshape(-1, 2)
-    turns = torch.remainder(points @ (lags * torch.tensor([n2, n1], dtype=torch.int64)).mT, n1 * n2)
-    waves = (turns.to(torch.float64) * (2 * math.pi / (n1 * n2))).cos().to(kernels.device)
+    waves = angles(torch.stack(half_grid(*sizes), 1), lags, *sizes).cos().to(kernels.device)
     waves[:, 1:] *= 2
     largest = (coefficients @ waves.mT).amax(1).clamp_min(0)
     # Inner products over channels, sums over taps and lags, cosines: each relative to the sum of absolute values.

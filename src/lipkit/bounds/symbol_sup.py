@@ -16,7 +16,7 @@ from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.kernels import check_kernel, largest, scaled_bound, split_groups, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
-from lipkit.conv.symbol import symbol_at
+from lipkit.conv.symbol import half_grid, symbol_at
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
@@ -196,11 +196,9 @@ def on_grid(
     check_kernel(kernel)
     corrections = [grid_correction(k, n) for k, n in zip(kernel.shape[-2:], sizes, strict=True)] if every_size else []
     # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.
-    f1 = torch.arange(sizes[0]).repeat_interleave(sizes[1] // 2 + 1)
-    f2 = torch.arange(sizes[1] // 2 + 1).repeat(sizes[0])
-    norms = []
+    points, norms = half_grid(*sizes), []
     for one in to_double(split_groups(kernel, groups)):
-        found = norm(one, f1, f2, *sizes)
+        found = norm(one, *points, *sizes)
         bound = up((found.detach() + symbol_error(one)) * math.prod(corrections), 4)
         norms.append(scale_to(bound, found) if bool(found > 0) else bound + 0 * found)
     return largest(norms)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.spectrum import Symbol
-from lipkit.conv.symbol import check_kernel
-from lipkit.conv.transform import frequencies
+from lipkit.conv.symbol import angles, check_kernel
+from lipkit.conv.transform import count_real, frequencies
 from lipkit.errors import ShapeError
 
 Size = tuple[int, int]
@@ -57,9 +57,8 @@ def distinct_frequencies(kernel_size: Size) -> tuple[int, int]:
     >>> [sum(distinct_frequencies((k, k))) for k in (1, 2, 3, 4, 5)]
     [1, 4, 5, 10, 13]
     """
-    kh, kw = kernel_size
-    real = (2 - kh % 2) * (2 - kw % 2)
-    return real, (kh * kw - real) // 2
+    real = count_real(*kernel_size)
+    return real, (math.prod(kernel_size) - real) // 2
 
 
 def frequency_map(kernel_size: Size) -> Tensor:
@@ -104,17 +103,10 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
     """
     kh, kw = kernel_size
     cout, cin = symbol.real.shape[-2:]
-    f = frequencies(kh, kw)
-    rows, cols = torch.arange(kh) - (kh - 1) // 2, torch.arange(kw) - (kw - 1) // 2
-
-    def angles(grid: Tensor) -> Tensor:
-        # Turns are counted in integer units of 1 / (kh kw) and reduced exactly, before any rounding.
-        turns = (grid[:, 0, None] * rows * kw)[:, :, None] + (grid[:, 1, None] * cols * kh)[:, None, :]
-        return torch.remainder(turns, kh * kw).flatten(1).double() * (2 * math.pi / (kh * kw))
-
-    pair = angles(f.pair)
+    taps = torch.cartesian_prod(*(torch.arange(k) - (k - 1) // 2 for k in kernel_size))  # from the centre
+    real, pair = (angles(grid, taps, kh, kw) for grid in frequencies(kh, kw))
     # Re((R + iS) e^{-i a}) = R cos a + S sin a, twice for the pair f and -f.
-    waves = [angles(f.real).cos(), 2 * pair.cos()]
+    waves = [real.cos(), 2 * pair.cos()]
     parts = [symbol.real.flatten(1), symbol.pair[:, 0].flatten(1)]
     if symbol.pair.shape[1] == 2:
         waves.append(2 * pair.sin())

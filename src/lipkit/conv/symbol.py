@@ -36,6 +36,24 @@ def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, T
     return angle.cos(), sine
 
 
+def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
+    """2 pi (f1 p1 / h + f2 p2 / w) in float64, ``(F, P)``, for integers ``(F, 2)`` and ``(P, 2)``.
+
+    Turns are counted in units of 1 / (h w), and whole ones removed, in integers: no angle is large.
+
+    >>> angles(torch.tensor([[1, 0]]), torch.tensor([[0, 0], [7, 1]]), 4, 2).tolist() == [[0.0, 1.5 * math.pi]]
+    True
+    """
+    turns = frequencies[:, :1] * (w * points[:, 0]) + frequencies[:, 1:] * (h * points[:, 1])
+    return torch.remainder(turns, h * w).to(torch.float64) * (2 * math.pi / (h * w))
+
+
+def half_grid(h: int, w: int) -> tuple[Tensor, Tensor]:
+    """The frequencies f1, f2 of a real 2-D transform, ``h (w // 2 + 1)`` each: the others are conjugates of these."""
+    half = w // 2 + 1
+    return torch.arange(h).repeat_interleave(half), torch.arange(half).repeat(h)
+
+
 def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     r"""The matrices :math:`F(f_1, f_2)` of ``kernel`` at a list of frequencies.
 
@@ -94,10 +112,7 @@ def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
     >>> symbol(torch.ones(2, 3, 1, 1), 4, 6).shape
     torch.Size([4, 4, 2, 3])
     """
-    half = w // 2 + 1
-    f1 = torch.arange(h).repeat_interleave(half)
-    f2 = torch.arange(half).repeat(h)
-    return symbol_at(kernel, f1, f2, h, w).unflatten(0, (h, half))
+    return symbol_at(kernel, *half_grid(h, w), h, w).unflatten(0, (h, -1))
 
 
 def fold(kernel: Tensor, h: int, w: int) -> Tensor:

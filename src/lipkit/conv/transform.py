@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipkit.conv.symbol import angles
+
 # Below this many pixels the transform is one dense product (no passes over memory besides the product itself);
 # above it, two separable products.
 DENSE_PIXELS = 64
@@ -87,15 +89,10 @@ def _waves(n: int) -> Tensor:
 
 def _dense(h: int, w: int) -> Tensor:
     """The matrix ``(h w, h w)`` of the transform, in float64."""
-    f = frequencies(h, w)
-
-    def angles(grid: Tensor) -> Tensor:
-        turns = (grid[:, 0, None] * torch.arange(h) * w)[:, :, None] + (grid[:, 1, None] * torch.arange(w) * h)[:, None]
-        return torch.remainder(turns, h * w).flatten(1).to(torch.float64) * (2 * math.pi / (h * w))
-
-    pair = angles(f.pair)
+    pixels = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+    real, pair = (angles(grid, pixels, h, w) for grid in frequencies(h, w))
     waves = torch.stack((pair.cos(), -pair.sin()), 1).flatten(0, 1) * math.sqrt(2)
-    return torch.cat((angles(f.real).cos(), waves)) / math.sqrt(h * w)
+    return torch.cat((real.cos(), waves)) / math.sqrt(h * w)
 
 
 def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
