@@ -44,17 +44,10 @@ def downsample(x: Tensor, stride: int) -> Tensor:
 
 
 def patch_kernel(matrix: Tensor, stride: int) -> Tensor:
-    """The kernel whose convolution of stride s multiplies each s x s patch by a matrix.
+    """The kernel ``(cout, cin, s, s)`` whose convolution of stride s multiplies each s x s patch by a matrix.
 
-    It is :func:`downsample` and a 1 x 1 convolution in one pass. The patches do not overlap, so the convolution has
-    the singular values of the matrix.
-
-    Args:
-        matrix: ``(cout, s^2 cin)``, its columns in the order of :func:`downsample`.
-        stride: s.
-
-    Returns:
-        ``(cout, cin, s, s)``, a view.
+    It is :func:`downsample` and a 1 x 1 convolution in one pass: the columns of the matrix ``(cout, s^2 cin)`` have
+    that order. The patches do not overlap, so the convolution has the singular values of the matrix.
 
     >>> import torch
     >>> x, matrix = torch.arange(16.0).reshape(1, 1, 4, 4), torch.arange(8.0).reshape(2, 4)

@@ -35,7 +35,7 @@ def apply_phases(
 ) -> Tensor:
     r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
 
-    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias.
+    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias (cout,).
 
     Args:
         symbol: on kh x kw: ``real`` (n_r, cout, cin) and ``pair`` (n_p, 2, cout, cin), or (n_p, 1, cout, cin) for
@@ -43,13 +43,10 @@ def apply_phases(
         x: ``(B, cin, H, W)``.
         kernel_size: (kh, kw), which divide H and W.
         matrices: ``transform_matrices(kh, kw)``, made here if not given.
-        bias: (cout,), or None.
-
-    Under autocast, products are made in its dtype, and so is the result.
 
     Returns:
-        ``(B, cout, H, W)``, in the ``channels_last`` memory format unless the kernel is 1 x 1. An input and an
-        upstream gradient in that format are the fastest.
+        ``(B, cout, H, W)``, under autocast in its dtype; in the ``channels_last`` memory format unless the kernel is
+        1 x 1. An input and an upstream gradient in that format are the fastest.
 
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two

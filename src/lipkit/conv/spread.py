@@ -60,9 +60,7 @@ def normal_kernel(kernel: Tensor) -> Tensor:
 
 def _identity(kernel: Tensor) -> Tensor:
     """The kernel of this size that keeps its input."""
-    _, _, kh, kw = kernel.shape
-    left, right, top, bottom = circular_pads(kh, kw)
-    return F.pad(eye_like(kernel[: kernel.shape[1], :, 0, 0])[:, :, None, None], (left, right, top, bottom))
+    return F.pad(eye_like(kernel, kernel.shape[1])[:, :, None, None], circular_pads(*kernel.shape[2:]))
 
 
 def _solution(kernel: Tensor, h: int, w: int) -> Tensor:
@@ -200,14 +198,7 @@ class _Convolved(torch.autograd.Function):
 def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
 
-    Args:
-        kernel: ``(cout, cin, kh, kw)`` with cout > cin, real, of the dtype of x.
-        x: ``(B, cin, h, w)`` with h >= kh and w >= kw.
-        bias: ``(cout,)``, added to every pixel.
-        dtype: of the plain convolution, by default that of x; N and the solve have that of x.
-
-    Returns:
-        ``(B, cout, h, w)``, of ``dtype``.
+    The convolution runs in ``dtype``, by default that of x; N and the solve have that of x and of the kernel.
 
     Cost:
         Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between

@@ -39,10 +39,6 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
         h: ``(c, cin)``. v: ``(F, max(c, cin), r)``, F = kh - s1 + kw - s2. Semi-orthogonal, as in ``bcop_kernel``.
         last: R, ``(cout, c * s1 * s2)``, semi-orthogonal; None for stride 1.
         kernel_size: kh >= s1, kw >= s2.
-        stride: s1, s2.
-
-    Returns:
-        ``(cout, cin, kh, kw)``.
 
     Guarantee:
         All singular values 1 on images that the stride divides, with circular padding; norm at most
@@ -90,14 +86,8 @@ def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
     r"""The row sums s of the Gram operator's absolute values, for each input channel and class of taps.
 
     Dividing each tap by the root of its sum makes a contraction: :math:`\mathrm{diag}(s) - T^\top T` is diagonally
-    dominant. Pixels of one class see the same kernel, so one row serves each channel and class.
-
-    Args:
-        kernels: ``(g, cout, cin, kh, kw)``, one for each group.
-        classes: of the taps along each axis.
-
-    Returns:
-        ``(g, cin, kh, kw)``, the sum that belongs to each tap.
+    dominant. Pixels of one class see the same kernel, so one row serves each channel and class. Kernels of groups
+    ``(g, cout, cin, kh, kw)`` give ``(g, cin, kh, kw)``, the sum that belongs to each tap.
 
     >>> import torch
     >>> aol_scales(torch.ones(1, 1, 1, 2, 2), (2, 2)).flatten().tolist()
