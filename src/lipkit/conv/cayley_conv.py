@@ -291,12 +291,12 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
     batch = uses * len(x)
     if x.dtype == normal.real.dtype:
         return prepare(normal, batch)
-    # `factorize` inverts for 2 rows >= n: so 3 batch >= n.
-    factors = prepare(normal, 3 * batch // 2)
-    if factors[0].pivots is not None:
-        return factors
+    factors = prepare(normal, 3 * batch // 2)  # `factorize` inverts for 2 rows >= n: so 3 batch >= n
+    real, pair = factors
+    if not (real.pivots is None is pair.pivots):
+        return factors  # each kind is inverted, or not, by its own norms
     with torch.no_grad():
-        return Rounded(rounded_symbol(factors[0].matrix, factors[1].matrix, x.dtype), factors)
+        return Rounded(rounded_symbol(real.matrix, pair.matrix, x.dtype), factors)
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
