@@ -1,17 +1,14 @@
 r"""Circular convolutions by the Cayley transform in solve form, without forming the layer's matrices.
 
-With the symbol :math:`[W_1\ W_2]` of a wide kernel (at each frequency; of a tall one, :math:`[W_1; W_2]`) and
-
-.. math:: N = I + W_1 - W_1^* + G, \qquad G = W_2 W_2^* \text{ (wide)}, \quad W_2^* W_2 \text{ (tall)},
-
-the product of the Cayley transform with a vector x takes one solve, as does its derivative:
+With the symbol :math:`[W_1\ W_2]` of a wide kernel (at each frequency; of a tall one, :math:`[W_1; W_2]`) and N of
+:mod:`lipkit.conv.normal_matrices`, the product of the Cayley transform with a vector x takes one solve, as does its
+derivative:
 
 .. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2; \qquad
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x; \qquad \nabla_N = -2 k h^*,\; N^* k = \nabla_y .
 
 Sandwich layers use the halves of the wide transform [A B] alone: :math:`Bx` and :math:`A^* x`. B is formed where x has
 fewer channels than the batch has images.
-:mod:`lipkit.conv.normal_matrices` builds N.
 """
 
 from __future__ import annotations
@@ -222,19 +219,11 @@ def solve_form(
     Args:
         form: 'wide' or 'tall', the shape of the transformed matrices (either for square ones); of a wide transform
             [A B] also 'second', which gives B x, and 'first adjoint', which gives A* x.
-        x: ``(B, C, h, w)``.
+        x: ``(B, C, h, w)``. Half precision is multiplied in its own dtype by inverses made in the dtype of ``normal``.
         normal: :func:`normal_matrices` on h x w.
         factors: :func:`factors_for` x, made here if not given.
         bias: added to every pixel.
         scale: of each channel, nonzero: s B x + bias of 'second', A* (s x) of 'first adjoint'.
-
-    An ``x`` of half precision is multiplied in its own dtype by inverses made in the dtype of ``normal``.
-
-    Returns:
-        ``(B, C', h, w)``.
-
-    Raises:
-        OptionError: a scale with another form.
     """
     if scale is not None and form not in ("second", "first adjoint"):
         raise OptionError(f"scale: expected None with form={form!r}, got shape {tuple(scale.shape)}")
@@ -275,12 +264,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
     In half precision an inverse pays from a third as many images as channels, not half as many: its products
-    are that much faster than solves.
-
-    Args:
-        normal: :func:`normal_matrices` on the images of x.
-        x: ``(B, C, h, w)``.
-        uses: number of calls of `solve_form` on as many images as x that share the factors.
+    are that much faster than solves. So many ``uses`` of `solve_form`, on as many images as x, share the factors.
 
     >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
     >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype
@@ -293,7 +277,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
         return prepare(normal, batch)
     factors = prepare(normal, 3 * batch // 2)  # `factorize` inverts for 2 rows >= n: so 3 batch >= n
     real, pair = factors
-    if not (real.pivots is None is pair.pivots):
+    if real.pivots is not None or pair.pivots is not None:
         return factors  # each kind is inverted, or not, by its own norms
     with torch.no_grad():
         return Rounded(rounded_symbol(real.matrix, pair.matrix, x.dtype), factors)

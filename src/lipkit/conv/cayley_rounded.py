@@ -66,12 +66,7 @@ def forward_rounded(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The outputs, then what the derivative needs: h, and the rows that W_2 multiplied.
 
-    Args:
-        form: see :func:`lipkit.conv.cayley_conv.solve_form`.
-        x: ``(B, C, h, w)``.
-        bias, scale: of each channel, or None.
-        inverse, rest: M and W_2 in the dtype of x.
-        t: the matrices of the transform, in that dtype too.
+    M (``inverse``), W_2 (``rest``) and the matrices ``t`` of the transform are in the dtype of x.
     """
     h, w = x.shape[-2:]
     rows = to_rows(x, t)
@@ -116,11 +111,9 @@ def backward_rounded(
     g: Tensor,
     t: list[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), from the upstream ``g``.
+    """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), as far as ``needed``, from ``g``.
 
-    Args:
-        needed: whether gradients of x, bias, scale, and of N and W_2 are needed.
-        kept: the values that :func:`forward_rounded` returned after the outputs.
+    ``kept`` are the values that :func:`forward_rounded` returned after the outputs.
     """
     h, w = x.shape[-2:]
     rows, (solved, multiplied_rows) = to_rows(g, t), kept

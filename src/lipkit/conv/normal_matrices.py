@@ -53,11 +53,7 @@ def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
 def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide: bool) -> NormalMatrices:
     """:func:`normal_matrices` of a kernel given in two parts, which saves copies of the kernel and of its gradient.
 
-    Args:
-        own: of :math:`W_1`, ``(n, n, kh, kw)``.
-        rest: of :math:`W_2`, ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a square kernel.
-        h, w: size of the image.
-        wide: whether the parts stand beside each other.
+    W_1 is ``(n, n, kh, kw)``, W_2 ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a square kernel.
     """
     own = centred(own)
     real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
@@ -77,8 +73,7 @@ def _taps(kernel: Tensor) -> Tensor:
 def _skew_taps(taps: Tensor) -> Tensor:
     r"""The taps of :math:`(I + W - W^*)^\top` from those of W, whose centre is the middle one."""
     centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
-    # (W^*)^T = conj(W), whose taps are those of W in reverse.
-    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)
+    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
 def _parts(*stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -135,8 +130,7 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
     """The symbol at the real frequencies and, complex, at the pairs, of a kernel of this size tap by tap."""
     _, cout, cin = taps.shape
-    if h * w * len(taps) == 1:
-        # A dense layer has one frequency, where the symbol is its matrix.
+    if h * w * len(taps) == 1:  # a dense layer has one frequency, where the symbol is its matrix
         return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
     grid = frequencies(h, w)
     f1, f2 = torch.cat(grid).unbind(1)

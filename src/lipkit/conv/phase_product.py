@@ -102,7 +102,7 @@ def _plain(
     else:
         # Real matrices take half of the products: the two coefficients of a pair are rows of one.
         both = s.pair.flatten(1, 2) @ pair[:, 0].mT
-        s = Spectrum(s.real @ real.mT, both.unflatten(1, (2, -1)))
+        s = Spectrum(s.real @ real.mT, both.unflatten(1, s.pair.shape[1:3]))
     if len(matrices) > 1:
         y = merge_phases(synthesise(s, kh, kw, matrices), h, w)
     else:

@@ -80,23 +80,18 @@ def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
 
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
     """The block-diagonal product: ``M`` on the real coefficients, ``R + iS`` on the pairs."""
-    real = s.real @ symbol.real.mT
     n, _, cout, _ = symbol.pair.shape
-    b = s.pair.shape[2]
     # One batched product of (2 B) x cin by cin x (2 cout) gives aR, aS, bR, bS.
-    wide = s.pair.flatten(1, 2) @ symbol.pair.flatten(1, 2).mT
-    wide = wide.reshape(n, 2, b, 2, cout)
+    wide = (s.pair.flatten(1, 2) @ symbol.pair.flatten(1, 2).mT).reshape(n, 2, s.pair.shape[2], 2, cout)
     re = wide[:, 0, :, 0] - wide[:, 1, :, 1]
     im = wide[:, 0, :, 1] + wide[:, 1, :, 0]
-    return Spectrum(real, torch.stack((re, im), 1))
+    return Spectrum(s.real @ symbol.real.mT, torch.stack((re, im), 1))
 
 
 def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     """The :class:`Symbol` of a real kernel ``(cout, cin, kh, kw)`` on ``h x w``, by a small matrix product."""
-    f = frequencies(h, w)
-    n_real = len(f.real)
-    both = torch.cat((f.real, f.pair))
-    re, im = symbol_parts(kernel, both[:, 0], both[:, 1], h, w)
+    n_real = count_real(h, w)
+    re, im = symbol_parts(kernel, *torch.cat(frequencies(h, w)).unbind(1), h, w)
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
@@ -140,11 +135,7 @@ def _add_turned(out: Tensor, s: Tensor, i: Tensor, sign: int) -> None:
 
 
 def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
-    """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates.
-
-    Returns:
-        Real ``(n_r, cout, cin)``, and R and S of the pairs ``(n_p, 2, cout, cin)``.
-    """
+    """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates, as a :class:`Symbol` has them."""
     made = torch.bmm(g.real.mT, s.real)
     made = made if scale == 1 else made.mul_(scale)
     rows, columns = g.pair.flatten(1, 2).mT, s.pair.flatten(1, 2)
@@ -171,8 +162,7 @@ def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrice
     out = x.new_empty(h * w, len(x), real.shape[1])
     multiplied(real, pair, split_rows(to_rows(x, matrices), h, w), split_rows(out, h, w), adjoint=False)
     if bias is not None:
-        # A constant image is the coefficient of frequency 0, the first row.
-        out[0].add_(bias, alpha=math.sqrt(h * w))
+        out[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row
     return to_images(out, h, w, matrices)
 
 

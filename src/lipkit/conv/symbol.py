@@ -82,7 +82,7 @@ def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tupl
     check_kernel(kernel)
     cout, cin, kh, kw = kernel.shape
     taps = kernel.permute(2, 3, 0, 1).reshape(kh * kw, cout * cin)
-    table = wave_table(f1, f2, h, w, (kh, kw), kernel).flatten(0, 1)
+    table = wave_table(f1, f2, h, w, (kh, kw), kernel).flatten(0, 1)  # cosines and sines as rows of one product
     re, im = (table @ taps).reshape(2, -1, cout, cin).unbind(0)
     return re, im
 
@@ -131,9 +131,7 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
         # A tap's offset from the centre, modulo n, then counted from the new centre (n - 1) // 2.
         taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
         target = torch.remainder(taps + (n - 1) // 2, n)
-        shape = list(kernel.shape)
-        shape[dim] = n
-        kernel = torch.zeros(shape, dtype=kernel.dtype, device=kernel.device).index_add(dim, target, kernel)
+        kernel = torch.zeros_like(kernel.narrow(dim, 0, n)).index_add(dim, target, kernel)
     return kernel
 
 
