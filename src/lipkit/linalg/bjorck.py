@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like, near_one
 
 # Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of a 25th of
 # the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
@@ -30,17 +30,13 @@ def into_unit_ball(w: Tensor) -> Tensor:
 
 def with_gram(w: Tensor) -> tuple[Tensor, Tensor]:
     """X, the `into_unit_ball` of ``w``, and its Gram matrix X^* X."""
-    # Divided by its largest entry first: no square overflows or underflows. The quotient below does not depend on
-    # this constant, so it carries no gradient.
-    biggest = w.detach().abs().amax((-2, -1), keepdim=True)
-    w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
+    w = near_one(w)
     gram = w.mH @ w
     fourth = gram @ gram
     schatten = torch.linalg.vector_norm(fourth, dim=(-2, -1))
     rows = fourth.abs().sum(-1).amax(-1)
     bound = torch.minimum(schatten, rows)[..., None, None]
-    bound = torch.where(bound > 0, bound, torch.ones_like(bound)).sqrt()
-    # bound is now at least ||W||^2: its root divides W, and it divides W^* W.
+    bound = torch.where(bound > 0, bound, 1).sqrt()  # at least ||W||^2: its root divides W, and it divides W^* W
     return w / bound.sqrt(), gram / bound
 
 

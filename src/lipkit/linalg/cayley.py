@@ -139,10 +139,7 @@ class Factors(NamedTuple):
 def factorize(transposed: Tensor, rows: int) -> Factors:
     r"""Prepare :func:`solve_rows` with N, given its transpose, for about ``rows`` right-hand sides. No derivative.
 
-    Args:
-        transposed: :math:`N^\top` ``(F, n, n)``, with :math:`N + N^* \succeq 2 I`: a contiguous one is factorised
-            without a copy in another order.
-        rows: number of right-hand sides.
+    It has :math:`N + N^* \succeq 2 I`. A contiguous transpose ``(F, n, n)`` is factorised without a reordered copy.
 
     Cost:
         On one core, LU factors take 8/3 n^3 operations at a third of the rate of a matrix product; the two solves of a
@@ -155,12 +152,10 @@ def factorize(transposed: Tensor, rows: int) -> Factors:
     """
     n = transposed.shape[-1]
     if 2 * rows >= n and blocks_pay(transposed):
-        # The inverse of N^T stays as it is: a row of h is a row of b times N^-T.
-        return Factors(inverse_by_blocks(transposed), None)
+        return Factors(inverse_by_blocks(transposed), None)  # of N^T: a row of h is a row of b times N^-T
     if 2 * rows > 3 * n:
         return Factors(torch.linalg.inv_ex(transposed).inverse, None)
-    # LAPACK factorises columns: the view N of a contiguous N^T is in its order.
-    return Factors(*torch.linalg.lu_factor_ex(transposed.mT)[:2])
+    return Factors(*torch.linalg.lu_factor_ex(transposed.mT)[:2])  # by columns, the order of a contiguous N^T
 
 
 def solve_rows(factors: Factors, b: Tensor, *, transposed: bool = False) -> Tensor:

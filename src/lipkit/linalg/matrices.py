@@ -46,6 +46,15 @@ def at_least_float32(a: Tensor) -> Tensor:
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
+def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
+    """``w`` divided by its largest entry, so that no square over- or underflows; zeros stay zeros.
+
+    For functions that do not depend on the scale: the divisor carries no gradient.
+    """
+    biggest = w.detach().abs().amax(dim, keepdim=True)
+    return w / torch.where(biggest > 0, biggest, 1)
+
+
 def eye_like(a: Tensor, n: int | None = None) -> Tensor:
     """The n x n identity (n defaults to the number of columns) in the dtype and on the device of ``a``."""
     return torch.eye(a.shape[-1] if n is None else n, dtype=a.dtype, device=a.device)
@@ -133,12 +142,8 @@ Mirror = Literal["transpose", "negative", "adjoint"]
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transpose") -> Tensor:
     """The product ``x @ y`` in ``out``, where it is its own mirror image: large ones are computed above the diagonal.
 
-    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are.
-
-    Args:
-        x, y: ``(..., c, n)`` and ``(..., n, c)`` of the same dimensions, at most three.
-        out: ``(..., c, c)``, overwritten.
-        mirror: what the product equals: its transpose, the negative of it (real skew matrices), or its adjoint.
+    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are: equal to their transpose,
+    the negative of it (real skew matrices), or their adjoint. The factors have the same dimensions, at most three.
 
     >>> a = torch.arange(6.0).reshape(2, 3)
     >>> mirrored_product(a, a.mT, torch.empty(2, 2))

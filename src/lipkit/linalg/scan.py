@@ -34,11 +34,7 @@ def _in_blocks(v: Tensor, d11: Tensor, block: int, phi: Function) -> Tensor:
 
 
 class Stream:
-    """A system that runs step by step and holds its state: one step takes little more than its two products.
-
-    Args:
-        matrix, bias, states, units, block, phi: as :func:`simulate`; they are copied.
-        batch: how many sequences run at once.
+    """:func:`simulate` step by step, on so many sequences at once: one step takes little more than its two products.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
     >>> stream = Stream(half, torch.zeros(2), 1, (0, 0), 1, torch.relu, 1)

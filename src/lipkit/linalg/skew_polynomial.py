@@ -60,7 +60,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
     r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), with :math:`\beta` of ``skew_bound``.
 
-    Equal to :func:`taylor_exponential` up to rounding, without its checks. Differentiable any number of times.
+    :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times.
 
     Cost:
         About 29 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
