@@ -71,12 +71,8 @@ def dissipation_matrix(
 ) -> tuple[Tensor, Tensor]:
     """H of the module docstring, dense, float64, and a bound of the rounding of each entry.
 
-    Rows and columns are w, x, u, then the rows of N.
-
-    Args:
-        metric: P ``(nx, nx)``; only its lower triangle is read.
-        multiplier: the diagonal of Lambda ``(nv,)``; one number, repeated, if phi acts on all units together.
-        gain, rate: gamma and a.
+    Rows and columns are w, x, u, then the rows of N. Of the metric P only the lower triangle is read; the multiplier is
+    the diagonal of Lambda, one number, repeated, if phi acts on all units together.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])  # x+ = x / 2 + u, y = x
     >>> dissipation_matrix(System(half, 1, (0, 0), 1), torch.eye(1), torch.ones(0), 4.0, 1.0)[0].tolist()
@@ -106,8 +102,6 @@ def dissipation_matrix(
 
 def proves_dissipation(system: System, metric: Tensor, multiplier: Tensor, gain: float, rate: float) -> bool:
     """True if ``H >= 0`` is proved in floating point, for the numbers as they are stored.
-
-    Args: as :func:`dissipation_matrix`.
 
     Guarantee:
         True is a proof of the inequalities of the module docstring, in exact arithmetic. False says nothing.
@@ -243,11 +237,9 @@ class _Barrier:
             return math.inf
         h = dissipation_matrix(self.system, p, lam, gain, self.rate)[0]
         (one, wrong), (two, fails) = torch.linalg.cholesky_ex(h), torch.linalg.cholesky_ex(p)
-        return (
-            math.inf
-            if int(wrong) or int(fails)
-            else -2 * float(one.diagonal().log().sum() + two.diagonal().log().sum())
-        )
+        if int(wrong) or int(fails):
+            return math.inf
+        return -2 * float(one.diagonal().log().sum() + two.diagonal().log().sum())
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
         gain, p, lam = self.parts(z)

@@ -94,12 +94,9 @@ class GramSymbol:
             torch.bmm(wave[:, None], table[cells[:, 0]], out=out[:, None])
         else:
             # Cells come in the order of their groups.
-            start = 0
-            for group, count in zip(
-                *(t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True)), strict=True
-            ):
-                _product(wave[start : start + count], table[group], out[start : start + count])
-                start += count
+            groups, counts = (t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True))
+            for group, rows, made in zip(groups, wave.split(counts), out.split(counts), strict=True):
+                _product(rows, table[group], made)
         return torch.view_as_complex(out.unflatten(1, (-1, 2)))
 
     def at(self, cell: Tensor, periods: tuple[int, int]) -> Tensor:
@@ -115,17 +112,12 @@ class GramSymbol:
     def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
         """Which of the frequencies are proved to have ``||G(w)|| <= level``, in exact arithmetic on the kernel.
 
-        In float32 first, where its rounding leaves room, then in float64.
+        True is a proof; False says nothing. In float32 first, where its rounding leaves room, then in float64.
 
         Args:
             cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
-                multiples of 2 pi / ``periods``.
-            periods: number of points per turn of each axis.
-            level: the bound to be proved.
+                multiples of 2 pi / ``periods``, the number of points per turn of each axis.
             room: how far below the level most norms are expected, relative: float32 is used where it loses less.
-
-        Returns:
-            bool ``(N,)``: True is a proof; False says nothing.
         """
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
@@ -182,9 +174,6 @@ def cholesky_error(side: int, unit: float) -> Tensor:
     order, a subtraction, and a division or a product by a reciprocal: its modulus is at most
     :math:`\sqrt2\, \gamma_{2\min(i,j) + 8} \|r_i\| \|r_j\|`. The matrix :math:`\min(i, j)\, d_i d_j` is positive
     semidefinite: its norm is at most its trace. (Rump 2006, theorem 2.3, counts ``side`` products for every entry.)
-
-    Returns:
-        float64 ``(side,)``.
     """
     n = math.sqrt(2) * unit * (2 * torch.arange(1, side + 1, dtype=torch.float64) + 8)
     return 1.02 * n / (1 - 2 * n).clamp_min(1e-6)

@@ -45,14 +45,7 @@ def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
     r"""True if a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
 
     Runs Cholesky on :math:`H - cI`, :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
-    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite.
-
-    Args:
-        h: ``(n, n)``, float64, symmetric.
-        error: bound of the spectral norm of ``h`` minus the matrix that it stands for.
-
-    Returns:
-        True is a proof; False says nothing.
+    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite. False says nothing.
 
     >>> is_positive_semidefinite(torch.eye(3, dtype=torch.float64)), is_positive_semidefinite(-torch.eye(3).double())
     (True, False)
@@ -188,8 +181,7 @@ class _Blocks:
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
     """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
 
-    Args:
-        h, error: float64 ``(n, n)``, symmetric. Entries may have lost 1e-300 more below the normal range.
+    Entries, float64, may have lost 1e-300 more below the normal range.
 
     >>> is_positive_within(torch.diag(torch.tensor([1e8, 1e-8]).double()), torch.zeros(2, 2).double())
     True

@@ -39,19 +39,10 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
-    """The factor t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
+    """The factor t, positive and finite, for which ``t * multipliers`` should prove the smallest gain; it proves nothing.
 
-    Use it for some outputs of a network whose multipliers were found for all outputs.
-
-    Args:
-        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``.
-        multipliers: diagonals, each ``(n_{k+1},)``, at least one.
-
-    Returns:
-        t, positive and finite.
-
-    Raises:
-        ShapeError, OptionError: weights that do not chain, multipliers that do not fit or are not positive.
+    For some outputs of a network whose multipliers, at least one diagonal, were found for all outputs. Arguments: see
+    `lipkit.bounds.lmi.proves_gain`.
 
     >>> one = torch.ones(1, 1)
     >>> round(balance([2 * one, 0.5 * one], [torch.ones(1)]), 3)  # the gains 4t/2 and 0.25/(2t) agree
@@ -108,13 +99,13 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """The weights with the first and last replaced by smaller ones of equal Gram matrix, all that the LMI sees."""
-    first, last = weights[0], weights[-1]
-    if len(weights) > 1 and first.shape[1] > first.shape[0]:
+    """Two or more weights, the first and last replaced by smaller ones of equal Gram matrix, all that the LMI sees."""
+    first, *between, last = weights
+    if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT
-    if len(weights) > 1 and last.shape[0] > last.shape[1]:
+    if last.shape[0] > last.shape[1]:
         last = torch.linalg.qr(last, mode="r").R
-    return [first, *weights[1:-1], last] if len(weights) > 1 else weights
+    return [first, *between, last]
 
 
 class GainProgram:

@@ -123,17 +123,6 @@ def _turned(s: Tensor, sign: int) -> Tensor:
     return turned
 
 
-def _add_turned(out: Tensor, s: Tensor, i: Tensor, sign: int) -> None:
-    """Add ``sign (-b i, a i)`` to pairs ``out`` (n, 2, B, cout), for the rows (a, b) of ``s`` (n, 2, B, cin)."""
-    # One batched product for both parts: turn the rows or the result, whichever has fewer channels.
-    if i.shape[1] <= i.shape[2]:
-        out.flatten(1, 2).baddbmm_(_turned(s, sign).flatten(1, 2), i)
-    else:
-        made = torch.bmm(s.flatten(1, 2), i).view_as(out)
-        out[:, 0].sub_(made[:, 1], alpha=sign)
-        out[:, 1].add_(made[:, 0], alpha=sign)
-
-
 def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
     """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates, as a :class:`Symbol` has them."""
     made = torch.bmm(g.real.mT, s.real)
@@ -151,10 +140,18 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
     pair = parts_apart(pair) if _copies_parts(pair) else pair
     # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
+    sign, rows, made = -1 if adjoint else 1, s.pair.flatten(1, 2), out.pair.flatten(1, 2)
     out.real.baddbmm_(s.real, real, beta=0)
-    if len(pair):
-        out.pair.flatten(1, 2).baddbmm_(s.pair.flatten(1, 2), r, beta=0)
-        _add_turned(out.pair, s.pair, i, -1 if adjoint else 1)
+    if not len(pair):
+        return
+    made.baddbmm_(rows, r, beta=0)
+    # sign (-b, a) S in one batched product for both parts: turn the rows or the result, whichever has fewer channels.
+    if i.shape[1] <= i.shape[2]:
+        made.baddbmm_(_turned(s.pair, sign).flatten(1, 2), i)
+    else:
+        turned = torch.bmm(rows, i).view_as(out.pair)
+        out.pair[:, 0].sub_(turned[:, 1], alpha=sign)
+        out.pair[:, 1].add_(turned[:, 0], alpha=sign)
 
 
 def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:

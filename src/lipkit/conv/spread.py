@@ -132,13 +132,6 @@ def _kernel_of(spectra: Tensor, like: Tensor, h: int, w: int) -> Tensor:
     return made.roll((up, left), (2, 3))[..., :kh, :kw]
 
 
-def _wrapped(x: Tensor, kernel: Tensor) -> Tensor:
-    """Circular padding in few calls, for few channels."""
-    (h, w), (left, right, top, bottom) = x.shape[2:], circular_pads(*kernel.shape[2:])
-    x = torch.cat((x[:, :, h - top :], x, x[:, :, :bottom]), 2)
-    return torch.cat((x[..., w - left :], x, x[..., :right]), 3)
-
-
 class _Convolved(torch.autograd.Function):
     """The whole layer with its derivative: torch's derivatives of its small parts would outlast its products.
 
@@ -148,8 +141,7 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         n, (h, w), (up, left) = x.shape[1], x.shape[-2:], _centre(kernel)
-        spectra = _spectra(kernel, h, w)
-        own, rest = spectra.split([n, len(kernel) - n], 1)
+        own, rest = _spectra(kernel, h, w).split([n, len(kernel) - n], 1)
         normal = torch.baddbmm(own - own.mT.conj_physical(), rest.mH, rest)
         normal.diagonal(dim1=-2, dim2=-1).add_(1)
         inverse = torch.linalg.inv_ex(normal).inverse
@@ -160,7 +152,8 @@ class _Convolved(torch.autograd.Function):
         outputs = -kernel
         outputs[:n].zero_()[:, :, up, left].fill_diagonal_(1)
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
-        padded, outputs = _wrapped(t.to(dtype), kernel), outputs.to(dtype)
+        padded = F.pad(t.to(dtype), circular_pads(*kernel.shape[2:]), mode="circular")
+        outputs = outputs.to(dtype)
         y = F.conv2d(padded, outputs, None if bias is None else bias.to(dtype))
         y[:, :n].sub_(x)
         ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs)

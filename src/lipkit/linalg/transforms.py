@@ -18,21 +18,6 @@ from torch.nn.modules import module as torch_module
 from lipkit.errors import OptionError
 
 
-@contextlib.contextmanager
-def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
-    """Leave all transforms of ``torch.func`` in the block; yields the tensor they wrap, None for a ``vmap`` batch."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    functorch = torch._C._functorch
-    while functorch.is_gradtrackingtensor(a):
-        a = functorch.get_unwrapped(a)
-    if functorch.is_batchedtensor(a):
-        yield None
-        return
-    with temporarily_clear_interpreter_stack():
-        yield a.detach()
-
-
 def nnpack_enabled() -> bool:
     """True if torch may convolve by NNPACK on this machine."""
     if not torch.backends.nnpack.is_available():
@@ -117,10 +102,15 @@ def outside(a: Tensor) -> Iterator[Tensor]:
     if not transformed():
         yield a.detach()
         return
-    with without_transforms(a) as numbers:
-        if numbers is None:
-            raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
-        yield numbers
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(a):
+        a = functorch.get_unwrapped(a)
+    if functorch.is_batchedtensor(a):
+        raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
+    with temporarily_clear_interpreter_stack():
+        yield a.detach()
 
 
 def is_empty(x: Tensor) -> bool:
