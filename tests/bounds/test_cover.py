@@ -10,10 +10,9 @@ import torch
 
 from lipkit.bounds import symbol_sup
 from lipkit.bounds.cover import divided, first_cells, fraction
-from lipkit.bounds.gram_symbol import GramSymbol
+from lipkit.bounds.gram_symbol import GramSymbol, cholesky_succeeds, stored_entries
 from lipkit.bounds.peak import find_peak
 from lipkit.conv.block import FEW_COLUMNS, autocorrelation, half_lags
-from lipkit.proof.definite import cholesky_succeeds, stored_entries
 
 from .reference import symbol_norm
 

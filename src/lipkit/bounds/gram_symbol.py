@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 import torch
+from scipy.linalg import lapack
 from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags
 from lipkit.conv.symbol import angles
-from lipkit.proof.definite import cholesky_succeeds, stored_entries
 from lipkit.proof.roundoff import UNIT, gamma
 
 # Number of matrices formed at once.
@@ -24,6 +24,8 @@ _SMALL = 8
 # From this side, float32 pays.
 _SINGLE_FROM = 24
 UNIT_SINGLE = 2.0**-24
+# Below this size a call of LAPACK costs more than the factorisation itself, so torch factorises the batch in one call.
+_PACKED_FROM = 16
 
 
 class GramSymbol:
@@ -177,3 +179,49 @@ def cholesky_error(side: int, unit: float) -> Tensor:
     """
     n = math.sqrt(2) * unit * (2 * torch.arange(1, side + 1, dtype=torch.float64) + 8)
     return 1.02 * n / (1 - 2 * n).clamp_min(1e-6)
+
+
+def _packed(side: int, device: torch.device) -> bool:
+    """True for LAPACK's rectangular full packed format: half of a matrix, in the order in which its blocked
+    factorisation reads it. Half of the work to form, none to copy."""
+    return device.type == "cpu" and side >= _PACKED_FROM
+
+
+def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and sign of the imaginary part of each entry that :func:`cholesky_succeeds` reads, each ``(E,)``.
+
+    >>> row, column, sign = stored_entries(2, torch.device("cpu"))
+    >>> row.tolist(), column.tolist()
+    ([0, 0, 1, 1], [0, 1, 0, 1])
+    >>> len(stored_entries(20, torch.device("cpu"))[0])
+    210
+    """
+    if not _packed(side, device):
+        row, column = torch.cartesian_prod(torch.arange(side), torch.arange(side)).reshape(-1, 2).unbind(1)
+        return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)
+    # LAPACK itself says where each entry goes, and which ones it conjugates.
+    marks = np.arange(side * side).reshape(side, side) + 1j
+    packed = lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0]  # type: ignore[attr-defined]
+    row, column = np.divmod(packed.real.astype(np.int64), side)
+    return torch.from_numpy(row), torch.from_numpy(column), torch.from_numpy(packed.imag.copy())
+
+
+def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
+    """True for each matrix whose Cholesky factorisation completes, ``(N,)``. ``entries`` is overwritten.
+
+    They are contiguous and finite ``(N, E)``, complex128 or complex64: those of :func:`stored_entries`, the imaginary
+    parts times their signs. A factorisation that fails stops at the first negative pivot.
+
+    >>> row, column, _ = stored_entries(20, torch.device("cpu"))
+    >>> identity = (row == column).to(torch.complex128)
+    >>> cholesky_succeeds(torch.stack((identity, -identity)), 20).tolist()
+    [True, False]
+    """
+    if side == 1:
+        return entries[:, 0].real > 0
+    if not _packed(side, entries.device):
+        return torch.linalg.cholesky_ex(entries.unflatten(1, (side, side)))[1] == 0
+    factor = getattr(lapack, "zpftrf" if entries.dtype == torch.complex128 else "cpftrf")
+    return torch.tensor(
+        [factor(side, a, transr="N", uplo="L", overwrite_a=1)[1] == 0 for a in entries.numpy()], dtype=torch.bool
+    )

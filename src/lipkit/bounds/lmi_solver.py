@@ -39,7 +39,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
-    """The factor t, positive and finite, for which ``t * multipliers`` should prove the smallest gain; it proves nothing.
+    """The positive t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
 
     For some outputs of a network whose multipliers, at least one diagonal, were found for all outputs. Arguments: see
     `lipkit.bounds.lmi.proves_gain`.
