@@ -69,11 +69,9 @@ class _Symbols:
     def lanczos(self, v: Tensor, w: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """The largest Ritz vectors ``(g, c, B)`` and values of ``F^* F`` at ``w`` after some steps from ``v``."""
         waves = self.waves(w)
-        conjugate = torch.complex(waves.real, -waves.imag)
+        conjugate = waves.conj_physical()
         v = v / _dot(v, v).sqrt().clamp_min(1e-30)
-        basis = [v]
-        diagonal: list[Tensor] = []
-        beside: list[Tensor] = []
+        basis, diagonal, beside = [v], list[Tensor](), list[Tensor]()
         for _ in range(min(steps, v.shape[1]) - 1):
             image = self.gram(v, waves, conjugate)
             diagonal.append(_dot(v, image))
