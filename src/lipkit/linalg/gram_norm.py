@@ -81,11 +81,6 @@ def _transformed(a: Tensor) -> Tensor:
     return bound + (plain - fixed) * (bound / fixed)
 
 
-def _working_dtype(a: Tensor) -> torch.dtype:
-    exact = not reduced_products(product_settings(a.device.type))
-    return torch.float32 if a.dtype != torch.float64 and exact else torch.float64
-
-
 def _frobenius(x: Tensor) -> Tensor:
     """Upper bound of the Frobenius norm: rows in the dtype of x, their sum in float64, underflow included."""
     info, rows = torch.finfo(x.dtype), len(x)
@@ -132,7 +127,8 @@ def _proved(a: Tensor) -> tuple[Tensor, list[Tensor]]:
     wide = a.double()
     wide = wide if a.shape[0] <= a.shape[1] else wide.mT
     gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
-    bound, powers = _powers(gram, _working_dtype(a))
+    exact = not reduced_products(product_settings(a.device.type))
+    bound, powers = _powers(gram, torch.float32 if a.dtype != torch.float64 and exact else torch.float64)
     # The Gram matrix itself is off by at most gamma_n ||A||_F^2.
     error = (wide.shape[1] + 4) * 2.0**-52 * gram.diagonal().sum()
     return (bound + error).sqrt().clamp_min(SMALLEST) * (1 + 1e-12), powers
