@@ -80,7 +80,7 @@ def dissipation_matrix(
     """
     (v, s, o), (nv, nw), nx = system.rows(), system.units, system.states
     lower, lam = to_double(metric.detach()).tril(), to_double(multiplier.detach())
-    p, before = lower + lower.tril(-1).mT, v.shape[1]
+    p, before = lower + lower.tril(-1).mT, v.shape[1]  # `before`: the rows of K, of w, x and u
     units = lam if nv == nw else lam[:1].expand(nw)
     lines, ends = [p @ s, o], [p, torch.eye(len(o), dtype=p.dtype, device=p.device) * gain]
     if system.lipschitz is not None:
@@ -93,7 +93,7 @@ def dissipation_matrix(
         pulled = lam[:, None] * v
         h[:nw, :before] -= pulled
         h[:before, :nw] -= pulled.mT
-    error = 4 * UNIT * h.abs()
+    error = 4 * UNIT * h.abs()  # products of at most three numbers, beside P S
     product = gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070
     error[before : before + nx, :before] += product
     error[:before, before : before + nx] += product.mT
@@ -183,8 +183,8 @@ class _Barrier:
         self.system, self.rate = system, rate
         (v, s, o), nx, self.nv = system.rows(), system.states, system.units[0]
         before = v.shape[1]
-        self.n = before + nx + len(o)
-        self.size = self.n + nx
+        self.n = before + nx + len(o)  # the side of H
+        self.size = self.n + nx  # the barrier's parameter: the sides of H and P
         self.rows, self.columns = torch.tril_indices(nx, nx)
         self.nx, places = nx, torch.eye(self.n, dtype=torch.float64)
         x, ends = places[self.nv : self.nv + nx], places[before : before + nx]

@@ -69,7 +69,7 @@ class GramSymbol:
         lags = half.shape[1]
         table = half.new_zeros(len(half), 2 * lags - 1, len(row), 2)
         torch.add(there[:, 1:], back[:, 1:], out=table[:, 1:lags, :, 0]).neg_()
-        table[:, 0, :, 0] = -there[:, 0]
+        table[:, 0, :, 0] = -there[:, 0]  # lag zero has no partner and no sine
         torch.sub(there[:, 1:], back[:, 1:], out=table[:, lags:, :, 1]).mul_(sign)
         return table.flatten(2)
 
@@ -156,7 +156,7 @@ class GramSymbol:
             h = self._minus(cells[rows], periods, table, out[: len(rows)])
             on_diagonal = level + h[:, diagonal].real.double()
             shift = level - (on_diagonal.abs() + 8 * unit * level) @ weights
-            h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)
+            h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)  # h is -G: level I - G, less the allowance
             done[rows] = cholesky_succeeds(h, self.side) & (shift > 0)
         return done
 

@@ -101,7 +101,7 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
     for k, w in enumerate(weights):
         block = w if k == len(multipliers) else multipliers[k][:, None] * w
         rows, cols = slice(starts[k + 1], starts[k + 2]), slice(starts[k + 1] - w.shape[1], starts[k + 1])
-        h[rows, cols], h[cols, rows] = -block, -block.mT
+        h[rows, cols], h[cols, rows] = -block, -block.mT  # columns of h_k, or of all values before
         if k < len(multipliers):
             diagonal[rows] = 2 * multipliers[k]
     h.diagonal().copy_(diagonal)
@@ -146,7 +146,7 @@ class _Blocks:
             self.error += off.abs()
         self.inner = slice(weights[0].shape[1], len(h) - weights[-1].shape[0])
         rows, wrong = (torch.cat((t[: self.inner.start], t[self.inner.stop :]))[:, self.inner] for t in (h, self.error))
-        live = rows.any(0).nonzero()[:, 0]
+        live = rows.any(0).nonzero()[:, 0]  # few columns touch the ends: the Gram matrix of the others is 0
         self.gram = rows.new_zeros(rows.shape[1], rows.shape[1])
         self.gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
         self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in (rows, wrong))
@@ -171,7 +171,7 @@ class _Blocks:
             h.diagonal()[: self.inner.start] = h.diagonal()[self.inner.stop :] = gain
             return is_positive_within(h, self.error)
         # The Gram matrix is off by gamma_n |c_i| |c_j|, and C by columns of norms e.
-        square, c, e = self.gram / gain, self.sizes, self.errors
+        square, c, e = self.gram / gain, self.sizes, self.errors  # C^T C / gamma
         h = self.h[self.inner, self.inner] - square
         off = torch.outer(c, gamma(len(self.h) + 8) * c + e) + torch.outer(e, c + e)
         off = off * ((1 + 2.0**-40) / gain) + 4 * UNIT * (square.abs() + h.abs())

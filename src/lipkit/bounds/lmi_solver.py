@@ -163,7 +163,7 @@ class GainProgram:
             gap = float((dual * h).sum())
             if gap < accuracy * float(x[0]):
                 return x, step
-            centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)
+            centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)  # G V and X V
             system, half = x.new_empty(len(x), len(x)), xv[units] * gv[units].mT
             system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
             system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
@@ -176,7 +176,7 @@ class GainProgram:
             if int(info):
                 return x, step
             right = centre * torch.cat((g.diagonal()[ends].sum()[None], 2 * gv[units].diagonal()))
-            right[0] -= 1
+            right[0] -= 1  # the objective is gamma
             change, direction = torch.zeros_like(h), x
             for second in (x.new_zeros(()), None):
                 if second is None:  # of second order: the changes of both matrices in the direction so far
@@ -186,7 +186,7 @@ class GainProgram:
                 direction = scale * torch.cholesky_solve((scale * right)[:, None], factor)[:, 0]
                 moved = (self.changed(dual, xv, direction) + second) @ g
                 change = centre * g - dual - (moved + moved.mT) / 2
-            a = _length(dual, change, _is_definite)
+            a = _length(dual, change, _is_definite)  # each matrix has a step of its own
             b = _length(x, direction, self.inside)
             if max(a, b) < 1e-3:
                 return x, step

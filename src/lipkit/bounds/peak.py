@@ -57,7 +57,7 @@ class _Symbols:
 
     def each_tap(self, v: Tensor) -> Tensor:
         """``K[s] v``: ``(g, T, cout, B)``."""
-        y = self.rows @ torch.view_as_real(v).flatten(2)
+        y = self.rows @ torch.view_as_real(v).flatten(2)  # real kernels: both parts of v side by side
         return torch.view_as_complex(y.unflatten(2, (-1, 2)).unflatten(1, (-1, self.cout)))
 
     def gram(self, v: Tensor, waves: Tensor, conjugate: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Symbols:
         for _ in range(min(steps, v.shape[1]) - 1):
             image = self.gram(v, waves, conjugate)
             diagonal.append(_dot(v, image))
-            image -= diagonal[-1] * v
+            image -= diagonal[-1] * v  # three terms: F^*F is Hermitian
             if beside:
                 image -= beside[-1] * basis[-2]
             size = _dot(image, image).sqrt()

@@ -208,7 +208,7 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
     if screened:
         apply, adjoint = maps(taps)
         # The adjoint has the same norms, and ends with the vectors that the spaces start from.
-        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)
+        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)  # of the adjoint operator
         found = _quotients(*(torch.fft.fft2(t)[0].flatten(1) for t in (reached, image))).view(rows, columns)
         if apart == 2:
             # Means between the frequencies that were taken.

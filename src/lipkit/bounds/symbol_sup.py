@@ -142,8 +142,8 @@ def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
     with outside(kernels) as values:
         peak = find_peak(values)
     value = _norm_at(kernels, peak.group, peak.point, peak.periods)
-    squared = float(value.detach()) ** 2
-    level = squared * (1 + _relative(tolerance))
+    squared = float(value.detach()) ** 2  # levels are of G = F* F
+    level = squared * (1 + _relative(tolerance))  # what is tried first
     if finer is not None:
         with outside(kernels) as values:
             proved = _proved(values, peak, squared, tolerance, finer)

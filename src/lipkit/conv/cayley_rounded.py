@@ -85,7 +85,7 @@ def forward_rounded(
         solved = _times(inverse, rows, h, w)
         out = torch.lerp(rows, solved, 2.0)
         if rest is not None:
-            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
+            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)  # y = [2 h - x; -2 W_2 h]
     else:
         own = rows[..., :n]
         moved = own

@@ -180,7 +180,7 @@ def exponential_conv2d(
         counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
         if autocast_on(x):
             counts = {name: counts[name] for name in counts if name != "frequencies"}
-            counts["features"] /= HALF_GAIN
+            counts["features"] /= HALF_GAIN  # their convolutions run in the dtype of autocast
         way = min(counts, key=counts.__getitem__)
     if way == "features":
         folded = fold(kernel, h, w)

@@ -128,4 +128,4 @@ def backward_rows(
         for_rest = product(group.read(g, other).mT, h, -2)
     elif x2 is not None:
         for_rest = product(k.mT, x2, -2)
-    return product(h.mT, k, -2), for_rest
+    return product(h.mT, k, -2), for_rest  # h is kept as a conjugate: the gradient of N^T is -2 conj(h) k^T

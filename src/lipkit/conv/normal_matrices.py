@@ -114,7 +114,7 @@ class _AddGram(torch.autograd.Function):
                 return g, (both @ w if ctx.wide else w @ both), None
             made = torch.empty_like(w)
             for upstream, part, out in _parts(g, w, made):
-                both = upstream.mT + upstream.conj()
+                both = upstream.mT + upstream.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
                 torch.bmm(*((both, part) if ctx.wide else (part, both)), out=out)
         return g, made, None
 
@@ -188,6 +188,6 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Sym
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT
+    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
     pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
     return Symbol(real, as_pair(pair))

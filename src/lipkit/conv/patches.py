@@ -86,9 +86,9 @@ def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
         raise OptionError(f"stride: expected integers of at least 1, got {stride}")
     s1, s2 = stride
     kh, kw = kernel.shape[-2:]
-    filled = F.pad(kernel, (0, -kw % s2, 0, -kh % s1))
+    filled = F.pad(kernel, (0, -kw % s2, 0, -kh % s1))  # to multiples of the stride
     split = filled.unflatten(3, (-1, s2)).unflatten(2, (-1, s1))
-    return split.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+    return split.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)  # (o, c, i, j, a, b): the channel order of pixel-unshuffle
 
 
 def kernel_to_matrix(kernel: Tensor) -> Tensor:

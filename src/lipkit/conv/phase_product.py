@@ -153,7 +153,7 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
     """Transform back, and write the images into ``out`` (b, c, h, w); both flat ``rooms`` are overwritten."""
     n, size = len(matrix), rows.numel()
     images = rooms[1][:size].view(n, size // n)
-    torch.mm(matrix.mT, rows.view(n, size // n), out=images)
+    torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
     b, c, h, w = out.shape
     # Planes have short rows of one phase, so they are written from a copy in pixel order. `rows` may lie in rooms[0]:
     # the product above was their last use.

@@ -143,7 +143,7 @@ def phase_order(x: Tensor, kernel_size: Size) -> Tensor:
     """The view ``(kh, kw, B, H / kh, W / kw, C)`` of ``x`` ``(B, C, H, W)``."""
     kh, kw = kernel_size
     b, c, h, w = x.shape
-    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)
+    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)  # pixel p + i H / kh: i leads
 
 
 def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:

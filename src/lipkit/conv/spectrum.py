@@ -83,8 +83,8 @@ def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
     n, _, cout, _ = symbol.pair.shape
     # One batched product of (2 B) x cin by cin x (2 cout) gives aR, aS, bR, bS.
     wide = (s.pair.flatten(1, 2) @ symbol.pair.flatten(1, 2).mT).reshape(n, 2, s.pair.shape[2], 2, cout)
-    re = wide[:, 0, :, 0] - wide[:, 1, :, 1]
-    im = wide[:, 0, :, 1] + wide[:, 1, :, 0]
+    re = wide[:, 0, :, 0] - wide[:, 1, :, 1]  # aR - bS
+    im = wide[:, 0, :, 1] + wide[:, 1, :, 0]  # aS + bR
     return Spectrum(s.real @ symbol.real.mT, torch.stack((re, im), 1))
 
 
@@ -117,7 +117,7 @@ def parts_apart(pair: Tensor) -> Tensor:
 
 def _turned(s: Tensor, sign: int) -> Tensor:
     """``sign (-b, a)`` of pairs (a, b)."""
-    turned, negative = torch.empty_like(s), 0 if sign > 0 else 1
+    turned, negative = torch.empty_like(s), 0 if sign > 0 else 1  # the part that gets the minus
     torch.neg(s[:, 1 - negative], out=turned[:, negative])
     turned[:, 1 - negative].copy_(s[:, negative])
     return turned

@@ -53,7 +53,7 @@ def normal_kernel(kernel: Tensor) -> Tensor:
     own, rest = centred(kernel[:n]), kernel[n:].transpose(0, 1)
     # The autocorrelation of W_2 in one call: inputs are few.
     gram = F.conv2d(rest, rest, padding=(kh - 1, kw - 1)).transpose(0, 1)
-    skew = own - own.flip(2, 3).transpose(0, 1)
+    skew = own - own.flip(2, 3).transpose(0, 1)  # W_1^* has reversed taps and exchanged channels
     more = [(a - b) // 2 for a, b in zip(gram.shape[2:], own.shape[2:], strict=True)]
     return gram + F.pad(skew, (more[1], more[1], more[0], more[0])) + _identity(gram)
 
@@ -143,7 +143,7 @@ class _Convolved(torch.autograd.Function):
         n, (h, w), (up, left) = x.shape[1], x.shape[-2:], _centre(kernel)
         own, rest = _spectra(kernel, h, w).split([n, len(kernel) - n], 1)
         normal = torch.baddbmm(own - own.mT.conj_physical(), rest.mH, rest)
-        normal.diagonal(dim1=-2, dim2=-1).add_(1)
+        normal.diagonal(dim1=-2, dim2=-1).add_(1)  # the I of N
         inverse = torch.linalg.inv_ex(normal).inverse
         solution = (2 * inverse).view(h, -1, n, n).permute(2, 3, 0, 1).contiguous()
         spectrum = torch.fft.rfft2(x[:, None])

@@ -30,7 +30,7 @@ def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, T
     Turns are reduced modulo n in integers, so that a self-conjugate frequency (2 f = 0 mod n) has a sine of exactly 0.
     """
     taps = torch.arange(k, device=like.device) - (k - 1) // 2
-    turns = torch.remainder(frequencies.to(like.device)[:, None] * taps, n)
+    turns = torch.remainder(frequencies.to(like.device)[:, None] * taps, n)  # integers: exact
     angle = turns.to(torch.float64) * (2 * math.pi / n)
     sine = torch.where(torch.remainder(2 * turns, n) == 0, torch.zeros_like(angle), angle.sin())
     return angle.cos(), sine
@@ -50,7 +50,7 @@ def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
 
 def half_grid(h: int, w: int) -> tuple[Tensor, Tensor]:
     """The frequencies f1, f2 of a real 2-D transform, ``h (w // 2 + 1)`` each: the others are conjugates of these."""
-    half = w // 2 + 1
+    half = w // 2 + 1  # f2 above it is the conjugate of -f2
     return torch.arange(h).repeat_interleave(half), torch.arange(half).repeat(h)
 
 

@@ -64,12 +64,12 @@ def frequencies(h: int, w: int) -> Frequencies:
     ([[0, 0], [1, 0]], [[0, 1], [1, 1]])
     """
     rows, cols = (torch.tensor(self_conjugate(n), dtype=torch.int64) for n in (h, w))
-    up, right = (torch.arange(1, (n + 1) // 2) for n in (h, w))
+    up, right = (torch.arange(1, (n + 1) // 2) for n in (h, w))  # one of each pair f, -f of an axis
     if is_dense(h, w):
         real = torch.cartesian_prod(rows, cols)
         pair = [torch.cartesian_prod(*both) for both in ((rows, right), (up, cols), (up, right), (up, -right))]
     else:
-        real = torch.cartesian_prod(cols, rows).flip(1)
+        real = torch.cartesian_prod(cols, rows).flip(1)  # f2 leads: the width is transformed first
         along = torch.cat((rows, up, -up))
         pair = [torch.cartesian_prod(*both).flip(1) for both in ((cols, up), (right, along))]
     return Frequencies(real, torch.cat(pair))
@@ -81,8 +81,8 @@ def _waves(n: int) -> Tensor:
     f = torch.tensor([*own, *rest, *rest], dtype=torch.int64)[:, None]
     angle = torch.remainder(f * torch.arange(n), n).to(torch.float64) * (2 * math.pi / n)
     wave = angle.cos()
-    wave[len(own) :] *= math.sqrt(2)
-    first_sine = len(own) + len(rest)
+    wave[len(own) :] *= math.sqrt(2)  # a cosine has the mean square 1/2
+    first_sine = len(own) + len(rest)  # own, then as many cosines as sines
     wave[first_sine:] = -math.sqrt(2) * angle[first_sine:].sin()
     return wave / math.sqrt(n)
 

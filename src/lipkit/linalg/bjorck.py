@@ -33,8 +33,8 @@ def with_gram(w: Tensor) -> tuple[Tensor, Tensor]:
     w = near_one(w)
     gram = w.mH @ w
     fourth = gram @ gram
-    schatten = torch.linalg.vector_norm(fourth, dim=(-2, -1))
-    rows = fourth.abs().sum(-1).amax(-1)
+    schatten = torch.linalg.vector_norm(fourth, dim=(-2, -1))  # ||G^2||_F, the fourth power of the Schatten 8-norm
+    rows = fourth.abs().sum(-1).amax(-1)  # ||G^2||_inf: a norm of a Hermitian matrix is at most this
     bound = torch.minimum(schatten, rows)[..., None, None]
     bound = torch.where(bound > 0, bound, 1).sqrt()  # at least ||W||^2: its root divides W, and it divides W^* W
     return w / bound.sqrt(), gram / bound
@@ -126,7 +126,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         return bjorck(w.mH, iterations, order).mH
     x, gram = with_gram(w)
     eye = eye_like(x)
-    limit = torch.finfo(x.dtype).eps ** 0.5 / 16
+    limit = torch.finfo(x.dtype).eps ** 0.5 / 16  # a step squares the error: below rounding after it
     done = 0
     if x.shape[-2] >= 2 * x.shape[-1] and iterations > 1:
         # (X S)^* (X S) = S^* G S: the same polynomials by small products, and X is multiplied once, at the end.
@@ -138,7 +138,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
             step = eye + _polynomial(q, order)
             factor, gram = factor @ step, step.mH @ gram @ step
             done += 1
-        x = x @ factor
+        x = x @ factor  # the only product of the larger side
     while done < iterations:
         q = eye - x.mH @ x
         x = x + x @ _polynomial(q, order)

@@ -77,7 +77,7 @@ def _parts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _transposed(own: Tensor, rest: Tensor, wide: bool) -> Tensor:
     """The transpose of N."""
-    made = own.mT - own
+    made = own.mT - own  # N^T = I - W_1 + W_1^T + G, G symmetric
     if rest.numel():
         one, two = (rest, rest.mT) if wide else (rest.mT, rest)
         made += mirrored_product(one, two, torch.empty_like(made))
@@ -145,16 +145,16 @@ def _gradients(
     rounded_h, rounded_k = h.to(x.dtype), (k * -2).to(x.dtype)
     for_x, moved_k = None, None
     if asked[1]:
-        for_x = torch.lerp(first, k, 2.0).to(x.dtype)
+        for_x = torch.lerp(first, k, 2.0).to(x.dtype)  # 2 k - g_1
         if wide:
             moved_k = rounded_k @ rest
             for_x = torch.cat((for_x, moved_k), 1)
     if not asked[0]:
         return None, for_x
-    normal = (rounded_k.mT @ rounded_h).to(weight.dtype)
+    normal = (rounded_k.mT @ rounded_h).to(weight.dtype)  # the gradient of N, -2 k h^T
     made = torch.empty_like(weight)
     for_own, for_rest = _parts(made)
-    torch.sub(normal, normal.mT, out=for_own)
+    torch.sub(normal, normal.mT, out=for_own)  # N holds W_1 - W_1^T
     if m == n:
         return made, for_x
     beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])

@@ -137,7 +137,7 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     for step in range(squarings + 1):
         if step:
             a = a @ a
-            share /= 2
+            share /= 2  # of A^2, A^4, ...: the root taken of each scale
         scale = torch.linalg.vector_norm(a.detach(), dim=(-2, -1), keepdim=True)
         scale = torch.where(scale > 0, scale, 1)
         a = a / scale

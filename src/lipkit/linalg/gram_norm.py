@@ -103,7 +103,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     in ``tiny`` cover underflow.
     """
     info, rows = torch.finfo(dtype), len(gram)
-    unit = info.eps / 2
+    unit = info.eps / 2  # the unit roundoff
     gamma = rows * unit / (1 - rows * unit)
     exponents = [_exponent(gram)]
     powers = [torch.ldexp(gram, -exponents[0]).to(dtype)]
@@ -113,7 +113,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         powers.append(square.mul_(torch.ldexp(torch.ones_like(exponents[-1], dtype=dtype), -exponents[-1])))
     sizes = [_frobenius(power) for power in powers]
     # From X_6 back to X_0. c is 2^-exponent, so ldexp by the exponent undoes it, without rounding.
-    bound = sizes[-1]
+    bound = sizes[-1]  # ||X_6|| <= f_6
     for exponent, size in zip(exponents[:0:-1], sizes[-2::-1], strict=True):
         bound = torch.ldexp(bound + rows * info.tiny, exponent) + gamma * size**2 + rows**2 * info.tiny
         bound = bound.sqrt()

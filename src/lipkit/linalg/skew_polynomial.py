@@ -186,8 +186,8 @@ def _gradient(p: Powers, g: Tensor, terms: int, room: Tensor, out: Tensor) -> No
     t, (a, a2, a4, *higher) = p.share, p.squares
     c = _coefficients(t, terms)
     # Twice the even part: the halves below go into the coefficients.
-    even = torch.add(g, g.mT, out=room[0])
-    skew = torch.sub(g, even, alpha=0.5, out=room[1])
+    even = torch.add(g, g.mT, out=room[0])  # G + G^T
+    skew = torch.sub(g, even, alpha=0.5, out=room[1])  # (G - G^T) / 2
     odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room[2]), out=room[3])
     product = torch.bmm(a, skew, out=room[2])
     # The gradient of the factor is a^T skew = -a skew (the sign is in the coefficients), of which only the

@@ -52,7 +52,7 @@ def sign_factor(gram: Tensor, steps: int) -> Tensor:
         if number + 1 < steps:
             # q is a polynomial in k, so q k q is the Gram matrix of the next iterate: T itself is never multiplied.
             k = _mirrored(_mirrored(q, k), q)
-    return p * scale.rsqrt()
+    return p * scale.rsqrt()  # P was made for T / ||T||_F
 
 
 def _mirrored(a: Tensor, b: Tensor) -> Tensor:
@@ -127,5 +127,5 @@ def retract(w: Tensor) -> Tensor:
         gram = w @ w.mT
         if not bool((torch.linalg.matrix_norm(gram - eye_like(gram)) < NEAR).all()):
             return polar(w)
-        w = 1.5 * w - 0.5 * gram @ w
+        w = 1.5 * w - 0.5 * gram @ w  # Björck's step: the residual is squared
     return w

@@ -49,7 +49,7 @@ def _level(a: Tensor, gram: Tensor, guess: Tensor, slacks: Sequence[float]) -> T
     # Rump's constant for t I - G, enlarged fourfold for complex arithmetic; its trace is at most p t.
     cholesky_error = gamma(4 * (p + 2)) * p
     eye = torch.eye(p, dtype=gram.dtype, device=gram.device)
-    proved = frobenius.clone()
+    proved = frobenius.clone()  # holds without any factorisation
     open_ = torch.arange(len(a), device=a.device)
     for slack in slacks:
         t = guess[open_].clamp_min(0) * (1 + max(slack, 2 * cholesky_error + 8 * UNIT))
@@ -216,7 +216,7 @@ def quick_spectral_norm(a: Tensor) -> Quick:
     scaled, exponent, kind = _scaled(to_double(a.detach())[None])
     wide = scaled[0] if a.shape[0] <= a.shape[1] else scaled[0].mT
     rows, columns = (wide.new_zeros(n) for n in wide.shape)
-    level, ratio = wide.new_zeros(1), wide.new_zeros(())
+    level, ratio = wide.new_zeros(1), wide.new_zeros(())  # of matrices that are zero or not finite
     if float(kind) == 1:
         gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
         # Up to side 8, all eigenvalues cost less than a call of Lanczos.
