@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lipkit.conv import phase_product
 from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
-from lipkit.conv.frequency_solve import Form
-from lipkit.conv.normal_matrices import normal_matrices
+from lipkit.conv.normal_matrices import Form, normal_matrices
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.conv.spread import spread_cayley

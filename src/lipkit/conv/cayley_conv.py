@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.cayley_rounded import backward_rounded, forward_rounded, rounded_symbol
-from lipkit.conv.frequency_solve import Form, Group, backward_rows, forward_rows
-from lipkit.conv.normal_matrices import NormalMatrices, normal_matrices, prepare, second_half
+from lipkit.conv.normal_matrices import (
+    Form,
+    Group,
+    NormalMatrices,
+    backward_rows,
+    forward_rows,
+    normal_matrices,
+    prepare,
+    second_half,
+)
 from lipkit.conv.spectrum import Symbol, apply_symbol
 from lipkit.conv.spread import spread_cayley, spread_pays
 from lipkit.conv.transform import count_real, pure_images, pure_rows, to_images, to_rows, transform_matrices

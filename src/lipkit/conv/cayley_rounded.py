@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.conv.frequency_solve import Form
+from lipkit.conv.normal_matrices import Form
 from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows
 from lipkit.conv.transform import to_images, to_rows
 
