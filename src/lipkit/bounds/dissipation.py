@@ -133,10 +133,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
 
     A barrier method: minimise :math:`t \gamma - \log\det H - \log\det P` over :math:`\gamma, P, \Lambda` by Newton
     steps. It starts from a rate at which P = I is feasible and lowers it to 1; where that cannot be, it stops at the
-    smallest rate that it finds.
-
-    Returns:
-        A :class:`Dissipation`, proved by :func:`proves_dissipation`; its gain is ``inf`` if nothing was proved.
+    smallest rate that it finds. :func:`proves_dissipation` proves the result; its gain is ``inf`` if it proves nothing.
 
     Cost:
         Tens of Newton steps of :math:`(n_x^2/2 + n_v)^3` operations each: seconds for 32 states, minutes for 64.

@@ -83,12 +83,10 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
 
 
 def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> Tensor:
-    """The block-tridiagonal matrix H of this module's LMI ``H >= 0``, dense, float64.
+    """The block-tridiagonal matrix H of this module's LMI ``H >= 0`` for a gain, dense, float64.
 
-    Args:
-        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``; or ``(n_{k+1}, n_0 + ... + n_k)``, which reads all values before.
-        multipliers: diagonals of Lambda_0 .. Lambda_{L-1}, each ``(n_{k+1},)``.
-        gain: gamma.
+    Weights W_0 .. W_L are ``(n_{k+1}, n_k)``, or ``(n_{k+1}, n_0 + ... + n_k)``, which read all values before.
+    Multipliers are the diagonals of Lambda_0 .. Lambda_{L-1}, each ``(n_{k+1},)``.
 
     >>> lmi_matrix([torch.eye(1)], [], 2.0).tolist()
     [[2.0, -1.0], [-1.0, 2.0]]
@@ -111,11 +109,10 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
 def proves_gain(
     weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float, errors: Sequence[Tensor] = ()
 ) -> bool:
-    """True if ``H >= 0`` is proved in floating point for these weights, multipliers and ``gain``.
+    """True if ``H >= 0`` (see `lmi_matrix`) is proved in floating point for these weights, multipliers and ``gain``.
 
-    Args:
-        weights, multipliers, gain: as `lmi_matrix`.
-        errors: how far each entry of each weight may be from the one meant, such as a product's; none for stored ones.
+    The ``errors`` say how far each entry of each weight may be from the one meant, such as a product's; none for
+    stored ones.
 
     Guarantee:
         True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is

@@ -256,24 +256,12 @@ def minimise_gain(
 ) -> Solution:
     """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, with that proof.
 
-    Args:
-        weights: each ``(n_{k+1}, n_k)``, finite.
-        errors: as `lipkit.bounds.lmi.proves_gain`.
-        accuracy: relative duality gap at which the method stops.
-        max_steps: most Newton steps in total.
-
-    Returns:
-        :class:`Solution`; ``gain`` is at most a rounding above the product of the norms, and never a number that
-        :func:`lipkit.bounds.lmi.proves_gain` has not proved.
+    Weights and errors are those of `lipkit.bounds.lmi.proves_gain`; the method stops at a relative duality gap
+    ``accuracy``. The gain is at most a rounding above the product of the norms, and never a number that
+    :func:`lipkit.bounds.lmi.proves_gain` has not proved.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
-
-    Cost:
-        Ten to fifty steps, see the module's docstring.
-
-    Raises:
-        OptionError: a weight is not finite. ShapeError: the weights do not chain.
 
     >>> s = minimise_gain([torch.eye(2), torch.eye(2)])
     >>> abs(s.gain - 1) < 1e-4, [m.shape for m in s.multipliers]

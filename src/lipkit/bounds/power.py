@@ -97,13 +97,7 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
     typically within 1 % of the norm instead of 4 %. Frequencies of less than 1e-4 of the largest power do not count:
     they may be rounding.
 
-    Args:
-        kernel: ``(cout, cin, kh, kw)``, real; taps beyond the image wrap around. Half precision is widened.
-        h, w: size of the circular image.
-        iterations: number of steps, at least 0.
-
-    Returns:
-        0-d tensor in the dtype of ``kernel``, differentiable through all steps. 0 at a zero kernel.
+    Taps beyond the image wrap around, half precision is widened. Differentiable through all steps; 0 at a zero kernel.
 
     Guarantee:
         None from above: the true norm (``bounds.circular``) is at least this, up to rounding (which is 1e-3 where a
@@ -111,9 +105,6 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
 
     Cost:
         ``2 iterations + 1`` convolutions and two Fourier transforms of one image.
-
-    Raises:
-        ShapeError: not a kernel, or an empty image. OptionError: a negative number of iterations.
 
     >>> from lipkit.bounds import circular
     >>> k = torch.arange(18.0).reshape(2, 1, 3, 3)
@@ -233,13 +224,8 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     falls with the root of the gap between singular values, that of powers with the gap. Few channels need no steps:
     eigenvalues at all frequencies tell the best one.
 
-    Args:
-        kernel: ``(cout, cin, kh, kw)``, real; taps beyond the image wrap around. Half precision is widened.
-        h, w: size of the circular image.
-        iterations: number of steps k, at least 0.
-
-    Returns:
-        0-d tensor in the dtype of ``kernel``, a function of it and the size alone. 0 at a zero kernel.
+    Taps beyond the image wrap around, half precision is widened. A function of the kernel and the size alone; 0 at a
+    zero kernel.
 
     Guarantee:
         None from above: the true norm (``bounds.circular``) is at least this, up to rounding. The derivative is that
@@ -250,9 +236,6 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
         Eight convolutions of one image, of a quarter of it where the sides are even and four times those of the kernel;
         eight products by vectors at the chosen frequencies, ``2 iterations`` at three.
         With few channels, eigenvalues of matrices of the smaller channel number at half of all frequencies.
-
-    Raises:
-        ShapeError: not a kernel, or an empty image. OptionError: a negative number of iterations.
 
     >>> from lipkit.bounds import circular
     >>> k = torch.arange(18.0).reshape(2, 1, 3, 3)

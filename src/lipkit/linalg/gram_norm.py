@@ -1,6 +1,6 @@
 r"""A smooth upper bound of the spectral norm by squaring the Gram matrix, with a cheap backward pass.
 
-With :math:`G = A A^\top`, the bound is :math:`\|G^{64}\|_F^{1/128}`. All powers of G commute, so its gradient is
+All powers of :math:`G = A A^\top` commute, so the gradient of :math:`\|G^{64}\|_F^{1/128}` has the factor
 :math:`G^{127} = G^{64} G^{32} \cdots G`, a product of the powers that the forward pass makes. These are six products;
 differentiating the squarings one by one takes twelve. One triangle of each product is enough.
 """
@@ -163,16 +163,15 @@ class _GramNorm(torch.autograd.Function):
             # Only the smaller of two bounds carries a gradient: this was the larger one.
             return torch.zeros_like(a)
         with torch.autocast(a.device.type, enabled=False):
-            # Two buffers in turn; powers[0] is saved for further backward passes and never overwritten.
-            product, other = powers[0], torch.empty_like(powers[0])
-            for power in powers[1:]:
-                made = mirrored_product(product, power, other)
-                other = torch.empty_like(product) if product is powers[0] else product
-                product = made
+            # Two buffers in turn: powers[0] is saved for further backward passes and never overwritten.
+            product, rooms = powers[0], [torch.empty_like(powers[0]) for _ in range(2)]
+            for number, power in enumerate(powers[1:]):
+                product = mirrored_product(product, power, rooms[number % 2])
             matrix = a if a.shape[0] <= a.shape[1] else a.mT
             through = product.to(a.dtype) @ matrix
         # The bound is N^(1/2), N^128 = tr G^128 = <G^127 A, A>, whose derivative is 256 <G^127 A, dA>. The scales of
         # the powers cancel from the quotient.
         factor = g * bound / (through.double() * matrix).sum()
-        gradient = through * torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0).to(a.dtype)
+        factor = torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0)  # a bound that was raised is constant
+        gradient = through * factor.to(a.dtype)
         return gradient if a.shape[0] <= a.shape[1] else gradient.mT

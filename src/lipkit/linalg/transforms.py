@@ -87,10 +87,8 @@ def differentiated(a: Tensor) -> bool:
 def outside(a: Tensor) -> Iterator[Tensor]:
     """Yields the values of ``a`` without graph and tangent; inside the block no transform of ``torch.func`` is active.
 
-    For proofs, which read values and hand them to other libraries. Surrounding transforms see constants.
-
-    Raises:
-        OptionError: ``a`` is a batch of ``torch.func.vmap``.
+    For proofs, which read values and hand them to other libraries. Surrounding transforms see constants; a batch of
+    ``torch.func.vmap`` is refused.
 
     >>> def twice(x):
     ...     with outside(x) as numbers:
