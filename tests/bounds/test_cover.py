@@ -33,7 +33,7 @@ def test_tests_are_two_sided(shape: tuple[int, ...], single: bool) -> None:
     symbol, kernels = symbol_of(*shape)
     cells, periods = first_cells(symbol, (6 if shape[3] > 1 else 1, 8)), (6 if shape[3] > 1 else 1, 8)
     truth = np.array([symbol_norm(kernels[c[0]], turns(c[None], periods))[0] ** 2 for c in cells])
-    table = symbol.single_table() if single else symbol._table
+    table = symbol.single_table if single else symbol._table
     # What float32 loses to its rounding allowance.
     slack = 1e-3 if single else 1e-9
     for i, cell in enumerate(cells):

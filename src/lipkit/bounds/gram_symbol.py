@@ -7,6 +7,7 @@ autocorrelation of the kernel, made once: each frequency then costs ``(2k-1)^2 c
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -49,7 +50,6 @@ class GramSymbol:
         half = half_autocorrelation(kernels)
         self._entries = stored_entries(cin, kernels.device)
         self._table = self._interleaved(half)
-        self._single: Tensor | None = None
         size = half.abs().sum(1)
         # Norm of the sum of |A[delta]| over all delta, by its row sums.
         self.spread = float((size + size.mT).sum(-1).amax()) * (1 + gamma(4 * cin * len(self.lags)))
@@ -124,15 +124,14 @@ class GramSymbol:
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
             return self._test(cells, periods, level, self._table)
-        done = self._test(cells, periods, level, self.single_table())
+        done = self._test(cells, periods, level, self.single_table)
         if loss > 0.05 * room and not bool(done.all()):
             done[~done] = self._test(cells[~done], periods, level, self._table)
         return done
 
+    @cached_property
     def single_table(self) -> Tensor:
-        if self._single is None:
-            self._single = self._table.to(torch.float32)
-        return self._single
+        return self._table.to(torch.float32)
 
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
         single = table.dtype == torch.float32

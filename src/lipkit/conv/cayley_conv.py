@@ -175,12 +175,7 @@ def _groups(
 
 
 def _plain(
-    form: Form,
-    x: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    normal: NormalMatrices,
-    matrices: list[Tensor],
+    form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None, normal: NormalMatrices, matrices: list[Tensor]
 ) -> Tensor:
     """The function of :class:`_Solved`, by operations that every tracer and every derivative of torch knows."""
     h, w = x.shape[-2:]

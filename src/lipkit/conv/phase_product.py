@@ -27,11 +27,7 @@ FORWARD_BYTES, BACKWARD_BYTES, PIECE_PIXELS = 2**23, 2**22, 256
 
 
 def apply_phases(
-    symbol: Symbol,
-    x: Tensor,
-    kernel_size: Size,
-    matrices: list[Tensor] | None = None,
-    bias: Tensor | None = None,
+    symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor] | None = None, bias: Tensor | None = None
 ) -> Tensor:
     r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
 
