@@ -91,7 +91,8 @@ def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
 def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     """The :class:`Symbol` of a real kernel ``(cout, cin, kh, kw)`` on ``h x w``, by a small matrix product."""
     n_real = count_real(h, w)
-    re, im = symbol_parts(kernel, *torch.cat(frequencies(h, w)).unbind(1), h, w)
+    f1, f2 = torch.cat(frequencies(h, w)).unbind(1)
+    re, im = symbol_parts(kernel, f1, f2, h, w)
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
