@@ -179,7 +179,7 @@ def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     matrices = transform_matrices(3, 3, dtype=torch.float32)
 
     def plain(real: Tensor, pair: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-        return phase_product._whole(spectrum.Symbol(real, pair), x, (3, 3), matrices) + bias[:, None, None]
+        return phase_product._plain(real, pair, bias, x, matrices, (3, 3))
 
     yield Pair(
         "phase form (phase_product._PhaseProduct)",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipkit.proof.definite import cholesky_succeeds, stored_entries
+from lipkit.bounds.gram_symbol import cholesky_succeeds, stored_entries
 
 Matrix = NDArray[np.generic]
 Product = Callable[..., Tensor]

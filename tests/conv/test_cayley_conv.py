@@ -11,6 +11,7 @@ from lipkit.conv.cayley_conv import solve_form
 from lipkit.conv.normal_matrices import normal_matrices, prepare
 from lipkit.conv.spread import FEW, normal_kernel, spread_cayley, spread_pays
 from lipkit.conv.symbol import symbol
+from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError
 from lipkit.linalg import cayley
 from lipkit.linalg.cayley import factorize, solve_rows
@@ -225,12 +226,8 @@ def test_norms_are_kept_in_float32(channels: int, size: tuple[int, int], batch: 
 # Torch warns of its own code when it first takes a forward derivative.
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("batched", [0, 2**19])
 @pytest.mark.parametrize("size", [(2, 3), (1, 66)], ids=str)
-def test_products_by_a_symbol_have_every_derivative(
-    size: tuple[int, int], batched: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spectrum, "BATCHED", batched)
+def test_products_by_a_symbol_have_every_derivative(size: tuple[int, int]) -> None:
     kernel, x, bias = random(1, 2, 1, 2).requires_grad_(), random(1, 2, *size, seed=1).requires_grad_(), random(1)
     bias.requires_grad_()
 
@@ -247,14 +244,14 @@ def test_products_by_a_symbol_have_every_derivative(
     assert close(each, torch.stack([f(kernel, one, bias) for one in batch]))
 
 
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (5, 9)], ids=str)
 @pytest.mark.parametrize("channels", [(2, 5), (5, 2)], ids=str)
-def test_products_in_one_batch_are_those_of_each_matrix(
-    channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel, x = random(*channels, 3, 3).requires_grad_(), random(3, channels[1], 5, 9, seed=1).requires_grad_()
-    found = []
-    for batched in (0, 2**19):
-        monkeypatch.setattr(spectrum, "BATCHED", batched)
-        y = apply_symbol(kernel_symbol(kernel, 5, 9), x)
-        found.append((y, *torch.autograd.grad(y.square().sum(), (kernel, x))))
-    assert all(close(one, two) for one, two in zip(*found, strict=True))
+def test_products_by_hand_are_the_plain_ones(channels: tuple[int, int], size: tuple[int, int]) -> None:
+    kernel, x = random(*channels, 3, 3), random(3, channels[1], *size, seed=1).requires_grad_()
+    real, pair = (part.requires_grad_() for part in kernel_symbol(kernel, *size))
+    plain = spectrum._plain(real, pair, None, x, transform_matrices(*size, dtype=x.dtype))
+    found, wanted = (
+        (y, *torch.autograd.grad(y.square().sum(), (real, pair, x)))
+        for y in (apply_symbol(Symbol(real, pair), x), plain)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

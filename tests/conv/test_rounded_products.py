@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lipkit.conv import phase_product
 from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
-from lipkit.conv.frequency_solve import Form
-from lipkit.conv.normal_matrices import normal_matrices
+from lipkit.conv.normal_matrices import Form, normal_matrices
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.conv.spread import spread_cayley
@@ -108,6 +107,15 @@ def test_few_images_are_solved_for_in_float32() -> None:
     y = cayley_conv2d(kernel, x.bfloat16())
     assert y.dtype == torch.bfloat16
     assert off(y, cayley_conv2d(kernel.double(), x.bfloat16().double())) < 2.0**-8
+
+
+def test_matrices_that_are_solved_with_at_pairs_alone_are_not_taken_for_inverses() -> None:
+    torch.manual_seed(0)
+    a = 3 * torch.randn(48, 48)
+    # Odd taps: N is I at self-conjugate frequencies, and too large for an inverse by blocks at the pairs.
+    kernel = torch.stack((a + a.mT, torch.zeros_like(a), -a - a.mT), -1)[:, :, None]
+    x = torch.randn(32, 48, 6, 6).bfloat16()
+    assert off(cayley_conv2d(kernel, x), cayley_conv2d(kernel.double(), x.double())) < CLOSE
 
 
 @pytest.mark.parametrize("size", [2**21, 256])

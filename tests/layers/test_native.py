@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lipkit
-from lipkit.conv.strided import aol_scales, period, rko_factor
+from lipkit.conv.patches import aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d
 

@@ -54,6 +54,6 @@ def _row_sums(kernels: Tensor) -> Tensor:
     # The other half of the lags is the transpose.
     rows = size.sum((1, 3)) + size[:, 1:].sum((1, 2))
     absolute = kernels.detach().abs().sum((-2, -1))
-    worst = absolute.mT @ absolute.sum(-1, keepdim=True)
+    worst = absolute.mT @ absolute.sum(-1, keepdim=True)  # row sums of |K|^T |K|: what every product and sum rounds
     terms = kernels[0].numel() + size[0].numel()
     return (rows + up(worst[..., 0], terms + 8) * gamma(2 * terms + 64)).amax(-1)

@@ -78,18 +78,20 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
     """The cells of half the size that make up these, and their periods."""
     moves = [[1, 0], [-1, 0], [0, 1], [0, -1]]
     kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
-    offsets = torch.tensor([[0, *move] for move in kept], dtype=torch.int64, device=cells.device)
-    scale = torch.tensor([1, *(2 if n > 1 else 1 for n in periods)], dtype=torch.int64, device=cells.device)
-    children = ((cells * scale)[:, None] + offsets).flatten(0, 1)
-    finer = _finer(periods)
-    children[:, 1:] = torch.remainder(children[:, 1:], torch.tensor(finer, dtype=torch.int64, device=cells.device))
+    first, second = (2 if n > 1 else 1 for n in periods)  # an axis of one tap is not divided
+    finer = periods[0] * first, periods[1] * second
+    offsets = cells.new_tensor([[0, *move] for move in kept])
+    children = ((cells * cells.new_tensor([1, first, second]))[:, None] + offsets).flatten(0, 1)
+    children[:, 1:] = torch.remainder(children[:, 1:], cells.new_tensor(finer))
     return children, finer
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
     """Size of the first cells with the fewest tests in all, if ``||G||`` is distributed like ``sample``."""
     axes = sum(m > 0 for m in symbol.degrees)
-    choices = [_periods(symbol, q) for q in range(1, 26)]
+    one, two = symbol.degrees
+    # Even numbers of points per turn, q for each degree.
+    choices = [(2 * math.ceil(one * q / 2) or 1, 2 * math.ceil(two * q / 2) or 1) for q in range(1, 26)]
     first = [max(m * math.pi / n for m, n in zip(symbol.degrees, p, strict=True)) for p in choices]
     count = np.array([math.prod(p) for p in choices])
     depth = np.arange(_DEPTH)
@@ -103,28 +105,12 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tu
     return choices[best], float(total[best])
 
 
-def _periods(symbol: GramSymbol, q: int) -> tuple[int, int]:
-    """Even numbers of points per turn, q for each degree."""
-    first, second = (2 * math.ceil(m * q / 2) if m else 1 for m in symbol.degrees)
-    return first, second
-
-
-def _finer(periods: tuple[int, int]) -> tuple[int, int]:
-    first, second = (2 * n if n > 1 else 1 for n in periods)
-    return first, second
-
-
 def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) -> Cover:
     """Prove a level for the supremum of ``||G||``, beginning with ``start`` and raising it as little as needed.
 
-    Args:
-        symbol: G of all groups.
-        start: the level tried first: any positive number; below the supremum it only costs time.
-        sample: values of ``||G||`` elsewhere, to choose the size of cells; no proof rests on them.
-        tolerance: relative height (of ``||G||``) above the supremum up to which the level may be raised.
-
-    Returns:
-        A level proved. It is at most ``start.level`` or ``(1 + tolerance)`` times the supremum, whichever is larger.
+    Any positive level may be tried first: below the supremum it only costs time. ``sample`` has values of ``||G||``
+    elsewhere, to choose the size of cells; no proof rests on them. The level proved is at most ``start.level`` or
+    ``(1 + tolerance)`` times the supremum, whichever is larger.
     """
     level, group, point, where, tests = start
     periods, _ = choose_periods(symbol, sample, level)
@@ -142,9 +128,8 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
         # Cells this small prove a level close to the norm at their centre: the first guess was too low.
         g, i, j = cells[0].tolist()
         norm = float(torch.linalg.eigvalsh(symbol.at(cells[0], periods))[-1])
-        raised = max(level, (norm + symbol.error) * (1 + tolerance * 0.9))
-        if raised == level:
-            # Rounding alone is in the way (it is below 1e-6): give it room.
-            raised = level * (1 + tolerance / 4)
-        level, group, point, where = raised, g, (i, j), periods
+        raised = (norm + symbol.error) * (1 + tolerance * 0.9)
+        # Where that is no more, rounding alone is in the way (it is below 1e-6): give it room.
+        level = raised if raised > level else level * (1 + tolerance / 4)
+        group, point, where = g, (i, j), periods
     return Cover(level, group, point, where, tests)

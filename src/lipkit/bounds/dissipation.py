@@ -71,12 +71,8 @@ def dissipation_matrix(
 ) -> tuple[Tensor, Tensor]:
     """H of the module docstring, dense, float64, and a bound of the rounding of each entry.
 
-    Rows and columns are w, x, u, then the rows of N.
-
-    Args:
-        metric: P ``(nx, nx)``; only its lower triangle is read.
-        multiplier: the diagonal of Lambda ``(nv,)``; one number, repeated, if phi acts on all units together.
-        gain, rate: gamma and a.
+    Rows and columns are w, x, u, then the rows of N. Of the metric P only the lower triangle is read; the multiplier is
+    the diagonal of Lambda, one number, repeated, if phi acts on all units together.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])  # x+ = x / 2 + u, y = x
     >>> dissipation_matrix(System(half, 1, (0, 0), 1), torch.eye(1), torch.ones(0), 4.0, 1.0)[0].tolist()
@@ -84,7 +80,7 @@ def dissipation_matrix(
     """
     (v, s, o), (nv, nw), nx = system.rows(), system.units, system.states
     lower, lam = to_double(metric.detach()).tril(), to_double(multiplier.detach())
-    p, before = lower + lower.tril(-1).mT, v.shape[1]
+    p, before = lower + lower.tril(-1).mT, v.shape[1]  # `before`: the rows of K, of w, x and u
     units = lam if nv == nw else lam[:1].expand(nw)
     lines, ends = [p @ s, o], [p, torch.eye(len(o), dtype=p.dtype, device=p.device) * gain]
     if system.lipschitz is not None:
@@ -97,7 +93,7 @@ def dissipation_matrix(
         pulled = lam[:, None] * v
         h[:nw, :before] -= pulled
         h[:before, :nw] -= pulled.mT
-    error = 4 * UNIT * h.abs()
+    error = 4 * UNIT * h.abs()  # products of at most three numbers, beside P S
     product = gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070
     error[before : before + nx, :before] += product
     error[:before, before : before + nx] += product.mT
@@ -106,8 +102,6 @@ def dissipation_matrix(
 
 def proves_dissipation(system: System, metric: Tensor, multiplier: Tensor, gain: float, rate: float) -> bool:
     """True if ``H >= 0`` is proved in floating point, for the numbers as they are stored.
-
-    Args: as :func:`dissipation_matrix`.
 
     Guarantee:
         True is a proof of the inequalities of the module docstring, in exact arithmetic. False says nothing.
@@ -139,10 +133,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
 
     A barrier method: minimise :math:`t \gamma - \log\det H - \log\det P` over :math:`\gamma, P, \Lambda` by Newton
     steps. It starts from a rate at which P = I is feasible and lowers it to 1; where that cannot be, it stops at the
-    smallest rate that it finds.
-
-    Returns:
-        A :class:`Dissipation`, proved by :func:`proves_dissipation`; its gain is ``inf`` if nothing was proved.
+    smallest rate that it finds. :func:`proves_dissipation` proves the result; its gain is ``inf`` if it proves nothing.
 
     Cost:
         Tens of Newton steps of :math:`(n_x^2/2 + n_v)^3` operations each: seconds for 32 states, minutes for 64.
@@ -189,8 +180,8 @@ class _Barrier:
         self.system, self.rate = system, rate
         (v, s, o), nx, self.nv = system.rows(), system.states, system.units[0]
         before = v.shape[1]
-        self.n = before + nx + len(o)
-        self.size = self.n + nx
+        self.n = before + nx + len(o)  # the side of H
+        self.size = self.n + nx  # the barrier's parameter: the sides of H and P
         self.rows, self.columns = torch.tril_indices(nx, nx)
         self.nx, places = nx, torch.eye(self.n, dtype=torch.float64)
         x, ends = places[self.nv : self.nv + nx], places[before : before + nx]
@@ -243,11 +234,9 @@ class _Barrier:
             return math.inf
         h = dissipation_matrix(self.system, p, lam, gain, self.rate)[0]
         (one, wrong), (two, fails) = torch.linalg.cholesky_ex(h), torch.linalg.cholesky_ex(p)
-        return (
-            math.inf
-            if int(wrong) or int(fails)
-            else -2 * float(one.diagonal().log().sum() + two.diagonal().log().sum())
-        )
+        if int(wrong) or int(fails):
+            return math.inf
+        return -2 * float(one.diagonal().log().sum() + two.diagonal().log().sum())
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
         gain, p, lam = self.parts(z)

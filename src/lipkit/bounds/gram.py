@@ -11,7 +11,8 @@ from torch import Tensor
 from lipkit.bounds.kernels import check_kernel
 from lipkit.bounds.symbol_sup import on_grid
 from lipkit.conv.symbol import symbol_at
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.norms import gram_matrix, power_of_two, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, up
@@ -54,8 +55,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
         Delattre, Barthelemy, Araujo & Allauzen, ICML 2023.
     """
     check_kernel(kernel)
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-        raise OptionError(f"iterations: expected an integer of at least 0, got {iterations!r}")
+    check_integer("iterations", iterations, 0)
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
     h, w = size or (1 if k == 1 else 8 * (k - 1) for k in kernel.shape[-2:])
@@ -65,7 +65,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
 def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     if not bool(torch.isfinite(kernel.detach()).all()):
         return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
-    each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)
+    each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)  # bytes of a frequency
     step = max(1, _CHUNK_BYTES // each)
     with torch.no_grad():
         parts = zip(f1.split(step), f2.split(step), strict=True)
@@ -84,7 +84,7 @@ def _iterated(a: Tensor, iterations: int) -> Tensor:
     g, log = gram_matrix(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
     for t in range(iterations + 1):
         norm = torch.linalg.vector_norm(g)
-        log = log + norm.log() / 2 ** (t + 1)
+        log = log + norm.log() / 2 ** (t + 1)  # ||G_0|| = n_0 n_1^(1/2) n_2^(1/4) ..., of which the root
         if t < iterations:
             g = (g / norm) @ (g / norm)
     return size * log.exp()

@@ -7,13 +7,15 @@ autocorrelation of the kernel, made once: each frequency then costs ``(2k-1)^2 c
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 import torch
+from scipy.linalg import lapack
 from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags
-from lipkit.proof.definite import cholesky_succeeds, stored_entries
+from lipkit.conv.symbol import angles
 from lipkit.proof.roundoff import UNIT, gamma
 
 # Number of matrices formed at once.
@@ -23,6 +25,8 @@ _SMALL = 8
 # From this side, float32 pays.
 _SINGLE_FROM = 24
 UNIT_SINGLE = 2.0**-24
+# Below this size a call of LAPACK costs more than the factorisation itself, so torch factorises the batch in one call.
+_PACKED_FROM = 16
 
 
 class GramSymbol:
@@ -46,7 +50,6 @@ class GramSymbol:
         half = half_autocorrelation(kernels)
         self._entries = stored_entries(cin, kernels.device)
         self._table = self._interleaved(half)
-        self._single: Tensor | None = None
         size = half.abs().sum(1)
         # Norm of the sum of |A[delta]| over all delta, by its row sums.
         self.spread = float((size + size.mT).sum(-1).amax()) * (1 + gamma(4 * cin * len(self.lags)))
@@ -66,7 +69,7 @@ class GramSymbol:
         lags = half.shape[1]
         table = half.new_zeros(len(half), 2 * lags - 1, len(row), 2)
         torch.add(there[:, 1:], back[:, 1:], out=table[:, 1:lags, :, 0]).neg_()
-        table[:, 0, :, 0] = -there[:, 0]
+        table[:, 0, :, 0] = -there[:, 0]  # lag zero has no partner and no sine
         torch.sub(there[:, 1:], back[:, 1:], out=table[:, lags:, :, 1]).mul_(sign)
         return table.flatten(2)
 
@@ -83,15 +86,9 @@ class GramSymbol:
             norms = torch.minimum(norms, (size.sum(-2).amax(-1) * size.sum(-1).amax(-1)).sqrt())
         return float((2 * norms * reach).sum(1).amax()) * (1 + gamma(4 * self.side**2))
 
-    def _angles(self, points: Tensor, periods: tuple[int, int]) -> Tensor:
-        """Angles ``<delta, 2 pi points / periods>``, ``(N, L)``; whole turns are removed in integers."""
-        n1, n2 = periods
-        turns = points[:, :1] * (n2 * self.lags[:, 0]) + points[:, 1:] * (n1 * self.lags[:, 1])
-        return torch.remainder(turns, n1 * n2).to(torch.float64) * (2 * math.pi / (n1 * n2))
-
     def _minus(self, cells: Tensor, periods: tuple[int, int], table: Tensor, out: Tensor) -> Tensor:
         """Write the stored entries of ``-G`` at each cell's centre (see :meth:`below`) to ``out``, ``(N, 2 E)``."""
-        angle = self._angles(cells[:, 1:], periods)
+        angle = angles(cells[:, 1:], self.lags, *periods)
         wave = torch.cat((angle.cos(), angle[:, 1:].sin()), 1).to(table.dtype)
         if self.groups == 1:
             _product(wave, table[0], out)
@@ -99,12 +96,9 @@ class GramSymbol:
             torch.bmm(wave[:, None], table[cells[:, 0]], out=out[:, None])
         else:
             # Cells come in the order of their groups.
-            start = 0
-            for group, count in zip(
-                *(t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True)), strict=True
-            ):
-                _product(wave[start : start + count], table[group], out[start : start + count])
-                start += count
+            groups, counts = (t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True))
+            for group, rows, made in zip(groups, wave.split(counts), out.split(counts), strict=True):
+                _product(rows, table[group], made)
         return torch.view_as_complex(out.unflatten(1, (-1, 2)))
 
     def at(self, cell: Tensor, periods: tuple[int, int]) -> Tensor:
@@ -120,30 +114,24 @@ class GramSymbol:
     def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
         """Which of the frequencies are proved to have ``||G(w)|| <= level``, in exact arithmetic on the kernel.
 
-        In float32 first, where its rounding leaves room, then in float64.
+        True is a proof; False says nothing. In float32 first, where its rounding leaves room, then in float64.
 
         Args:
             cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
-                multiples of 2 pi / ``periods``.
-            periods: number of points per turn of each axis.
-            level: the bound to be proved.
+                multiples of 2 pi / ``periods``, the number of points per turn of each axis.
             room: how far below the level most norms are expected, relative: float32 is used where it loses less.
-
-        Returns:
-            bool ``(N,)``: True is a proof; False says nothing.
         """
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
             return self._test(cells, periods, level, self._table)
-        done = self._test(cells, periods, level, self.single_table())
+        done = self._test(cells, periods, level, self.single_table)
         if loss > 0.05 * room and not bool(done.all()):
             done[~done] = self._test(cells[~done], periods, level, self._table)
         return done
 
+    @cached_property
     def single_table(self) -> Tensor:
-        if self._single is None:
-            self._single = self._table.to(torch.float32)
-        return self._single
+        return self._table.to(torch.float32)
 
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
         single = table.dtype == torch.float32
@@ -167,7 +155,7 @@ class GramSymbol:
             h = self._minus(cells[rows], periods, table, out[: len(rows)])
             on_diagonal = level + h[:, diagonal].real.double()
             shift = level - (on_diagonal.abs() + 8 * unit * level) @ weights
-            h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)
+            h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)  # h is -G: level I - G, less the allowance
             done[rows] = cholesky_succeeds(h, self.side) & (shift > 0)
         return done
 
@@ -187,9 +175,52 @@ def cholesky_error(side: int, unit: float) -> Tensor:
     order, a subtraction, and a division or a product by a reciprocal: its modulus is at most
     :math:`\sqrt2\, \gamma_{2\min(i,j) + 8} \|r_i\| \|r_j\|`. The matrix :math:`\min(i, j)\, d_i d_j` is positive
     semidefinite: its norm is at most its trace. (Rump 2006, theorem 2.3, counts ``side`` products for every entry.)
-
-    Returns:
-        float64 ``(side,)``.
     """
     n = math.sqrt(2) * unit * (2 * torch.arange(1, side + 1, dtype=torch.float64) + 8)
     return 1.02 * n / (1 - 2 * n).clamp_min(1e-6)
+
+
+def _packed(side: int, device: torch.device) -> bool:
+    """True for LAPACK's rectangular full packed format: half of a matrix, in the order in which its blocked
+    factorisation reads it. Half of the work to form, none to copy."""
+    return device.type == "cpu" and side >= _PACKED_FROM
+
+
+def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and sign of the imaginary part of each entry that :func:`cholesky_succeeds` reads, each ``(E,)``.
+
+    >>> row, column, sign = stored_entries(2, torch.device("cpu"))
+    >>> row.tolist(), column.tolist()
+    ([0, 0, 1, 1], [0, 1, 0, 1])
+    >>> len(stored_entries(20, torch.device("cpu"))[0])
+    210
+    """
+    if not _packed(side, device):
+        row, column = torch.cartesian_prod(torch.arange(side), torch.arange(side)).reshape(-1, 2).unbind(1)
+        return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)
+    # LAPACK itself says where each entry goes, and which ones it conjugates.
+    marks = np.arange(side * side).reshape(side, side) + 1j
+    packed = lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0]  # type: ignore[attr-defined]
+    row, column = np.divmod(packed.real.astype(np.int64), side)
+    return torch.from_numpy(row), torch.from_numpy(column), torch.from_numpy(packed.imag.copy())
+
+
+def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
+    """True for each matrix whose Cholesky factorisation completes, ``(N,)``. ``entries`` is overwritten.
+
+    They are contiguous and finite ``(N, E)``, complex128 or complex64: those of :func:`stored_entries`, the imaginary
+    parts times their signs. A factorisation that fails stops at the first negative pivot.
+
+    >>> row, column, _ = stored_entries(20, torch.device("cpu"))
+    >>> identity = (row == column).to(torch.complex128)
+    >>> cholesky_succeeds(torch.stack((identity, -identity)), 20).tolist()
+    [True, False]
+    """
+    if side == 1:
+        return entries[:, 0].real > 0
+    if not _packed(side, entries.device):
+        return torch.linalg.cholesky_ex(entries.unflatten(1, (side, side)))[1] == 0
+    factor = getattr(lapack, "zpftrf" if entries.dtype == torch.complex128 else "cpftrf")
+    return torch.tensor(
+        [factor(side, a, transr="N", uplo="L", overwrite_a=1)[1] == 0 for a in entries.numpy()], dtype=torch.bool
+    )

@@ -45,14 +45,7 @@ def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
     r"""True if a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
 
     Runs Cholesky on :math:`H - cI`, :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
-    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite.
-
-    Args:
-        h: ``(n, n)``, float64, symmetric.
-        error: bound of the spectral norm of ``h`` minus the matrix that it stands for.
-
-    Returns:
-        True is a proof; False says nothing.
+    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite. False says nothing.
 
     >>> is_positive_semidefinite(torch.eye(3, dtype=torch.float64)), is_positive_semidefinite(-torch.eye(3).double())
     (True, False)
@@ -90,12 +83,10 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
 
 
 def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> Tensor:
-    """The block-tridiagonal matrix H of this module's LMI ``H >= 0``, dense, float64.
+    """The block-tridiagonal matrix H of this module's LMI ``H >= 0`` for a gain, dense, float64.
 
-    Args:
-        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``; or ``(n_{k+1}, n_0 + ... + n_k)``, which reads all values before.
-        multipliers: diagonals of Lambda_0 .. Lambda_{L-1}, each ``(n_{k+1},)``.
-        gain: gamma.
+    Weights W_0 .. W_L are ``(n_{k+1}, n_k)``, or ``(n_{k+1}, n_0 + ... + n_k)``, which read all values before.
+    Multipliers are the diagonals of Lambda_0 .. Lambda_{L-1}, each ``(n_{k+1},)``.
 
     >>> lmi_matrix([torch.eye(1)], [], 2.0).tolist()
     [[2.0, -1.0], [-1.0, 2.0]]
@@ -108,7 +99,7 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
     for k, w in enumerate(weights):
         block = w if k == len(multipliers) else multipliers[k][:, None] * w
         rows, cols = slice(starts[k + 1], starts[k + 2]), slice(starts[k + 1] - w.shape[1], starts[k + 1])
-        h[rows, cols], h[cols, rows] = -block, -block.mT
+        h[rows, cols], h[cols, rows] = -block, -block.mT  # columns of h_k, or of all values before
         if k < len(multipliers):
             diagonal[rows] = 2 * multipliers[k]
     h.diagonal().copy_(diagonal)
@@ -118,11 +109,10 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
 def proves_gain(
     weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float, errors: Sequence[Tensor] = ()
 ) -> bool:
-    """True if ``H >= 0`` is proved in floating point for these weights, multipliers and ``gain``.
+    """True if ``H >= 0`` (see `lmi_matrix`) is proved in floating point for these weights, multipliers and ``gain``.
 
-    Args:
-        weights, multipliers, gain: as `lmi_matrix`.
-        errors: how far each entry of each weight may be from the one meant, such as a product's; none for stored ones.
+    The ``errors`` say how far each entry of each weight may be from the one meant, such as a product's; none for
+    stored ones.
 
     Guarantee:
         True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is
@@ -153,7 +143,7 @@ class _Blocks:
             self.error += off.abs()
         self.inner = slice(weights[0].shape[1], len(h) - weights[-1].shape[0])
         rows, wrong = (torch.cat((t[: self.inner.start], t[self.inner.stop :]))[:, self.inner] for t in (h, self.error))
-        live = rows.any(0).nonzero()[:, 0]
+        live = rows.any(0).nonzero()[:, 0]  # few columns touch the ends: the Gram matrix of the others is 0
         self.gram = rows.new_zeros(rows.shape[1], rows.shape[1])
         self.gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
         self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in (rows, wrong))
@@ -178,7 +168,7 @@ class _Blocks:
             h.diagonal()[: self.inner.start] = h.diagonal()[self.inner.stop :] = gain
             return is_positive_within(h, self.error)
         # The Gram matrix is off by gamma_n |c_i| |c_j|, and C by columns of norms e.
-        square, c, e = self.gram / gain, self.sizes, self.errors
+        square, c, e = self.gram / gain, self.sizes, self.errors  # C^T C / gamma
         h = self.h[self.inner, self.inner] - square
         off = torch.outer(c, gamma(len(self.h) + 8) * c + e) + torch.outer(e, c + e)
         off = off * ((1 + 2.0**-40) / gain) + 4 * UNIT * (square.abs() + h.abs())
@@ -188,8 +178,7 @@ class _Blocks:
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
     """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
 
-    Args:
-        h, error: float64 ``(n, n)``, symmetric. Entries may have lost 1e-300 more below the normal range.
+    Entries, float64, may have lost 1e-300 more below the normal range.
 
     >>> is_positive_within(torch.diag(torch.tensor([1e8, 1e-8]).double()), torch.zeros(2, 2).double())
     True

@@ -39,19 +39,10 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
-    """The factor t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
+    """The positive t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
 
-    Use it for some outputs of a network whose multipliers were found for all outputs.
-
-    Args:
-        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``.
-        multipliers: diagonals, each ``(n_{k+1},)``, at least one.
-
-    Returns:
-        t, positive and finite.
-
-    Raises:
-        ShapeError, OptionError: weights that do not chain, multipliers that do not fit or are not positive.
+    For some outputs of a network whose multipliers, at least one diagonal, were found for all outputs. Arguments: see
+    `lipkit.bounds.lmi.proves_gain`.
 
     >>> one = torch.ones(1, 1)
     >>> round(balance([2 * one, 0.5 * one], [torch.ones(1)]), 3)  # the gains 4t/2 and 0.25/(2t) agree
@@ -108,13 +99,13 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """The weights with the first and last replaced by smaller ones of equal Gram matrix, all that the LMI sees."""
-    first, last = weights[0], weights[-1]
-    if len(weights) > 1 and first.shape[1] > first.shape[0]:
+    """Two or more weights, the first and last replaced by smaller ones of equal Gram matrix, all that the LMI sees."""
+    first, *between, last = weights
+    if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT
-    if len(weights) > 1 and last.shape[0] > last.shape[1]:
+    if last.shape[0] > last.shape[1]:
         last = torch.linalg.qr(last, mode="r").R
-    return [first, *weights[1:-1], last] if len(weights) > 1 else weights
+    return [first, *between, last]
 
 
 class GainProgram:
@@ -172,7 +163,7 @@ class GainProgram:
             gap = float((dual * h).sum())
             if gap < accuracy * float(x[0]):
                 return x, step
-            centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)
+            centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)  # G V and X V
             system, half = x.new_empty(len(x), len(x)), xv[units] * gv[units].mT
             system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
             system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
@@ -185,7 +176,7 @@ class GainProgram:
             if int(info):
                 return x, step
             right = centre * torch.cat((g.diagonal()[ends].sum()[None], 2 * gv[units].diagonal()))
-            right[0] -= 1
+            right[0] -= 1  # the objective is gamma
             change, direction = torch.zeros_like(h), x
             for second in (x.new_zeros(()), None):
                 if second is None:  # of second order: the changes of both matrices in the direction so far
@@ -195,7 +186,7 @@ class GainProgram:
                 direction = scale * torch.cholesky_solve((scale * right)[:, None], factor)[:, 0]
                 moved = (self.changed(dual, xv, direction) + second) @ g
                 change = centre * g - dual - (moved + moved.mT) / 2
-            a = _length(dual, change, _is_definite)
+            a = _length(dual, change, _is_definite)  # each matrix has a step of its own
             b = _length(x, direction, self.inside)
             if max(a, b) < 1e-3:
                 return x, step
@@ -265,24 +256,12 @@ def minimise_gain(
 ) -> Solution:
     """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, with that proof.
 
-    Args:
-        weights: each ``(n_{k+1}, n_k)``, finite.
-        errors: as `lipkit.bounds.lmi.proves_gain`.
-        accuracy: relative duality gap at which the method stops.
-        max_steps: most Newton steps in total.
-
-    Returns:
-        :class:`Solution`; ``gain`` is at most a rounding above the product of the norms, and never a number that
-        :func:`lipkit.bounds.lmi.proves_gain` has not proved.
+    Weights and errors are those of `lipkit.bounds.lmi.proves_gain`; the method stops at a relative duality gap
+    ``accuracy``. The gain is at most a rounding above the product of the norms, and never a number that
+    :func:`lipkit.bounds.lmi.proves_gain` has not proved.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
-
-    Cost:
-        Ten to fifty steps, see the module's docstring.
-
-    Raises:
-        OptionError: a weight is not finite. ShapeError: the weights do not chain.
 
     >>> s = minimise_gain([torch.eye(2), torch.eye(2)])
     >>> abs(s.gain - 1) < 1e-4, [m.shape for m in s.multipliers]

@@ -57,7 +57,7 @@ class _Symbols:
 
     def each_tap(self, v: Tensor) -> Tensor:
         """``K[s] v``: ``(g, T, cout, B)``."""
-        y = self.rows @ torch.view_as_real(v).flatten(2)
+        y = self.rows @ torch.view_as_real(v).flatten(2)  # real kernels: both parts of v side by side
         return torch.view_as_complex(y.unflatten(2, (-1, 2)).unflatten(1, (-1, self.cout)))
 
     def gram(self, v: Tensor, waves: Tensor, conjugate: Tensor) -> Tensor:
@@ -69,15 +69,13 @@ class _Symbols:
     def lanczos(self, v: Tensor, w: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """The largest Ritz vectors ``(g, c, B)`` and values of ``F^* F`` at ``w`` after some steps from ``v``."""
         waves = self.waves(w)
-        conjugate = torch.complex(waves.real, -waves.imag)
+        conjugate = waves.conj_physical()
         v = v / _dot(v, v).sqrt().clamp_min(1e-30)
-        basis = [v]
-        diagonal: list[Tensor] = []
-        beside: list[Tensor] = []
+        basis, diagonal, beside = [v], list[Tensor](), list[Tensor]()
         for _ in range(min(steps, v.shape[1]) - 1):
             image = self.gram(v, waves, conjugate)
             diagonal.append(_dot(v, image))
-            image -= diagonal[-1] * v
+            image -= diagonal[-1] * v  # three terms: F^*F is Hermitian
             if beside:
                 image -= beside[-1] * basis[-2]
             size = _dot(image, image).sqrt()

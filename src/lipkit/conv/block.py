@@ -54,29 +54,18 @@ def two_taps(kernel: Tensor, v: Tensor, dim: int, swap: bool = False) -> Tensor:
 
     .. math:: K'[s] = P K[s] + (I - P) K[s - 1] \qquad (\text{swap: } P \leftrightarrow I - P)
 
-    P itself is never formed: two products with the thin V.
+    P itself is never formed: two products with the thin V ``(c, r)``. Its columns are orthonormal for an orthogonal
+    factor. The axis ``dim`` of the kernel ``(c, p, kh, kw)``, 2 or 3, gets one more tap.
 
-    Args:
-        kernel: ``(c, p, kh, kw)``.
-        v: ``(c, r)``, orthonormal columns for an orthogonal factor.
-        dim: 2 or 3, the axis that gets one more tap.
-        swap: whether P goes to the second tap.
-
-    Returns:
-        ``(c, p, kh + 1, kw)`` or ``(c, p, kh, kw + 1)``.
-
-    >>> import torch
     >>> two_taps(torch.eye(2)[:, :, None, None], torch.tensor([[1.0], [0.0]]), dim=3)[:, :, 0].tolist()
     [[[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]]
     """
-    edge = (0, 1) if dim == 3 else (0, 0, 0, 1)
-    near = F.pad(kernel, edge)
-    far = F.pad(kernel, (1, 0) if dim == 3 else (0, 0, 1, 0))
+    before = (0, 0) * (3 - dim)  # F.pad counts axes from the last one
+    near, far = F.pad(kernel, (*before, 0, 1)), F.pad(kernel, (*before, 1, 0))
     if swap:
         near, far = far, near
-    # P near + (I - P) far = far + V V^T (near - far).
     change = (near - far).flatten(1)
-    return far + (v @ (v.mT @ change)).reshape_as(far)
+    return far + (v @ (v.mT @ change)).reshape_as(far)  # P near + (I - P) far = far + V V^T (near - far)
 
 
 def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
@@ -129,12 +118,10 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     if h.shape[0] < h.shape[1]:
         return bcop_kernel(h.mT, v, kernel_size).transpose(0, 1)
     kernel = h[:, :, None, None]
-    shared = min(kh, kw) - 1
-    axes = [2, 3] * shared + [2 if kh > kw else 3] * abs(kh - kw)
-    seen = {2: 0, 3: 0}
+    axes = [2, 3] * (min(kh, kw) - 1) + [2 if kh > kw else 3] * abs(kh - kw)
     for one, dim in zip(v, axes, strict=True):
-        kernel = two_taps(kernel, one, dim, swap=seen[dim] % 2 == 0)
-        seen[dim] += 1
+        # Every other factor of an axis, from the first on, has its taps exchanged: those that find an odd size.
+        kernel = two_taps(kernel, one, dim, swap=kernel.shape[dim] % 2 == 1)
     return kernel
 
 
@@ -150,13 +137,7 @@ def half_lags(kh: int, kw: int) -> Tensor:
 
 
 def half_autocorrelation(kernels: Tensor) -> Tensor:
-    r"""The matrices :math:`A[\delta]` at :func:`half_lags`, for a batch of kernels.
-
-    Args:
-        kernels: ``(g, cout, cin, kh, kw)``.
-
-    Returns:
-        ``(g, L, cin, cin)`` in the dtype of ``kernels``, differentiable.
+    r"""The matrices :math:`A[\delta]` at :func:`half_lags` of kernels ``(g, cout, cin, kh, kw)``: ``(g, L, cin, cin)``.
 
     Cost:
         One product for each pair of taps, half of them by symmetry: ``(kh kw)^2 / 2`` products of channels.
@@ -169,8 +150,7 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     stacked = kernels.permute(0, 3, 4, 2, 1).reshape(groups, kh * kw, cin, cout).contiguous()
     sums = kernels.new_zeros(groups, ((2 * kh - 1) * (2 * kw - 1) + 1) // 2, cin, cin)
     for s in range(kh * kw):
-        # Earlier taps would give the negative lags, which are transposes.
-        difference = taps[s:] - taps[s]
+        difference = taps[s:] - taps[s]  # earlier taps would give the negative lags, which are transposes
         # Position in half_lags: rows of 2 kw - 1 lags follow each other, and lag (0, 0) is the first.
         where = (difference[:, 0] * (2 * kw - 1) + difference[:, 1]).to(kernels.device)
         block = stacked[:, s:].reshape(groups, -1, cout) @ stacked[:, s].mT
@@ -183,12 +163,9 @@ FEW_COLUMNS = 300
 
 
 def autocorrelation(kernel: Tensor) -> Tensor:
-    """Kernel of the operator followed by its adjoint: ``(cin, cin, 2 kh - 1, 2 kw - 1)``.
+    """Kernel of the operator ``(cout, cin, kh, kw)`` followed by its adjoint: ``(cin, cin, 2 kh - 1, 2 kw - 1)``.
 
     Entry ``[i, j, delta]`` is ``sum_o sum_s K[o, i, s + delta] K[o, j, s]``.
-
-    Args:
-        kernel: ``(cout, cin, kh, kw)``.
 
     >>> autocorrelation(torch.tensor([[[[1.0, 2.0]]]])).flatten().tolist()
     [2.0, 5.0, 2.0]
@@ -205,6 +182,5 @@ def autocorrelation(kernel: Tensor) -> Tensor:
         sums = kernel.new_zeros(size[0] * size[1], cin, cin).index_add(0, lag, pairs)
         return sums.permute(1, 2, 0).unflatten(2, size)
     half = half_autocorrelation(kernel[None])[0]
-    # A[-delta] = A[delta]^T, and lag zero once.
-    both = torch.cat((half[1:].flip(0).mT, half))
+    both = torch.cat((half[1:].flip(0).mT, half))  # A[-delta] = A[delta]^T, and lag zero once
     return both.permute(1, 2, 0).unflatten(2, size)

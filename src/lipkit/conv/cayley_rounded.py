@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.conv.frequency_solve import Form
+from lipkit.conv.normal_matrices import Form
 from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows
 from lipkit.conv.transform import to_images, to_rows
 
@@ -43,21 +43,11 @@ def _times(symbol: Symbol, rows: Tensor, h: int, w: int, *, adjoint: bool = Fals
     return out
 
 
-def _complex(pair: Tensor) -> Tensor:
-    """Pairs ``(n, 2, ...)`` of half precision as complex numbers; stacking before widening moves half the bytes."""
-    return torch.view_as_complex(torch.stack(pair.unbind(1), -1).float())
-
-
-def _outer(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, Tensor]:
-    """``scale a b^*`` at the real frequencies, and complex at the pairs, in float32."""
-    real, pair = outer(split_rows(a, h, w), split_rows(b, h, w), scale)
-    return real.float(), _complex(pair)
-
-
-def _outer_transposed(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The transposes of :func:`_outer` in contiguous memory: the conjugates of ``scale b a^*``."""
-    real, pair = outer(split_rows(b, h, w), split_rows(a, h, w), scale, conjugate=True)
-    return real.float(), _complex(pair)
+def _outer(a: Tensor, b: Tensor, h: int, w: int, scale: float, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
+    """``scale a b^*`` at the real frequencies, and complex at the pairs, in float32; or the conjugate."""
+    real, pair = outer(split_rows(a, h, w), split_rows(b, h, w), scale, conjugate=conjugate)
+    # Stacking before widening moves half the bytes.
+    return real.float(), torch.view_as_complex(torch.stack(pair.unbind(1), -1).float())
 
 
 def _sum_of_rows(t: Tensor) -> Tensor:
@@ -76,12 +66,7 @@ def forward_rounded(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The outputs, then what the derivative needs: h, and the rows that W_2 multiplied.
 
-    Args:
-        form: see :func:`lipkit.conv.cayley_conv.solve_form`.
-        x: ``(B, C, h, w)``.
-        bias, scale: of each channel, or None.
-        inverse, rest: M and W_2 in the dtype of x.
-        t: the matrices of the transform, in that dtype too.
+    M (``inverse``), W_2 (``rest``) and the matrices ``t`` of the transform are in the dtype of x.
     """
     h, w = x.shape[-2:]
     rows = to_rows(x, t)
@@ -100,7 +85,7 @@ def forward_rounded(
         solved = _times(inverse, rows, h, w)
         out = torch.lerp(rows, solved, 2.0)
         if rest is not None:
-            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
+            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)  # y = [2 h - x; -2 W_2 h]
     else:
         own = rows[..., :n]
         moved = own
@@ -126,11 +111,9 @@ def backward_rounded(
     g: Tensor,
     t: list[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), from the upstream ``g``.
+    """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), as far as ``needed``, from ``g``.
 
-    Args:
-        needed: whether gradients of x, bias, scale, and of N and W_2 are needed.
-        kept: the values that :func:`forward_rounded` returned after the outputs.
+    ``kept`` are the values that :func:`forward_rounded` returned after the outputs.
     """
     h, w = x.shape[-2:]
     rows, (solved, multiplied_rows) = to_rows(g, t), kept
@@ -142,7 +125,6 @@ def backward_rounded(
     # k carries the factor 2 of 2 h - x (or -2): scaling it once, in place, saves a pass over each gradient.
     if form == "first adjoint":
         k = _times(inverse, rows, h, w).mul_(2)
-        for_normal = _outer_transposed(solved, k, h, w, -1)
         out = k - rows
     elif form == "second":
         assert rest is not None
@@ -151,7 +133,6 @@ def backward_rounded(
             for_scale = -2 * _sum_of_rows(rows * solved)
             rows = rows * scale.to(rows.dtype)
         k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)
-        for_normal = _outer_transposed(k, solved, h, w, -1)
         if multiplied_rows is not None:
             for_rest = _outer(k, multiplied_rows, h, w, 1)
         out = _times(rest, k, h, w, adjoint=True)
@@ -159,17 +140,18 @@ def backward_rounded(
         own, other = rows[..., :n], rows[..., n:]
         top = own if rest is None else own - _times(rest, other, h, w, adjoint=True)
         k = _times(inverse, top, h, w, adjoint=True).mul_(2)
-        for_normal = _outer_transposed(k, solved, h, w, -1)
         if rest is not None:
             for_rest = _outer(other, solved, h, w, -2)
         out = k - own
     else:
         k = _times(inverse, rows, h, w, adjoint=True).mul_(2)
-        for_normal = _outer_transposed(k, solved, h, w, -1)
         out = k - rows
         if rest is not None and multiplied_rows is not None:
             for_rest = _outer(k, multiplied_rows, h, w, -1)
             out = torch.cat((out, _times(rest, k, h, w, adjoint=True).neg_()), -1)
+    # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory: -conj(h k^*).
+    one, two = (k, solved) if form == "first adjoint" else (solved, k)
+    for_normal = _outer(one, two, h, w, -1, conjugate=True)
     scaled = scale is not None and form == "first adjoint"
     if needed[0] or scaled:
         for_x = to_images(out, h, w, t)

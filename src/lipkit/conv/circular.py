@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.linalg.transforms import directly, transformed
+from lipkit.linalg.transforms import transformed
 
 
 def circular_pads(kh: int, kw: int) -> list[int]:
@@ -29,13 +29,11 @@ def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
     """
     left, right, top, bottom = pads
     rows, cols = _strips(g.shape[-2], top, bottom), _strips(g.shape[-1], left, right)
-    folded = g[..., rows[0][0], cols[0][0]].clone()
-    for i, (from_row, to_row) in enumerate(rows):
-        for j, (from_col, to_col) in enumerate(cols):
-            part = g[..., from_row, from_col]
-            # i = j = 0 is the image itself, which `folded` holds already.
-            if (i or j) and part.numel():
-                folded[..., to_row, to_col].add_(part)
+    parts = [(g[..., r, c], to_row, to_col) for r, to_row in rows for c, to_col in cols]
+    folded = parts[0][0].clone()  # the image itself
+    for part, to_row, to_col in parts[1:]:
+        if part.numel():
+            folded[..., to_row, to_col].add_(part)
     return folded
 
 
@@ -57,28 +55,17 @@ class _Pad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, pads: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pads: tuple[int, ...]) -> Tensor:
+        ctx.pads = pads
         return F.pad(x, pads, mode="circular")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.pads = inputs[1]
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Operations that can be differentiated again, and batched.
-        return fold_border(grads[0], ctx.pads), None
-
-
-_PadDirectly = directly(_Pad)
+        return fold_border(grads[0], ctx.pads), None  # can be differentiated again, and batched
 
 
 def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
     """``F.pad(x, pads, mode="circular")`` of images ``(B, C, h, w)``, with a gradient in one pass.
-
-    Args:
-        x: the images.
-        pads: pixels on the left, on the right, on top and at the bottom, at most the size of the image.
 
     >>> circular_pad(torch.arange(3.0).reshape(1, 1, 1, 3), [1, 0, 0, 0]).flatten().tolist()
     [2.0, 0.0, 1.0, 2.0]
@@ -87,7 +74,7 @@ def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()) or transformed() or torch.compiler.is_compiling():
         return F.pad(x, tuple(pads), mode="circular")
-    padded: Tensor = _PadDirectly.apply(x, tuple(pads))
+    padded: Tensor = _Pad.apply(x, tuple(pads))
     return padded
 
 

@@ -75,18 +75,7 @@ def skew(kernel: Tensor) -> Tensor:
 
 
 def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) -> Tensor:
-    r""":math:`p_T(A)\, x = \sum_{i=0}^{T} A^i x / i!` by the recurrence :math:`x_i = A x_{i-1} / i`.
-
-    Args:
-        x: any tensor whose shape ``apply`` keeps.
-        apply: the linear map A.
-        terms: T, the highest power, at least 1.
-
-    Cost:
-        T applications of A.
-
-    Raises:
-        OptionError: ``terms`` below 1.
+    r""":math:`p_T(A)\, x = \sum_{i=0}^{T} A^i x / i!` by :math:`x_i = A x_{i-1} / i`, ``apply`` being A.
 
     >>> import torch
     >>> round(float(taylor_features(torch.tensor(1.0), lambda x: x, 10)), 5)
@@ -103,9 +92,9 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
 def taylor_rows(rows: Tensor, a: Tensor, terms: int, outputs: int, scale: Tensor | float = 1.0) -> Tensor:
     r"""The first entries of :math:`p_T(A / s)\, x`, A of c x c, for each row x, zeros behind it, by Horner's scheme."""
     full, z = F.pad(rows, (0, a.shape[-1] - rows.shape[-1])), rows
-    for i in range(terms, 0, -1):
-        m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]
-        m = m[..., :outputs, :] if i == 1 and outputs < a.shape[-1] else m
+    for i in range(terms, 0, -1):  # z <- x + A z / i, so that A^i gets 1 / i!
+        m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]  # at first, zeros behind x need no columns
+        m = m[..., :outputs, :] if i == 1 and outputs < a.shape[-1] else m  # at last, no rows that are dropped
         z = full[..., : m.shape[-2]] + z @ m.mT / (i * scale)
     return z
 
@@ -116,17 +105,12 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
     .. math:: \|p_T(S + E)\| \le \max_{|\theta| \le a} |p_T(i\theta)| + \sum_i \frac{(a + e)^i - a^i}{i!}
               \le \max_{|\theta| \le a} |p_T(i\theta)| + e\, e^{a + e}
 
-    Args:
-        angle: a, at least 0. error: e, at least 0. terms: T.
-
-    Returns:
-        The bound, rounded up; ``inf`` if one of the two is not finite or their sum exceeds 100.
+    Rounded up, for a and e of at least 0; ``inf`` if one of the two is not finite or their sum exceeds 100.
 
     >>> taylor_norm(1.0, 0.0, 3), taylor_norm(1.0, 0.1, 3) > 1.3
     (1.0, True)
     """
-    # `not <=` also catches NaN.
-    if not angle + error <= 100:
+    if not angle + error <= 100:  # so NaN is caught, too
         return math.inf
     gain = taylor_range(angle, terms)[1]
     if error == 0:
@@ -196,7 +180,7 @@ def exponential_conv2d(
         counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
         if autocast_on(x):
             counts = {name: counts[name] for name in counts if name != "frequencies"}
-            counts["features"] /= HALF_GAIN
+            counts["features"] /= HALF_GAIN  # their convolutions run in the dtype of autocast
         way = sorted(counts, key=counts.__getitem__)[0]
     if way == "features":
         folded = fold(kernel, h, w)
@@ -204,18 +188,13 @@ def exponential_conv2d(
         return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
     with autocast_off(x):
         raw = kernel_symbol(kernel, h, w)
-        pair = as_complex(raw.pair)
+        real, pair = raw.real, as_complex(raw.pair)
         if way == "symbol":
-            real, pair = (taylor(part, terms)[:, :outputs, :given] for part in (raw.real, pair))
-            symbol = Symbol(real, as_pair(pair))
+            real, pair = (taylor(part, terms)[:, :outputs, :given] for part in (real, pair))
     if way == "symbol":
-        return apply_symbol(symbol, x)
-
-    def powers(a: Tensor, rows: Tensor) -> Tensor:
-        return taylor_rows(rows, a, terms, outputs)
-
+        return apply_symbol(Symbol(real, as_pair(pair)), x)
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     spectrum = analyse(x, matrices)
-    real = powers(raw.real, spectrum.real)
-    waves = powers(pair, as_complex(spectrum.pair))
-    return synthesise(Spectrum(real, as_pair(waves)), h, w, matrices)
+    own = taylor_rows(spectrum.real, real, terms, outputs)
+    waves = taylor_rows(as_complex(spectrum.pair), pair, terms, outputs)
+    return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices)

@@ -1,28 +1,30 @@
-r"""The matrices N that the Cayley transform solves with at each frequency, and the half B of a wide transform.
+r"""The matrices N that the Cayley transform solves with at each frequency, and the solves on the rows of images.
 
 With the symbol :math:`[W_1\ W_2]` of a wide kernel (of a tall one, :math:`[W_1; W_2]`)
 
 .. math:: N = I + W_1 - W_1^* + G, \qquad G = W_2 W_2^* \text{ (wide)}, \quad W_2^* W_2 \text{ (tall)}.
 
-The skew part of the kernel is taken before its transform, so that N comes from one small product.
+The skew part of the kernel is taken before its transform, so that N comes from one small product. The equations of the
+solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Factors solve N and :math:`N^\top`, so
+:math:`N^* k = g` is solved for the conjugates of g and k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipkit.conv.frequency_solve import conjugated, product
 from lipkit.conv.spectrum import Symbol, as_pair
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
-from lipkit.linalg.matrices import PANEL, cached_parts, eye_like, mirrored_product
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.matrices import PANEL, cached_count, eye_like, mirrored_product
+from lipkit.linalg.transforms import plain_gradients, transformed
 
+Form = Literal["wide", "tall", "second", "first adjoint"]
 # From this side on, one triangle of a Gram matrix is computed and mirrored.
 MIRRORED = 4 * PANEL
 
@@ -53,11 +55,7 @@ def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
 def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide: bool) -> NormalMatrices:
     """:func:`normal_matrices` of a kernel given in two parts, which saves copies of the kernel and of its gradient.
 
-    Args:
-        own: of :math:`W_1`, ``(n, n, kh, kw)``.
-        rest: of :math:`W_2`, ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a square kernel.
-        h, w: size of the image.
-        wide: whether the parts stand beside each other.
+    W_1 is ``(n, n, kh, kw)``, W_2 ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a square kernel.
     """
     own = centred(own)
     real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
@@ -77,12 +75,14 @@ def _taps(kernel: Tensor) -> Tensor:
 def _skew_taps(taps: Tensor) -> Tensor:
     r"""The taps of :math:`(I + W - W^*)^\top` from those of W, whose centre is the middle one."""
     centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
-    # (W^*)^T = conj(W), whose taps are those of W in reverse.
-    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)
+    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
-def _parts(a: Tensor) -> list[slice]:
-    return cached_parts(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
+def _parts(*stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Stacks of matrices in groups; those of the first, square, fit the cache."""
+    a = stacks[0]
+    step = cached_count(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
+    return zip(*(t.split(step) for t in stacks), strict=True)
 
 
 class _AddGram(torch.autograd.Function):
@@ -97,13 +97,13 @@ class _AddGram(torch.autograd.Function):
         ctx.save_for_backward(w)
         ctx.wide = wide
         made = torch.empty_like(a)
-        for part in _parts(a):
-            other, both = w[part].conj().resolve_conj(), w[part].mT
+        for start, part, out in _parts(a, w, made):
+            other, both = part.conj().resolve_conj(), part.mT
             one, two = (other, both) if wide else (both, other)
             if a.shape[-1] < MIRRORED:
-                torch.baddbmm(a[part], one, two, out=made[part])
+                torch.baddbmm(start, one, two, out=out)
             else:
-                mirrored_product(one, two, made[part], "adjoint").add_(a[part])
+                mirrored_product(one, two, out, "adjoint").add_(start)
         return made
 
     @staticmethod
@@ -112,14 +112,12 @@ class _AddGram(torch.autograd.Function):
         (w,) = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
                 both = g.mT + g.conj()
                 return g, (both @ w if ctx.wide else w @ both), None
             made = torch.empty_like(w)
-            for part in _parts(g):
-                both = g[part].mT + g[part].conj()
-                one, two = (both, w[part]) if ctx.wide else (w[part], both)
-                torch.bmm(one, two, out=made[part])
+            for upstream, part, out in _parts(g, w, made):
+                both = upstream.mT + upstream.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
+                torch.bmm(*((both, part) if ctx.wide else (part, both)), out=out)
         return g, made, None
 
 
@@ -134,8 +132,7 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
     """The symbol at the real frequencies and, complex, at the pairs, of a kernel of this size tap by tap."""
     _, cout, cin = taps.shape
-    if h * w * len(taps) == 1:
-        # A dense layer has one frequency, where the symbol is its matrix.
+    if h * w * len(taps) == 1:  # a dense layer has one frequency, where the symbol is its matrix
         return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
     grid = frequencies(h, w)
     f1, f2 = torch.cat(grid).unbind(1)
@@ -172,9 +169,7 @@ class _Solution(torch.autograd.Function):
         (g,) = grads
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed():
-            # A second derivative, or a batch of gradients, needs differentiable operations.
-            found = torch.func.vjp(_solution, transposed, rows)[1](g)
-            return (*found, None, None)
+            return *plain_gradients(_solution, (transposed, rows), g), None, None
         with torch.autocast(g.device.type, enabled=False):
             # N^* k = g is solved as N^T conj(k) = conj(g).
             k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
@@ -195,6 +190,121 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Sym
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT
+    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
     pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
     return Symbol(real, as_pair(pair))
+
+
+def _rows_of(z: Tensor) -> Tensor:
+    """A view of complex numbers as rows: one strided pass over both parts costs less than one for each."""
+    return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
+
+
+def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``scale a b`` without a second pass."""
+    return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
+
+
+def conjugated(g: Tensor) -> Tensor:
+    """The conjugate, in place; real numbers as they are. A lazily conjugated tensor only has its flag cleared."""
+    if not g.is_complex():
+        return g
+    return g.conj() if g.is_conj() else g.conj_physical_()
+
+
+class Group(NamedTuple):
+    """The frequencies of one kind (real, or pairs), and how their rows become real or complex numbers."""
+
+    factors: Factors
+    rest: Tensor | None
+    rows: slice
+
+    def view(self, rows: Tensor, channels: slice) -> Tensor:
+        """Real ``(n_r, B, C)``, or pairs ``(n_p, 2, B, C)``."""
+        part = rows[self.rows]
+        part = part.view(-1, 2, *part.shape[1:]) if self.factors.matrix.is_complex() else part
+        return part[..., channels]
+
+    def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
+        """As matrices are: real, or complex ``(n_p, B, C)``."""
+        part = self.view(rows, channels)
+        if not self.factors.matrix.is_complex():
+            return part.contiguous()
+        made = torch.complex(part[:, 0], part[:, 1])
+        return made.conj_physical_() if conjugate else made
+
+    def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
+        """``out = scale z``."""
+        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
+
+    def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
+        """``out = 2 z - rows``."""
+        part, minus = self.view(out, channels), self.view(rows, channels)
+        # lerp with the weight 2 is rows + 2 (z - rows) = 2 z - rows, in one pass.
+        if not z.is_complex():
+            torch.lerp(minus, z, 2.0, out=part)
+        elif z.is_contiguous():
+            torch.lerp(minus, _rows_of(z), 2.0, out=part)
+        else:
+            # A solution by factors is transposed: arithmetic along its columns would be slower than a copy.
+            torch.lerp(minus, part.copy_(_rows_of(z)), 2.0, out=part)
+
+
+def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Fill ``out`` and return conj(h) ('first adjoint': h), and conj(x_2) where the derivative needs it."""
+    n, rest = group.factors.matrix.shape[-1], group.rest
+    own, other = slice(0, n), slice(n, None)
+    if form == "first adjoint":
+        # N^* h = x is solved as N^T conj(h) = conj(x).
+        h = conjugated(solve_rows(group.factors, group.read(rows, own, conjugate=True), transposed=True))
+        group.reflect(out, rows, own, h)
+        return h, None
+    if form == "second":
+        assert rest is not None
+        x2 = group.read(rows, slice(None))
+        # N h = -W_2 x_2, so that y = -2 N^-1 W_2 x_2 is 2 h and the derivatives are those of 'wide'.
+        h = solve_rows(group.factors, product(x2, rest.mT, -1))
+        group.write(out, own, h, 2.0)
+        return conjugated(h), conjugated(x2)
+    x = group.read(rows, own)
+    x_other: Tensor | None = None
+    if form == "wide" and rest is not None:
+        x_other = group.read(rows, other)
+        x = torch.baddbmm(x, x_other, rest.mT, alpha=-1)
+    h = solve_rows(group.factors, x)
+    group.reflect(out, rows, own, h)
+    if form == "tall" and rest is not None:
+        group.write(out, other, h @ rest.mT, -2.0)
+    # The derivative needs the conjugates only, so they are made in place.
+    return conjugated(h), None if x_other is None else conjugated(x_other)
+
+
+def backward_rows(
+    form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill ``out`` with the input's gradient; return those of N^T and of W_2 if ``symbol`` asks for them."""
+    n, rest = group.factors.matrix.shape[-1], group.rest
+    own, other = slice(0, n), slice(n, None)
+    if form == "first adjoint":
+        k = solve_rows(group.factors, group.read(g, own))
+        group.reflect(out, g, own, k)
+        return (product(conjugated(k).mT, h, -2) if symbol else None), None
+    # The conjugate of the incoming gradient, because the factors solve N^T and not N^*.
+    top = group.read(g, own, conjugate=True)
+    if form == "tall" and rest is not None:
+        top = torch.baddbmm(top, group.read(g, other, conjugate=True), rest, alpha=-1)
+    k = solve_rows(group.factors, top, transposed=True)
+    if form != "tall" and rest is not None:
+        group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
+    # Conjugate the features: the gradients below are as large as the matrices and would cost more.
+    k = conjugated(k)
+    if form != "second":
+        group.reflect(out, g, own, k)
+    if not symbol:
+        return None, None
+    for_rest = None
+    if form == "tall" and rest is not None:
+        for_rest = product(group.read(g, other).mT, h, -2)
+    elif x2 is not None:
+        for_rest = product(k.mT, x2, -2)
+    return product(h.mT, k, -2), for_rest  # h is kept as a conjugate: the gradient of N^T is -2 conj(h) k^T

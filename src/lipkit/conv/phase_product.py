@@ -9,6 +9,7 @@ in pieces that stay in the cache from the first copy to the last, forward and ba
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +20,18 @@ from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, spli
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
 from lipkit.conv.transform import transform_matrices
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient. Backward has more buffers.
 FORWARD_BYTES, BACKWARD_BYTES, PIECE_PIXELS = 2**23, 2**22, 256
 
 
 def apply_phases(
-    symbol: Symbol,
-    x: Tensor,
-    kernel_size: Size,
-    matrices: list[Tensor] | None = None,
-    bias: Tensor | None = None,
+    symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor] | None = None, bias: Tensor | None = None
 ) -> Tensor:
     r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
 
-    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias.
+    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias (cout,).
 
     Args:
         symbol: on kh x kw: ``real`` (n_r, cout, cin) and ``pair`` (n_p, 2, cout, cin), or (n_p, 1, cout, cin) for
@@ -42,13 +39,10 @@ def apply_phases(
         x: ``(B, cin, H, W)``.
         kernel_size: (kh, kw), which divide H and W.
         matrices: ``transform_matrices(kh, kw)``, made here if not given.
-        bias: (cout,), or None.
-
-    Under autocast, products are made in its dtype, and so is the result.
 
     Returns:
-        ``(B, cout, H, W)``, in the ``channels_last`` memory format unless the kernel is 1 x 1. An input and an
-        upstream gradient in that format are the fastest.
+        ``(B, cout, H, W)``, under autocast in its dtype; in the ``channels_last`` memory format unless the kernel is
+        1 x 1. An input and an upstream gradient in that format are the fastest.
 
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
@@ -74,10 +68,9 @@ def apply_phases(
     if matrices is None:
         matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
     if _in_pieces(symbol, x, matrices, bias):
-        made: Tensor = _PhaseProduct.apply(symbol.real, symbol.pair, bias, x, matrices[0], kernel_size)
+        made: Tensor = _PhaseProduct.apply(*symbol, bias, x, matrices[0], kernel_size)
         return made
-    y = _whole(symbol, x, kernel_size, matrices)
-    return y if bias is None else y + bias[:, None, None]
+    return _plain(*symbol, bias, x, matrices, kernel_size)
 
 
 def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor | None) -> bool:
@@ -94,27 +87,26 @@ def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor |
     )
 
 
-def _whole(symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor]) -> Tensor:
-    """The whole batch at once, by differentiable operations that can be compiled and exported."""
-    kh, kw = kernel_size
-    h, w = x.shape[-2:]
+def _plain(
+    real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor], kernel_size: Size
+) -> Tensor:
+    """The whole batch at once, by operations that every tracer and every derivative of torch knows."""
+    (kh, kw), (h, w) = kernel_size, x.shape[-2:]
     s = analyse(split_phases(x, kernel_size), matrices)
-    s = multiply(symbol, s) if symbol.pair.shape[1] == 2 else _multiply_real(symbol, s)
+    if pair.shape[1] == 2:
+        s = multiply(Symbol(real, pair), s)
+    else:
+        # Real matrices take half of the products: the two coefficients of a pair are rows of one.
+        both = s.pair.flatten(1, 2) @ pair[:, 0].mT
+        s = Spectrum(s.real @ real.mT, both.unflatten(1, s.pair.shape[1:3]))
     if len(matrices) > 1:
-        return merge_phases(synthesise(s, kh, kw, matrices), h, w)
-    rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
-    # Like `synthesise`, but a pixel of all images stays together in memory, the order that `merge_phases` reads.
-    images = (matrices[0].mT @ rows).reshape(kh, kw, *s.real.shape[1:])
-    return merge_phases(images.permute(2, 3, 0, 1), h, w)
-
-
-def _multiply_real(symbol: Symbol, s: Spectrum) -> Spectrum:
-    """:func:`lipkit.conv.spectrum.multiply` for a symbol that is real at every frequency: half of the products."""
-    n, _, b, _ = s.pair.shape
-    cout = symbol.pair.shape[2]
-    # The two coefficients of a pair are rows of one product.
-    both = s.pair.flatten(1, 2) @ symbol.pair[:, 0].mT
-    return Spectrum(s.real @ symbol.real.mT, both.reshape(n, 2, b, cout))
+        y = merge_phases(synthesise(s, kh, kw, matrices), h, w)
+    else:
+        rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
+        # Like `synthesise`, but a pixel of all images stays together in memory, the order that `merge_phases` reads.
+        images = (matrices[0].mT @ rows).reshape(kh, kw, *s.real.shape[1:])
+        y = merge_phases(images.permute(2, 3, 0, 1), h, w)
+    return y if bias is None else y + bias[:, None, None]
 
 
 def _images_per_piece(x: Tensor, channels: int, kernel_size: Size, buffer: int) -> int:
@@ -157,7 +149,7 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
     """Transform back, and write the images into ``out`` (b, c, h, w); both flat ``rooms`` are overwritten."""
     n, size = len(matrix), rows.numel()
     images = rooms[1][:size].view(n, size // n)
-    torch.mm(matrix.mT, rows.view(n, size // n), out=images)
+    torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
     b, c, h, w = out.shape
     # Planes have short rows of one phase, so they are written from a copy in pixel order. `rows` may lie in rooms[0]:
     # the product above was their last use.
@@ -173,66 +165,6 @@ def _in_planes(x: Tensor) -> bool:
     return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 
-def _forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, kernel_size: Size) -> Tensor:
-    b, _, h, w = x.shape
-    cout, cin = real.shape[1:]
-    step = _images_per_piece(x, max(cin, cout), kernel_size, FORWARD_BYTES)
-    # Two buffers serve all pieces in turn: each step writes into the one that the step before has finished with.
-    rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
-    y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
-    constant = None if bias is None else bias * math.sqrt(len(matrix))
-    for first in range(0, b, step):
-        rows = _transform(phase_order(x[first : first + step], kernel_size), matrix, *rooms)
-        rows = _products(real, pair, rows, rooms[0])
-        if constant is not None:
-            # A constant image has one coefficient, the first.
-            rows[0].add_(constant)
-        _back(rows, matrix, rooms, y[first : first + step], kernel_size)
-    return y
-
-
-def _backward(
-    real: Tensor, pair: Tensor, x: Tensor, g: Tensor, matrix: Tensor, kernel_size: Size, needed: list[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``real``, ``pair``, ``bias`` and ``x`` from the upstream ``g``; None for those not ``needed``."""
-    b, cin, h, w = x.shape
-    cout = real.shape[1]
-    of_symbol, of_bias, of_x = needed[0] or needed[1], needed[2], needed[3]
-    step = _images_per_piece(x, max(cin, cout), kernel_size, BACKWARD_BYTES)
-    rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
-    # In the memory order of the input, which saves later copies.
-    gx = None
-    if of_x:
-        gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
-    # Sum the pieces in float32 at least: bfloat16 would lose small terms.
-    sums = torch.promote_types(real.dtype, torch.float32)
-    g_real = torch.zeros_like(real, dtype=sums) if of_symbol else None
-    g_pair = pair.new_zeros(len(pair), cout, cin, dtype=sums) if of_symbol else None
-    g_bias = g.new_zeros(cout, dtype=sums) if of_bias else None
-    n_real, n_pair = len(real), len(pair)
-    for first in range(0, b, step):
-        part = slice(first, first + step)
-        # g_rows lie in rooms[1] until `_back` overwrites it; rooms[0] is free in between.
-        g_rows = _transform(phase_order(g[part], kernel_size), matrix, *rooms[:2])
-        if g_bias is not None:
-            g_bias += g_rows[0].sum(0, dtype=sums)
-        if g_real is not None and g_pair is not None:
-            x_rows = _transform(phase_order(x[part], kernel_size), matrix, rooms[0], rooms[2])
-            _add_product(g_real, g_rows[:n_real].mT, x_rows[:n_real])
-            if n_pair:
-                both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]
-                _add_product(g_pair, both[0].mT, both[1])
-        if gx is not None:
-            rows = _products(real.mT, pair.mT, g_rows, rooms[0])
-            _back(rows, matrix, rooms, gx[part], kernel_size)
-    return (
-        None if g_real is None else g_real.to(real.dtype),
-        None if g_pair is None else g_pair[:, None].to(real.dtype),
-        None if g_bias is None else (g_bias * math.sqrt(len(matrix))).to(real.dtype),
-        gx,
-    )
-
-
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """``out += a @ b``; ``out`` may have a wider dtype than the factors."""
     if a.dtype == out.dtype:
@@ -242,30 +174,64 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _PhaseProduct(torch.autograd.Function):
-    """``y = Phi^T diag(M_f) Phi x + b`` with real matrices; derivatives of any order.
+    """``y = Phi^T diag(M_f) Phi x + b`` with real matrices, in pieces.
 
-    Gain over :func:`_whole` (AMD EPYC): 1.3 at 32@24, 1.2 at 128@12 and 512@3.
+    Gain over :func:`_plain` (AMD EPYC): 1.3 at 32@24, 1.2 at 128@12 and 512@3.
     """
 
     @staticmethod
-    def forward(
-        real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, kernel_size: Size
-    ) -> Tensor:
-        return _forward(real, pair, bias, x, matrix, kernel_size)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs[:5])
+        real, pair, bias, x, matrix, ctx.kernel_size = inputs
+        (b, _, h, w), (cout, cin), size = x.shape, real.shape[1:], ctx.kernel_size
+        step = _images_per_piece(x, max(cin, cout), size, FORWARD_BYTES)
+        # Two buffers serve all pieces in turn: each step writes into the one that the step before has finished with.
+        rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
+        y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
+        constant = None if bias is None else bias * math.sqrt(len(matrix))
+        for first in range(0, b, step):
+            rows = _transform(phase_order(x[first : first + step], size), matrix, *rooms)
+            rows = _products(real, pair, rows, rooms[0])
+            if constant is not None:
+                rows[0].add_(constant)  # a constant image has one coefficient, the first
+            _back(rows, matrix, rooms, y[first : first + step], size)
+        return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        real, pair, _, x, matrix, ctx.kernel_size = inputs
-        ctx.save_for_backward(real, pair, x, matrix)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        real, pair, x, matrix = ctx.saved_tensors
-        size = ctx.kernel_size
-        if not (torch.is_grad_enabled() or transformed()):
-            return (*_backward(real, pair, x, g, matrix, size, list(ctx.needs_input_grad)), None, None)
-        # A second derivative, or a batch of gradients, needs differentiable operations.
-        s, t = (analyse(split_phases(one, size), [matrix]) for one in (g, x))
-        g_pair = (s.pair.flatten(1, 2).mT @ t.pair.flatten(1, 2))[:, None]
-        gx = _whole(Symbol(real.mT, pair.mT), g, size, [matrix])
-        return s.real.mT @ t.real, g_pair, g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, gx, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        real, pair, bias, x, matrix = ctx.saved_tensors
+        size: Size = ctx.kernel_size
+        if torch.is_grad_enabled() or transformed():
+            plain = partial(_plain, matrices=[matrix], kernel_size=size)
+            return *plain_gradients(plain, (real, pair, bias, x), g), None, None
+        (b, cin, h, w), cout = x.shape, real.shape[1]
+        of_symbol, (of_bias, of_x) = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2:4]
+        step = _images_per_piece(x, max(cin, cout), size, BACKWARD_BYTES)
+        rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
+        gx = None
+        if of_x:  # in the memory order of the input, which saves later copies
+            gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
+        # Sum the pieces in float32 at least: bfloat16 would lose small terms.
+        sums = torch.promote_types(real.dtype, torch.float32)
+        g_real, g_pair = (torch.zeros_like(t, dtype=sums) if of_symbol else None for t in (real, pair[:, 0]))
+        g_bias = g.new_zeros(cout, dtype=sums) if of_bias else None
+        n_real, n_pair = len(real), len(pair)
+        for first in range(0, b, step):
+            part = slice(first, first + step)
+            # g_rows lie in rooms[1] until `_back` overwrites it; rooms[0] is free in between.
+            g_rows = _transform(phase_order(g[part], size), matrix, *rooms[:2])
+            if g_bias is not None:
+                g_bias += g_rows[0].sum(0, dtype=sums)
+            if g_real is not None and g_pair is not None:
+                x_rows = _transform(phase_order(x[part], size), matrix, rooms[0], rooms[2])
+                _add_product(g_real, g_rows[:n_real].mT, x_rows[:n_real])
+                if n_pair:
+                    both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]
+                    _add_product(g_pair, both[0].mT, both[1])
+            if gx is not None:
+                rows = _products(real.mT, pair.mT, g_rows, rooms[0])
+                _back(rows, matrix, rooms, gx[part], size)
+        for_symbol = (None, None) if g_real is None or g_pair is None else (g_real, g_pair[:, None])
+        for_bias = None if g_bias is None else g_bias * math.sqrt(len(matrix))
+        return *(None if t is None else t.to(real.dtype) for t in (*for_symbol, for_bias)), gx, None, None

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.spectrum import Symbol
-from lipkit.conv.symbol import check_kernel
-from lipkit.conv.transform import frequencies
+from lipkit.conv.symbol import angles, check_kernel
+from lipkit.conv.transform import count_real, frequencies
 from lipkit.errors import ShapeError
 
 Size = tuple[int, int]
@@ -29,8 +29,7 @@ def fitting_sizes(height: int, width: int) -> list[int]:
     >>> fitting_sizes(32, 24)
     [1, 2, 4, 8]
     """
-    common = math.gcd(height, width)
-    return [k for k in range(1, common + 1) if common % k == 0]
+    return [k for k in range(1, height + 1) if math.gcd(height, width) % k == 0]
 
 
 def check_fits(height: int, width: int, kernel_size: Size, name: str = "kernel_size") -> None:
@@ -52,22 +51,17 @@ def check_fits(height: int, width: int, kernel_size: Size, name: str = "kernel_s
 def distinct_frequencies(kernel_size: Size) -> tuple[int, int]:
     """Number of self-conjugate frequencies and of conjugate pairs of a kh x kw grid.
 
-    Together (k^2 + 1) / 2 for odd and (k^2 + 4) / 2 for even k x k.
-
     >>> [sum(distinct_frequencies((k, k))) for k in (1, 2, 3, 4, 5)]
     [1, 4, 5, 10, 13]
     """
-    kh, kw = kernel_size
-    real = (2 - kh % 2) * (2 - kw % 2)
-    return real, (kh * kw - real) // 2
+    real = count_real(*kernel_size)
+    return real, (math.prod(kernel_size) - real) // 2
 
 
 def frequency_map(kernel_size: Size) -> Tensor:
     r"""The number of each frequency's distinct matrix: :math:`I[p, q] = I[(k_h - p) \% k_h, (k_w - q) \% k_w]`.
 
-    Returns:
-        int64 ``(kh, kw)``; self-conjugate frequencies come first, then one number for each pair, in the order of
-        :func:`lipkit.conv.spectrum.frequencies`.
+    Self-conjugate frequencies come first, then one number for each pair, ordered as :func:`frequencies`.
 
     >>> frequency_map((3, 3))
     tensor([[0, 1, 1],
@@ -90,10 +84,7 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
     .. math:: W_0[s] = \frac{1}{k_h k_w} \sum_f F(f)\, e^{-2\pi i \langle f, (s - c)/k \rangle}
 
     summed over conjugate pairs, so that it is real. Inverse of :func:`lipkit.conv.kernel_symbol`; the identity at
-    every frequency gives one tap of 1 at the centre, the identity map.
-
-    Args:
-        symbol: ``real`` (n_r, cout, cin) and ``pair`` (n_p, 2, cout, cin), or (n_p, 1, cout, cin) if it is real there.
+    every frequency gives one tap of 1 at the centre, the identity map. Pairs may be real: ``(n_p, 1, cout, cin)``.
 
     >>> eye = torch.ones(1, 1, 1)
     >>> kernel_of_symbol(Symbol(eye, eye.expand(4, 1, 1, 1)), (3, 3)).flatten().round(decimals=6).abs().tolist()
@@ -104,17 +95,10 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
     """
     kh, kw = kernel_size
     cout, cin = symbol.real.shape[-2:]
-    f = frequencies(kh, kw)
-    rows, cols = torch.arange(kh) - (kh - 1) // 2, torch.arange(kw) - (kw - 1) // 2
-
-    def angles(grid: Tensor) -> Tensor:
-        # Turns are counted in integer units of 1 / (kh kw) and reduced exactly, before any rounding.
-        turns = (grid[:, 0, None] * rows * kw)[:, :, None] + (grid[:, 1, None] * cols * kh)[:, None, :]
-        return torch.remainder(turns, kh * kw).flatten(1).double() * (2 * math.pi / (kh * kw))
-
-    pair = angles(f.pair)
+    taps = torch.cartesian_prod(*(torch.arange(k) - (k - 1) // 2 for k in kernel_size))  # from the centre
+    real, pair = (angles(grid, taps, kh, kw) for grid in frequencies(kh, kw))
     # Re((R + iS) e^{-i a}) = R cos a + S sin a, twice for the pair f and -f.
-    waves = [angles(f.real).cos(), 2 * pair.cos()]
+    waves = [real.cos(), 2 * pair.cos()]
     parts = [symbol.real.flatten(1), symbol.pair[:, 0].flatten(1)]
     if symbol.pair.shape[1] == 2:
         waves.append(2 * pair.sin())
@@ -127,14 +111,7 @@ def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     """Circular convolution with the dilations H / kh and W / kw: the layer as [ECO] evaluates it.
 
     The padding is asymmetric for an even kernel, ``d ((k - 1) // 2)`` on the left and ``d (k // 2)`` on the right, so
-    that tap ``(k - 1) // 2`` is the centre for every dilation.
-
-    Args:
-        x: ``(B, cin, H, W)``.
-        kernel: ``(cout, cin, kh, kw)`` with kh dividing H and kw dividing W.
-
-    Raises:
-        ShapeError: the kernel does not divide the image.
+    that tap ``(k - 1) // 2`` is the centre for every dilation. The sides of the kernel divide those of the image.
 
     >>> shift = torch.tensor([[[[1.0, 0.0, 0.0]]]])
     >>> dilated_conv2d(torch.arange(6.0).reshape(1, 1, 1, 6), shift).flatten().tolist()
@@ -166,7 +143,7 @@ def phase_order(x: Tensor, kernel_size: Size) -> Tensor:
     """The view ``(kh, kw, B, H / kh, W / kw, C)`` of ``x`` ``(B, C, H, W)``."""
     kh, kw = kernel_size
     b, c, h, w = x.shape
-    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)
+    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)  # pixel p + i H / kh: i leads
 
 
 def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:

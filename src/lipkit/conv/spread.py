@@ -22,7 +22,7 @@ from lipkit.conv.symbol import centred, check_kernel, symbol
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import autocast_off
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Up to this many inputs, small matrices multiply by passes over all images, which need that multiple of the memory.
 FEW = 4
@@ -53,16 +53,14 @@ def normal_kernel(kernel: Tensor) -> Tensor:
     own, rest = centred(kernel[:n]), kernel[n:].transpose(0, 1)
     # The autocorrelation of W_2 in one call: inputs are few.
     gram = F.conv2d(rest, rest, padding=(kh - 1, kw - 1)).transpose(0, 1)
-    skew = own - own.flip(2, 3).transpose(0, 1)
+    skew = own - own.flip(2, 3).transpose(0, 1)  # W_1^* has reversed taps and exchanged channels
     more = [(a - b) // 2 for a, b in zip(gram.shape[2:], own.shape[2:], strict=True)]
     return gram + F.pad(skew, (more[1], more[1], more[0], more[0])) + _identity(gram)
 
 
 def _identity(kernel: Tensor) -> Tensor:
     """The kernel of this size that keeps its input."""
-    _, _, kh, kw = kernel.shape
-    left, right, top, bottom = circular_pads(kh, kw)
-    return F.pad(eye_like(kernel[: kernel.shape[1], :, 0, 0])[:, :, None, None], (left, right, top, bottom))
+    return F.pad(eye_like(kernel, kernel.shape[1])[:, :, None, None], circular_pads(*kernel.shape[2:]))
 
 
 def _solution(kernel: Tensor, h: int, w: int) -> Tensor:
@@ -134,13 +132,6 @@ def _kernel_of(spectra: Tensor, like: Tensor, h: int, w: int) -> Tensor:
     return made.roll((up, left), (2, 3))[..., :kh, :kw]
 
 
-def _wrapped(x: Tensor, kernel: Tensor) -> Tensor:
-    """Circular padding in few calls, for few channels."""
-    (h, w), (left, right, top, bottom) = x.shape[2:], circular_pads(*kernel.shape[2:])
-    x = torch.cat((x[:, :, h - top :], x, x[:, :, :bottom]), 2)
-    return torch.cat((x[..., w - left :], x, x[..., :right]), 3)
-
-
 class _Convolved(torch.autograd.Function):
     """The whole layer with its derivative: torch's derivatives of its small parts would outlast its products.
 
@@ -150,10 +141,9 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         n, (h, w), (up, left) = x.shape[1], x.shape[-2:], _centre(kernel)
-        spectra = _spectra(kernel, h, w)
-        own, rest = spectra.split([n, len(kernel) - n], 1)
+        own, rest = _spectra(kernel, h, w).split([n, len(kernel) - n], 1)
         normal = torch.baddbmm(own - own.mT.conj_physical(), rest.mH, rest)
-        normal.diagonal(dim1=-2, dim2=-1).add_(1)
+        normal.diagonal(dim1=-2, dim2=-1).add_(1)  # the I of N
         inverse = torch.linalg.inv_ex(normal).inverse
         solution = (2 * inverse).view(h, -1, n, n).permute(2, 3, 0, 1).contiguous()
         spectrum = torch.fft.rfft2(x[:, None])
@@ -162,7 +152,8 @@ class _Convolved(torch.autograd.Function):
         outputs = -kernel
         outputs[:n].zero_()[:, :, up, left].fill_diagonal_(1)
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
-        padded, outputs = _wrapped(t.to(dtype), kernel), outputs.to(dtype)
+        padded = F.pad(t.to(dtype), circular_pads(*kernel.shape[2:]), mode="circular")
+        outputs = outputs.to(dtype)
         y = F.conv2d(padded, outputs, None if bias is None else bias.to(dtype))
         y[:, :n].sub_(x)
         ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs)
@@ -174,11 +165,7 @@ class _Convolved(torch.autograd.Function):
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
-                given = (kernel, x) if bias is None else (kernel, x, bias)
-                back = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1]
-                found = back(g.to(x.dtype))
-                return (*found, None, None)[:4]
+                return *plain_gradients(_plain, (kernel, x, bias), g.to(x.dtype)), None
             n, (h, w) = x.shape[1], x.shape[-2:]
             for_kernel, for_x = None, None
             along = torch.fft.rfft2(_adjoint(g, outputs))
@@ -204,14 +191,7 @@ class _Convolved(torch.autograd.Function):
 def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
 
-    Args:
-        kernel: ``(cout, cin, kh, kw)`` with cout > cin, real, of the dtype of x.
-        x: ``(B, cin, h, w)`` with h >= kh and w >= kw.
-        bias: ``(cout,)``, added to every pixel.
-        dtype: of the plain convolution, by default that of x; N and the solve have that of x.
-
-    Returns:
-        ``(B, cout, h, w)``, of ``dtype``.
+    The convolution runs in ``dtype``, by default that of x; N and the solve have that of x and of the kernel.
 
     Cost:
         Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between

@@ -30,10 +30,28 @@ def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, T
     Turns are reduced modulo n in integers, so that a self-conjugate frequency (2 f = 0 mod n) has a sine of exactly 0.
     """
     taps = torch.arange(k, device=like.device) - (k - 1) // 2
-    turns = torch.remainder(frequencies.to(like.device)[:, None] * taps, n)
+    turns = torch.remainder(frequencies.to(like.device)[:, None] * taps, n)  # integers: exact
     angle = turns.to(torch.float64) * (2 * math.pi / n)
     sine = torch.where(torch.remainder(2 * turns, n) == 0, torch.zeros_like(angle), angle.sin())
     return angle.cos(), sine
+
+
+def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
+    """2 pi (f1 p1 / h + f2 p2 / w) in float64, ``(F, P)``, for integers ``(F, 2)`` and ``(P, 2)``.
+
+    Turns are counted in units of 1 / (h w), and whole ones removed, in integers: no angle is large.
+
+    >>> angles(torch.tensor([[1, 0]]), torch.tensor([[0, 0], [7, 1]]), 4, 2).tolist() == [[0.0, 1.5 * math.pi]]
+    True
+    """
+    turns = frequencies[:, :1] * (w * points[:, 0]) + frequencies[:, 1:] * (h * points[:, 1])
+    return torch.remainder(turns, h * w).to(torch.float64) * (2 * math.pi / (h * w))
+
+
+def half_grid(h: int, w: int) -> tuple[Tensor, Tensor]:
+    """The frequencies f1, f2 of a real 2-D transform, ``h (w // 2 + 1)`` each: the others are conjugates of these."""
+    half = w // 2 + 1  # f2 above it is the conjugate of -f2
+    return torch.arange(h).repeat_interleave(half), torch.arange(half).repeat(h)
 
 
 def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
@@ -64,7 +82,7 @@ def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tupl
     check_kernel(kernel)
     cout, cin, kh, kw = kernel.shape
     taps = kernel.permute(2, 3, 0, 1).reshape(kh * kw, cout * cin)
-    table = wave_table(f1, f2, h, w, (kh, kw), kernel).flatten(0, 1)
+    table = wave_table(f1, f2, h, w, (kh, kw), kernel).flatten(0, 1)  # cosines and sines as rows of one product
     re, im = (table @ taps).reshape(2, -1, cout, cin).unbind(0)
     return re, im
 
@@ -94,10 +112,7 @@ def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
     >>> symbol(torch.ones(2, 3, 1, 1), 4, 6).shape
     torch.Size([4, 4, 2, 3])
     """
-    half = w // 2 + 1
-    f1 = torch.arange(h).repeat_interleave(half)
-    f2 = torch.arange(half).repeat(h)
-    return symbol_at(kernel, f1, f2, h, w).unflatten(0, (h, half))
+    return symbol_at(kernel, *half_grid(h, w), h, w).unflatten(0, (h, -1))
 
 
 def fold(kernel: Tensor, h: int, w: int) -> Tensor:
@@ -116,9 +131,7 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
         # A tap's offset from the centre, modulo n, then counted from the new centre (n - 1) // 2.
         taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
         target = torch.remainder(taps + (n - 1) // 2, n)
-        shape = list(kernel.shape)
-        shape[dim] = n
-        kernel = torch.zeros(shape, dtype=kernel.dtype, device=kernel.device).index_add(dim, target, kernel)
+        kernel = torch.zeros_like(kernel.narrow(dim, 0, n)).index_add(dim, target, kernel)
     return kernel
 
 

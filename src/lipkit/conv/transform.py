@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipkit.conv.symbol import angles
+
 # Below this many pixels the transform is one dense product (no passes over memory besides the product itself);
 # above it, two separable products.
 DENSE_PIXELS = 64
@@ -62,12 +64,12 @@ def frequencies(h: int, w: int) -> Frequencies:
     ([[0, 0], [1, 0]], [[0, 1], [1, 1]])
     """
     rows, cols = (torch.tensor(self_conjugate(n), dtype=torch.int64) for n in (h, w))
-    up, right = (torch.arange(1, (n + 1) // 2) for n in (h, w))
+    up, right = (torch.arange(1, (n + 1) // 2) for n in (h, w))  # one of each pair f, -f of an axis
     if is_dense(h, w):
         real = torch.cartesian_prod(rows, cols)
         pair = [torch.cartesian_prod(*both) for both in ((rows, right), (up, cols), (up, right), (up, -right))]
     else:
-        real = torch.cartesian_prod(cols, rows).flip(1)
+        real = torch.cartesian_prod(cols, rows).flip(1)  # f2 leads: the width is transformed first
         along = torch.cat((rows, up, -up))
         pair = [torch.cartesian_prod(*both).flip(1) for both in ((cols, up), (right, along))]
     return Frequencies(real, torch.cat(pair))
@@ -79,23 +81,18 @@ def _waves(n: int) -> Tensor:
     f = torch.tensor([*own, *rest, *rest], dtype=torch.int64)[:, None]
     angle = torch.remainder(f * torch.arange(n), n).to(torch.float64) * (2 * math.pi / n)
     wave = angle.cos()
-    wave[len(own) :] *= math.sqrt(2)
-    first_sine = len(own) + len(rest)
+    wave[len(own) :] *= math.sqrt(2)  # a cosine has the mean square 1/2
+    first_sine = len(own) + len(rest)  # own, then as many cosines as sines
     wave[first_sine:] = -math.sqrt(2) * angle[first_sine:].sin()
     return wave / math.sqrt(n)
 
 
 def _dense(h: int, w: int) -> Tensor:
     """The matrix ``(h w, h w)`` of the transform, in float64."""
-    f = frequencies(h, w)
-
-    def angles(grid: Tensor) -> Tensor:
-        turns = (grid[:, 0, None] * torch.arange(h) * w)[:, :, None] + (grid[:, 1, None] * torch.arange(w) * h)[:, None]
-        return torch.remainder(turns, h * w).flatten(1).to(torch.float64) * (2 * math.pi / (h * w))
-
-    pair = angles(f.pair)
+    pixels = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+    real, pair = (angles(grid, pixels, h, w) for grid in frequencies(h, w))
     waves = torch.stack((pair.cos(), -pair.sin()), 1).flatten(0, 1) * math.sqrt(2)
-    return torch.cat((angles(f.real).cos(), waves)) / math.sqrt(h * w)
+    return torch.cat((real.cos(), waves)) / math.sqrt(h * w)
 
 
 def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
@@ -127,19 +124,29 @@ class _Stages(NamedTuple):
     cosine: Tensor
     sine: Tensor
 
+    def split_width(self, along: Tensor) -> tuple[Tensor, ...]:
+        """Rows of the width's transform ``(w, ...)``: those of self-conjugate f2, cosines, sines."""
+        w = len(self.width)
+        return along.split((len(self_conjugate(w)), (w - 1) // 2, (w - 1) // 2))
+
+    def split_rows(self, rows: Tensor) -> list[Tensor]:
+        """Rows ``(h w, n)`` of the transform as three views ``(frequencies f2, rows of f1, n)``."""
+        w = len(self.width)
+        own, m = len(self_conjugate(w)), (w - 1) // 2
+        sizes = (own, len(self.own_real)), (own, len(self.own_pair)), (m, len(self.cosine))
+        parts = rows.split([math.prod(size) for size in sizes])
+        return [part.view(*size, rows.shape[1]) for part, size in zip(parts, sizes, strict=True)]
+
 
 def _stages(matrices: list[Tensor]) -> _Stages:
     th, tw = matrices
-    h = len(th)
-    own, m = len(self_conjugate(h)), (h - 1) // 2
+    own, m = len(self_conjugate(len(th))), (len(th) - 1) // 2
     c, s = th[own : own + m], th[own + m :]
-    # cos / sqrt(h) and -sin / sqrt(h), from rows of norm 1.
-    half = math.sqrt(0.5)
+    half = math.sqrt(0.5)  # rows have norm 1: cos / sqrt(h) and -sin / sqrt(h) are these by sqrt(1/2)
     c_half, s_half = c * half, s * half
-    none = torch.zeros_like(th[:own])
     # Rows f1 and -f1: the cosine is even in f1, the sine odd.
     even = torch.cat((th[:own], c_half, c_half))
-    odd = torch.cat((none, s_half, -s_half))
+    odd = torch.cat((torch.zeros_like(th[:own]), s_half, -s_half))
     return _Stages(
         tw,
         th[:own],
@@ -166,15 +173,15 @@ def to_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
         rows.view(h * w, n).addmm_(matrices[0], x.reshape(n, h * w).mT, beta=0)
         return rows
     p = _stages(matrices)
-    own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
     # (w, h, n): a view with the height where the products below contract it.
     along = x.new_empty(w, n * h).addmm_(p.width, x.reshape(n * h, w).mT, beta=0).view(w, n, h).mT
     # Self-conjugate f2 need a real transform along the height; other f2 mix cosine and sine rows to f1 and -f1.
-    first, second, third = rows.view(h * w, n).split((own * rh, own * mh, 2 * m * h))
-    _product(first.view(own, rh, n), p.own_real, along[:own])
-    _product(second.view(own, mh, n), p.own_pair, along[:own])
-    _product(third.view(m, 2 * h, n), p.cosine, along[own : own + m])
-    _product(third.view(m, 2 * h, n), p.sine, along[own + m :], add=True)
+    own, cosines, sines = p.split_width(along)
+    first, second, third = p.split_rows(rows.view(h * w, n))
+    _product(first, p.own_real, own)
+    _product(second, p.own_pair, own)
+    _product(third, p.cosine, cosines)
+    _product(third, p.sine, sines, add=True)
     return rows
 
 
@@ -188,14 +195,13 @@ def to_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
         x.view(n, h * w).addmm_(rows.mT, matrices[0], beta=0)
         return x
     p = _stages(matrices)
-    own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
-    first, second, third = rows.split((own * rh, own * mh, 2 * m * h))
+    first, second, third = (part.mT for part in p.split_rows(rows))
     along = rows.new_empty(w, n, h)
-    _product(along[:own], first.view(own, rh, n).mT, p.own_real)
-    _product(along[:own], second.view(own, mh, n).mT, p.own_pair, add=True)
-    third = third.view(m, 2 * h, n).mT
-    _product(along[own : own + m], third, p.cosine)
-    _product(along[own + m :], third, p.sine)
+    own, cosines, sines = p.split_width(along)
+    _product(own, first, p.own_real)
+    _product(own, second, p.own_pair, add=True)
+    _product(cosines, third, p.cosine)
+    _product(sines, third, p.sine)
     x.view(n * h, w).addmm_(along.view(w, n * h).mT, p.width, beta=0)
     return x
 
@@ -207,13 +213,8 @@ def pure_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
     if len(matrices) == 1:
         return (matrices[0] @ x.reshape(n, h * w).mT).reshape(h * w, b, c)
     p = _stages(matrices)
-    own, m = len(self_conjugate(w)), (w - 1) // 2
-    along = (p.width @ x.reshape(n * h, w).mT).reshape(w, n, h).mT
-    parts = (
-        p.own_real @ along[:own],
-        p.own_pair @ along[:own],
-        p.cosine @ along[own : own + m] + p.sine @ along[own + m :],
-    )
+    own, cosines, sines = p.split_width((p.width @ x.reshape(n * h, w).mT).reshape(w, n, h).mT)
+    parts = p.own_real @ own, p.own_pair @ own, p.cosine @ cosines + p.sine @ sines
     return torch.cat([part.reshape(-1, b, c) for part in parts])
 
 
@@ -225,9 +226,6 @@ def pure_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     if len(matrices) == 1:
         return (rows.mT @ matrices[0]).reshape(b, c, h, w)
     p = _stages(matrices)
-    own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
-    first, second, third = rows.split((own * rh, own * mh, 2 * m * h))
-    own_rows = first.reshape(own, rh, n).mT @ p.own_real + second.reshape(own, mh, n).mT @ p.own_pair
-    third = third.reshape(m, 2 * h, n).mT
-    along = torch.cat((own_rows, third @ p.cosine, third @ p.sine))
+    first, second, third = (part.mT for part in p.split_rows(rows))
+    along = torch.cat((first @ p.own_real + second @ p.own_pair, third @ p.cosine, third @ p.sine))
     return (along.reshape(w, n * h).mT @ p.width).reshape(b, c, h, w)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv.circular import circular_pad
-from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
+from lipkit.conv.patches import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.aol import safe_rsqrt
@@ -78,7 +78,7 @@ class Construction(nn.Module, ABC):
 
 
 class Aoc(Construction):
-    """Kernels by :func:`lipkit.conv.strided.aoc_kernel`: orthogonal."""
+    """Kernels by :func:`lipkit.conv.patches.aoc_kernel`: orthogonal."""
 
     projectors: nn.Parameter | None
     last: nn.Parameter | None
@@ -119,7 +119,7 @@ class Aoc(Construction):
 
 
 class Rko(Construction):
-    """Kernels that are semi-orthogonal as matrices, divided by :func:`lipkit.conv.strided.rko_factor`."""
+    """Kernels that are semi-orthogonal as matrices, divided by :func:`lipkit.conv.patches.rko_factor`."""
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
@@ -131,7 +131,7 @@ class Rko(Construction):
 
 
 class Aol(Construction):
-    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.strided.aol_scales`."""
+    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.patches.aol_scales`."""
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
@@ -336,7 +336,7 @@ class NativeConv2d(_Native):
 
     References:
         Boissin et al., ICML 2025 (AOC); Li et al., NeurIPS 2019 (BCOP, RKO); Prach & Lampert, ECCV 2022 (AOL); the
-        factors of strides and dilations are derived in :mod:`lipkit.conv.strided`.
+        factors of strides and dilations are derived in :mod:`lipkit.conv.patches`.
     """
 
     plain = nn.Conv2d

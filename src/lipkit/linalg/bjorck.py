@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like, near_one
 
 # Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of a 25th of
 # the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
@@ -30,17 +30,13 @@ def into_unit_ball(w: Tensor) -> Tensor:
 
 def with_gram(w: Tensor) -> tuple[Tensor, Tensor]:
     """X, the `into_unit_ball` of ``w``, and its Gram matrix X^* X."""
-    # Divided by its largest entry first: no square overflows or underflows. The quotient below does not depend on
-    # this constant, so it carries no gradient.
-    biggest = w.detach().abs().amax((-2, -1), keepdim=True)
-    w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
+    w = near_one(w)
     gram = w.mH @ w
     fourth = gram @ gram
-    schatten = torch.linalg.vector_norm(fourth, dim=(-2, -1))
-    rows = fourth.abs().sum(-1).amax(-1)
+    schatten = torch.linalg.vector_norm(fourth, dim=(-2, -1))  # ||G^2||_F, the fourth power of the Schatten 8-norm
+    rows = fourth.abs().sum(-1).amax(-1)  # ||G^2||_inf: a norm of a Hermitian matrix is at most this
     bound = torch.minimum(schatten, rows)[..., None, None]
-    bound = torch.where(bound > 0, bound, torch.ones_like(bound)).sqrt()
-    # bound is now at least ||W||^2: its root divides W, and it divides W^* W.
+    bound = torch.where(bound > 0, bound, 1).sqrt()  # at least ||W||^2: its root divides W, and it divides W^* W
     return w / bound.sqrt(), gram / bound
 
 
@@ -130,7 +126,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         return bjorck(w.mH, iterations, order).mH
     x, gram = with_gram(w)
     eye = eye_like(x)
-    limit = torch.finfo(x.dtype).eps ** 0.5 / 16
+    limit = torch.finfo(x.dtype).eps ** 0.5 / 16  # a step squares the error: below rounding after it
     done = 0
     if x.shape[-2] >= 2 * x.shape[-1] and iterations > 1:
         # (X S)^* (X S) = S^* G S: the same polynomials by small products, and X is multiplied once, at the end.
@@ -142,7 +138,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
             step = eye + _polynomial(q, order)
             factor, gram = factor @ step, step.mH @ gram @ step
             done += 1
-        x = x @ factor
+        x = x @ factor  # the only product of the larger side
     while done < iterations:
         q = eye - x.mH @ x
         x = x + x @ _polynomial(q, order)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipkit.linalg.accretive import accretive_inverse, blocks_pay, inverse_by_blocks
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Up to this side, torch's derivative of one matrix takes less time.
 SMALL = 128
@@ -105,14 +105,12 @@ class _Cayley(torch.autograd.Function):
         return made.mH.resolve_conj() if m < n else made
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
         (g,) = grads
         w, x = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
-                found: Tensor = torch.func.vjp(_plain, w)[1](g)[0]
-                return found
+                return plain_gradients(_plain, (w,), g)[0]
             if w.shape[-2] < w.shape[-1]:
                 return _gradient(w.mH, x, g.mH).mH.resolve_conj()
             return _gradient(w, x, g)
@@ -141,10 +139,7 @@ class Factors(NamedTuple):
 def factorize(transposed: Tensor, rows: int) -> Factors:
     r"""Prepare :func:`solve_rows` with N, given its transpose, for about ``rows`` right-hand sides. No derivative.
 
-    Args:
-        transposed: :math:`N^\top` ``(F, n, n)``, with :math:`N + N^* \succeq 2 I`: a contiguous one is factorised
-            without a copy in another order.
-        rows: number of right-hand sides.
+    It has :math:`N + N^* \succeq 2 I`. A contiguous transpose ``(F, n, n)`` is factorised without a reordered copy.
 
     Cost:
         On one core, LU factors take 8/3 n^3 operations at a third of the rate of a matrix product; the two solves of a
@@ -157,12 +152,10 @@ def factorize(transposed: Tensor, rows: int) -> Factors:
     """
     n = transposed.shape[-1]
     if 2 * rows >= n and blocks_pay(transposed):
-        # The inverse of N^T stays as it is: a row of h is a row of b times N^-T.
-        return Factors(inverse_by_blocks(transposed), None)
+        return Factors(inverse_by_blocks(transposed), None)  # of N^T: a row of h is a row of b times N^-T
     if 2 * rows > 3 * n:
         return Factors(torch.linalg.inv_ex(transposed).inverse, None)
-    # LAPACK factorises columns: the view N of a contiguous N^T is in its order.
-    return Factors(*torch.linalg.lu_factor_ex(transposed.mT)[:2])
+    return Factors(*torch.linalg.lu_factor_ex(transposed.mT)[:2])  # by columns, the order of a contiguous N^T
 
 
 def solve_rows(factors: Factors, b: Tensor, *, transposed: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lipkit.errors import ShapeError
 from lipkit.linalg.cayley import Factors, cayley, factorize, solve_rows
 from lipkit.linalg.matrices import mirrored_product
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 
 def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +77,7 @@ def _parts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _transposed(own: Tensor, rest: Tensor, wide: bool) -> Tensor:
     """The transpose of N."""
-    made = own.mT - own
+    made = own.mT - own  # N^T = I - W_1 + W_1^T + G, G symmetric
     if rest.numel():
         one, two = (rest, rest.mT) if wide else (rest.mT, rest)
         made += mirrored_product(one, two, torch.empty_like(made))
@@ -120,10 +120,7 @@ class _Product(torch.autograd.Function):
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # A second derivative, or a batch of gradients, needs differentiable operations.
-                given = (weight, x) if bias is None else (weight, x, bias)
-                found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1](g)
-                return (*found, None)[:3]
+                return plain_gradients(_plain, (weight, x, bias), g)
             for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
         for_bias = g.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return for_weight, for_x, for_bias
@@ -148,16 +145,16 @@ def _gradients(
     rounded_h, rounded_k = h.to(x.dtype), (k * -2).to(x.dtype)
     for_x, moved_k = None, None
     if asked[1]:
-        for_x = torch.lerp(first, k, 2.0).to(x.dtype)
+        for_x = torch.lerp(first, k, 2.0).to(x.dtype)  # 2 k - g_1
         if wide:
             moved_k = rounded_k @ rest
             for_x = torch.cat((for_x, moved_k), 1)
     if not asked[0]:
         return None, for_x
-    normal = (rounded_k.mT @ rounded_h).to(weight.dtype)
+    normal = (rounded_k.mT @ rounded_h).to(weight.dtype)  # the gradient of N, -2 k h^T
     made = torch.empty_like(weight)
     for_own, for_rest = _parts(made)
-    torch.sub(normal, normal.mT, out=for_own)
+    torch.sub(normal, normal.mT, out=for_own)  # N holds W_1 - W_1^T
     if m == n:
         return made, for_x
     beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])

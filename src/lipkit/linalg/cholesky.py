@@ -8,20 +8,17 @@ from torch import Tensor
 
 from lipkit.errors import OptionError
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one
 
 
 def _divided(w: Tensor, share: float) -> Tensor:
     """``W L^{-*}`` of tall matrices, with ``L L* = W* W + share trace(W* W) I``; zero ones stay zero."""
-    # Dividing by the largest entry keeps squares from over- and underflow; the result does not depend on it.
-    biggest = w.detach().abs().amax((-2, -1), keepdim=True)
-    w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
+    w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
-    shift = torch.where(biggest > 0, share * trace, torch.ones_like(trace))
+    shift = torch.where(trace > 0, share * trace, 1)  # of zero matrices any number: the factor only has to exist
     factor = torch.linalg.cholesky_ex(gram + shift * eye_like(gram))[0]
-    # L^-1 W^* is (W L^-*)^*.
-    return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH
+    return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH  # L^-1 W^* is (W L^-*)^*
 
 
 def cholesky(w: Tensor, share: float = 1e-3) -> Tensor:
@@ -109,14 +106,8 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
     .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 
     S is the closing step of :func:`block_reflector`: both are the same function where V loses its rank, too.
-
-    Args:
-        x: ``(..., B, k)`` with k at most n, continued by zeros to n.
-        v: ``(..., n, m)`` with n >= m, in the dtype of ``x``, which is float32 or float64, real or complex.
-        size: of each row of the product, at most n.
-
-    Returns:
-        ``(..., B, size)``.
+    Rows ``(..., B, k)``, k at most n, are continued by zeros to n, those of the product cut to ``size``. V is
+    ``(..., n, m)`` in the dtype of x, float32 or float64, real or complex.
 
     Guarantee:
         A contraction up to rounding, for every ``v``.
@@ -124,9 +115,6 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
     Cost:
         One Cholesky factorisation and one triangular solve of size m, two products of ``n m^2``, two of ``B n m`` and
         two of ``B m^2``.
-
-    Raises:
-        ShapeError: ``v`` is not a floating or complex matrix. OptionError: more columns than rows.
 
     >>> reflect(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [1.0]]), 2).round(decimals=5).tolist()
     [[-2.0, -1.0]]
@@ -136,7 +124,7 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
     outwards, back = q.mT, q.conj().resolve_conj()
     s, gram = x @ back[..., :k, :], outwards @ back
     for _ in range(2):
-        s = 1.5 * s - 0.5 * (s @ gram)
+        s = 1.5 * s - 0.5 * (s @ gram)  # S acts once from each side of V: twice in all
     padded = F.pad(x, [0, size - k]) if size > k else x[..., :size]
     return padded - 2 * s @ outwards[..., :size]
 

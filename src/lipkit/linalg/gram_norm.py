@@ -1,6 +1,6 @@
 r"""A smooth upper bound of the spectral norm by squaring the Gram matrix, with a cheap backward pass.
 
-With :math:`G = A A^\top`, the bound is :math:`\|G^{64}\|_F^{1/128}`. All powers of G commute, so its gradient is
+All powers of :math:`G = A A^\top` commute, so the gradient of :math:`\|G^{64}\|_F^{1/128}` has the factor
 :math:`G^{127} = G^{64} G^{32} \cdots G`, a product of the powers that the forward pass makes. These are six products;
 differentiating the squarings one by one takes twelve. One triangle of each product is enough.
 """
@@ -17,7 +17,7 @@ from lipkit.errors import OptionError
 from lipkit.linalg.exponential import schatten_bound
 from lipkit.linalg.matrices import check_matrix, mirrored_product
 from lipkit.linalg.precision import product_settings, reduced_products
-from lipkit.linalg.transforms import outside, transformed
+from lipkit.linalg.transforms import outside, plain_gradients, transformed
 
 SQUARINGS = 6
 # Smaller bounds are raised to this, so that slopes stay finite at zero.
@@ -81,11 +81,6 @@ def _transformed(a: Tensor) -> Tensor:
     return bound + (plain - fixed) * (bound / fixed)
 
 
-def _working_dtype(a: Tensor) -> torch.dtype:
-    exact = not reduced_products(product_settings(a.device.type))
-    return torch.float32 if a.dtype != torch.float64 and exact else torch.float64
-
-
 def _frobenius(x: Tensor) -> Tensor:
     """Upper bound of the Frobenius norm: rows in the dtype of x, their sum in float64, underflow included."""
     info, rows = torch.finfo(x.dtype), len(x)
@@ -108,7 +103,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     in ``tiny`` cover underflow.
     """
     info, rows = torch.finfo(dtype), len(gram)
-    unit = info.eps / 2
+    unit = info.eps / 2  # the unit roundoff
     gamma = rows * unit / (1 - rows * unit)
     exponents = [_exponent(gram)]
     powers = [torch.ldexp(gram, -exponents[0]).to(dtype)]
@@ -118,7 +113,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         powers.append(square.mul_(torch.ldexp(torch.ones_like(exponents[-1], dtype=dtype), -exponents[-1])))
     sizes = [_frobenius(power) for power in powers]
     # From X_6 back to X_0. c is 2^-exponent, so ldexp by the exponent undoes it, without rounding.
-    bound = sizes[-1]
+    bound = sizes[-1]  # ||X_6|| <= f_6
     for exponent, size in zip(exponents[:0:-1], sizes[-2::-1], strict=True):
         bound = torch.ldexp(bound + rows * info.tiny, exponent) + gamma * size**2 + rows**2 * info.tiny
         bound = bound.sqrt()
@@ -132,7 +127,8 @@ def _proved(a: Tensor) -> tuple[Tensor, list[Tensor]]:
     wide = a.double()
     wide = wide if a.shape[0] <= a.shape[1] else wide.mT
     gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
-    bound, powers = _powers(gram, _working_dtype(a))
+    exact = not reduced_products(product_settings(a.device.type))
+    bound, powers = _powers(gram, torch.float32 if a.dtype != torch.float64 and exact else torch.float64)
     # The Gram matrix itself is off by at most gamma_n ||A||_F^2.
     error = (wide.shape[1] + 4) * 2.0**-52 * gram.diagonal().sum()
     return (bound + error).sqrt().clamp_min(SMALLEST) * (1 + 1e-12), powers
@@ -162,22 +158,20 @@ class _GramNorm(torch.autograd.Function):
         if g is None:
             return None
         if torch.is_grad_enabled() or transformed():
-            # A second derivative, or a batch of gradients, needs differentiable operations.
-            return torch.func.vjp(_plain, a)[1](g)[0]
+            return plain_gradients(_plain, (a,), g)[0]
         if a.device.type == "cpu" and float(g) == 0:
             # Only the smaller of two bounds carries a gradient: this was the larger one.
             return torch.zeros_like(a)
         with torch.autocast(a.device.type, enabled=False):
-            # Two buffers in turn; powers[0] is saved for further backward passes and never overwritten.
-            product, other = powers[0], torch.empty_like(powers[0])
-            for power in powers[1:]:
-                made = mirrored_product(product, power, other)
-                other = torch.empty_like(product) if product is powers[0] else product
-                product = made
+            # Two buffers in turn: powers[0] is saved for further backward passes and never overwritten.
+            product, rooms = powers[0], [torch.empty_like(powers[0]) for _ in range(2)]
+            for number, power in enumerate(powers[1:]):
+                product = mirrored_product(product, power, rooms[number % 2])
             matrix = a if a.shape[0] <= a.shape[1] else a.mT
             through = product.to(a.dtype) @ matrix
         # The bound is N^(1/2), N^128 = tr G^128 = <G^127 A, A>, whose derivative is 256 <G^127 A, dA>. The scales of
         # the powers cancel from the quotient.
         factor = g * bound / (through.double() * matrix).sum()
-        gradient = through * torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0).to(a.dtype)
+        factor = torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0)  # a bound that was raised is constant
+        gradient = through * factor.to(a.dtype)
         return gradient if a.shape[0] <= a.shape[1] else gradient.mT

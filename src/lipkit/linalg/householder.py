@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one
 
 
 def householder(w: Tensor) -> Tensor:
@@ -51,11 +51,9 @@ def householder(w: Tensor) -> Tensor:
     m, n = w.shape[-2:]
     if m < n:
         return householder(w.mH).mH
-    # Dividing by the largest entry keeps squares from over- and underflow; V does not depend on this constant.
-    biggest = w.detach().abs().amax(-2, keepdim=True)
-    w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
+    w = near_one(w, -2)  # each column by itself
     norms = torch.linalg.vector_norm(w, dim=-2, keepdim=True)
-    v = w / torch.where(norms > 0, norms, torch.ones_like(norms))
+    v = w / torch.where(norms > 0, norms, 1)
     # The product of all n reflections is I - V T^-1 V*, so one triangular solve replaces n rank-one updates.
     t = 0.5 * eye_like(v) + torch.triu(v.mH @ v, diagonal=1)
     solved = torch.linalg.solve_triangular(t, v[..., :n, :].mH, upper=True)

@@ -11,14 +11,26 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 
 
+def check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise ``OptionError`` unless ``value`` is an integer of at least ``least`` and at most ``most``, if given.
+
+    >>> check_integer("terms", True, 1, 100)
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: terms: expected an integer from 1 to 100, got True
+    """
+    fits = isinstance(value, int) and not isinstance(value, bool)  # True and False are integers to Python
+    if not fits or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise OptionError(f"{name}: expected an integer {limits}, got {value!r}")
+
+
 def check_positive(**values: int) -> None:
     """Raise ``OptionError`` unless every value is an integer of at least 1.
 
     >>> check_positive(iterations=3, order=1)
     """
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+        check_integer(name, value, 1)
 
 
 def check_matrix(a: Tensor, name: str = "w") -> None:
@@ -32,6 +44,15 @@ def check_matrix(a: Tensor, name: str = "w") -> None:
 def at_least_float32(a: Tensor) -> Tensor:
     """``a``, widened to float32 if it is half precision: constrained weights need that much."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+
+
+def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
+    """``w`` divided by its largest entry, so that no square over- or underflows; zeros stay zeros.
+
+    For functions that do not depend on the scale: the divisor carries no gradient.
+    """
+    biggest = w.detach().abs().amax(dim, keepdim=True)
+    return w / torch.where(biggest > 0, biggest, 1)
 
 
 def eye_like(a: Tensor, n: int | None = None) -> Tensor:
@@ -105,16 +126,14 @@ PANEL = 64
 CACHED = 2**19
 
 
-def cached_parts(count: int, each: int, device: torch.device) -> list[slice]:
-    """Slices of ``count`` matrices of ``each`` bytes that fit the cache of a CPU; one slice for all elsewhere.
+def cached_count(count: int, each: int, device: torch.device) -> int:
+    """How many of ``count`` matrices of ``each`` bytes fit the cache of a CPU, at least 1; all of them elsewhere.
 
-    >>> cached_parts(5, 200_000, torch.device("cpu"))
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    >>> cached_count(5, 200_000, torch.device("cpu")), cached_count(0, 8, torch.device("cpu"))
+    (2, 1)
     """
-    step = max(1, CACHED // each)
-    if torch.compiler.is_compiling() or device.type != "cpu":
-        step = max(1, count)
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+    everything = torch.compiler.is_compiling() or device.type != "cpu"
+    return max(1, count if everything else min(count, CACHED // each))
 
 
 Mirror = Literal["transpose", "negative", "adjoint"]
@@ -123,12 +142,8 @@ Mirror = Literal["transpose", "negative", "adjoint"]
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transpose") -> Tensor:
     """The product ``x @ y`` in ``out``, where it is its own mirror image: large ones are computed above the diagonal.
 
-    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are.
-
-    Args:
-        x, y: ``(..., c, n)`` and ``(..., n, c)`` of the same dimensions, at most three.
-        out: ``(..., c, c)``, overwritten.
-        mirror: what the product equals: its transpose, the negative of it (real skew matrices), or its adjoint.
+    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are: equal to their transpose,
+    the negative of it (real skew matrices), or their adjoint. The factors have the same dimensions, at most three.
 
     >>> a = torch.arange(6.0).reshape(2, 3)
     >>> mirrored_product(a, a.mT, torch.empty(2, 2))

@@ -43,7 +43,7 @@ def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -
     n = max(u.shape[-2:])
     along = change @ vh.mH
     inner = u.mH @ along
-    sums = s[..., :, None] + s[..., None, :]
+    sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
     result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
     if u.shape[-2] > u.shape[-1]:
         # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.

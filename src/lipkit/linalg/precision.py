@@ -88,10 +88,8 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 def flushes(workers: bool = True) -> bool:
     """True if numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
 
-    The mode belongs to a thread, and new threads inherit it: torch's workers may differ from the caller.
-
-    Args:
-        workers: whether torch's worker threads, if it has any, are tested as well.
+    The mode belongs to a thread, and new threads inherit it: torch's ``workers``, if it has any, may differ from the
+    caller.
 
     >>> flushes()
     False

@@ -34,11 +34,7 @@ def _in_blocks(v: Tensor, d11: Tensor, block: int, phi: Function) -> Tensor:
 
 
 class Stream:
-    """A system that runs step by step and holds its state: one step takes little more than its two products.
-
-    Args:
-        matrix, bias, states, units, block, phi: as :func:`simulate`; they are copied.
-        batch: how many sequences run at once.
+    """:func:`simulate` step by step, on so many sequences at once: one step takes little more than its two products.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
     >>> stream = Stream(half, torch.zeros(2), 1, (0, 0), 1, torch.relu, 1)
@@ -105,7 +101,7 @@ def simulate(
     driven = F.linear(steps, inputs[: nv + states], bias[: nv + states])
     own = matrix[:, : nw + states]
     if alone and not transformed() and not torch.compiler.is_compiling():
-        after: Tensor = _Scan.apply(driven, own[: nv + states], states, block, phi)
+        after: Tensor = _Scan.apply(driven, own[: nv + states], states, block, phi)  # (w_t, x_t) at all steps
     else:
         after = _loop(driven, own[: nv + states], states, (nv, nw), block, phi)
     y = F.linear(after, own[nv + states :]) + F.linear(steps, inputs[nv + states :], bias[nv + states :])
@@ -192,7 +188,7 @@ class _Scan(torch.autograd.Function):
                 torch.addmm(g[:, nv:], v, read, out=to_x[t - 1])
         own_grad = found.reshape(-1, width).t() @ after.reshape(-1, width)
         order = torch.arange(nv, device=grad.device) // block
-        own_grad[:nv, :nv] *= order[:, None] > order
+        own_grad[:nv, :nv] *= order[:, None] > order  # D11 counts below its diagonal blocks alone
         return found, own_grad, None, None, None
 
 

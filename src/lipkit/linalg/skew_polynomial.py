@@ -22,17 +22,25 @@ so the polynomial takes products of m x m matrices and one by V. So does the bou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.errors import OptionError
 from lipkit.linalg.exponential import SMALLEST_NORM, SQUARINGS, check_terms, skew_bound, skew_part, taylor
-from lipkit.linalg.matrices import at_least_float32, cached_parts, check_matrix, eye_like, mirrored_product
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.matrices import (
+    at_least_float32,
+    cached_count,
+    check_integer,
+    check_matrix,
+    eye_like,
+    mirrored_product,
+)
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 # From this ratio of columns to rows on, `wide_taylor_exponential` takes fewer products than the square matrix.
 WIDE = 2.5
@@ -52,7 +60,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
     r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), with :math:`\beta` of ``skew_bound``.
 
-    Equal to :func:`taylor_exponential` up to rounding, without its checks. Differentiable any number of times.
+    :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times.
 
     Cost:
         About 29 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
@@ -120,17 +128,7 @@ class Powers(NamedTuple):
 
     scale: Tensor
     share: Tensor
-    squares: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> Powers:
-        """Powers from ``flat``."""
-        return Powers(tensors[0], tensors[1], tuple(tensors[2:]))
-
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        """All tensors in one row."""
-        return self.scale, self.share, *self.squares
+    squares: Sequence[Tensor]
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
@@ -140,33 +138,27 @@ def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
 
-def empty_powers(batch: Sequence[int], c: int, like: Tensor, squarings: int) -> Powers:
-    """Room for the powers of matrices ``(*batch, c, c)``, in the dtype and on the device of ``like``."""
-    scale, share = (like.new_empty(*batch, 1, 1) for _ in range(2))
-    return Powers(scale, share, tuple(_spaced(batch, c, like) for _ in range(squarings + 1)))
-
-
-def fill_powers(smallest: float, out: Powers) -> None:
+def _fill_powers(out: Powers) -> None:
     r"""Common part of value and gradient, for the skew A ``(n, c, c)`` in ``out.squares[0]``, written into ``out``.
 
     ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that share a has at most the norm 1, but not more than
-    ``scale / smallest``: matrices of a smaller norm are not scaled up.
+    ``scale / SMALLEST_NORM``: matrices of a smaller norm are not scaled up.
     """
     a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
     # The eigenvalues get the mean square 1, so no power up to the eighth under- or overflows.
-    out.scale.copy_((norm / math.sqrt(a.shape[-1])).clamp_min(smallest))
+    out.scale.copy_((norm / math.sqrt(a.shape[-1])).clamp_min(SMALLEST_NORM))
     a.mul_(1 / out.scale)
     degree, beta = 1, torch.ones_like(norm)
-    for before, power in zip(out.squares[:-1], out.squares[1:], strict=True):
+    for before, power in pairwise(out.squares):
         degree *= 2
         mirrored_product(before, before, power)
         if degree >= 8:
             norm = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True)
-            beta = beta * norm ** (1 / degree)
+            beta = beta * norm ** (1 / degree)  # ||a^p||^(1/p) as a product over the divisors
             power.mul_(torch.where(norm > 0, 1 / norm, 1.0))
     # Eigenvalues of a real skew matrix come in pairs: half of ||a^p||^2 bounds ||a||^2p, whence 2^(1/2p).
-    torch.minimum(2 ** (0.5 / degree) / beta, out.scale / smallest, out=out.share)
+    torch.minimum(2 ** (0.5 / degree) / beta, out.scale / SMALLEST_NORM, out=out.share)
 
 
 def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
@@ -174,59 +166,40 @@ def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
     return [t**i * (1 / math.factorial(i) if i <= terms else 0.0) for i in range(MAX_DEGREE + 1)]
 
 
-def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, out: Tensor | None = None) -> Tensor:
+def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, out: Tensor) -> Tensor:
     """``constant + second a^2 + fourth a^4``."""
     made = torch.mul(p.squares[1], second, out=out).addcmul_(p.squares[2], fourth)
     made.diagonal(dim1=-2, dim2=-1).add_(constant[..., 0])
     return made
 
 
-class Room(NamedTuple):
-    """Buffers ``(n, c, c)``, allocated once for all groups: fresh memory costs as much as a pass over it."""
-
-    one: Tensor
-    two: Tensor
-    three: Tensor
-    four: Tensor
-    five: Tensor
-
-    def of(self, count: int) -> Room:
-        """The room of the first ``count`` matrices."""
-        return Room(*(t[:count] for t in self))
-
-
-def room_for(count: int, c: int, like: Tensor) -> Room:
-    """Room for ``count`` matrices of side c, in the dtype and on the device of ``like``."""
-    return Room(*(_spaced((count,), c, like) for _ in Room._fields))
-
-
-def value(p: Powers, terms: int, room: Room, out: Tensor) -> Tensor:
+def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
     """Fill ``out`` ``(n, c, c)`` with the polynomial of share a: an even and an odd part."""
     c = _coefficients(p.share, terms)
-    factor = _combination(p, c[1], c[3], c[5], room.one)
-    odd = mirrored_product(p.squares[0], factor, room.two, mirror="negative")
-    return _combination(p, c[0], c[2], c[4], out).add_(odd)
+    factor = _combination(p, c[1], c[3], c[5], room[0])
+    odd = mirrored_product(p.squares[0], factor, room[1], mirror="negative")
+    _combination(p, c[0], c[2], c[4], out).add_(odd)
 
 
-def gradient(p: Powers, g: Tensor, terms: int, smallest: float, room: Room, out: Tensor) -> None:
+def _gradient(p: Powers, g: Tensor, terms: int, room: Tensor, out: Tensor) -> None:
     """Fill ``out`` with the gradient of W, the unscaled A being W - W^T, from the upstream ``g`` ``(n, c, c)``."""
     t, (a, a2, a4, *higher) = p.share, p.squares
     c = _coefficients(t, terms)
     # Twice the even part: the halves below go into the coefficients.
-    even = torch.add(g, g.mT, out=room.one)
-    skew = torch.sub(g, even, alpha=0.5, out=room.two)
-    odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room.three), out=room.four)
-    product = torch.bmm(a, skew, out=room.three)
+    even = torch.add(g, g.mT, out=room[0])  # G + G^T
+    skew = torch.sub(g, even, alpha=0.5, out=room[1])  # (G - G^T) / 2
+    odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room[2]), out=room[3])
+    product = torch.bmm(a, skew, out=room[2])
     # The gradient of the factor is a^T skew = -a skew (the sign is in the coefficients), of which only the
     # self-adjoint part acts, since the factor is self-adjoint.
-    around = torch.add(product, product.mT, out=room.five)
+    around = torch.add(product, product.mT, out=room[4])
     g2 = torch.mul(even, c[2] / 2, out=skew).addcmul_(around, c[3] / -2)
     g4 = torch.mul(even, c[4] / 2, out=even).addcmul_(around, c[5] / -2)
     # The derivative along A itself weighs each power by its exponent. It acts through share = ||a^p||^(-1/p), unless
     # share is at its upper limit, and adds a multiple of a^(2p - 4) to the gradient of a^4.
     dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, a), (g2, a2), (g4, a4))]
     along = dots[0] + 2 * dots[1] + 4 * dots[2]
-    slope = torch.where(t < p.scale / smallest, along / -4, torch.zeros_like(t))
+    slope = torch.where(t < p.scale / SMALLEST_NORM, along / -4, torch.zeros_like(t))
     # 4 + 8 + ... + p = 2 p - 4: the product of the stored powers is a^(2p - 4).
     chain, spare = a4, (product, around)
     for number, power in enumerate(higher):
@@ -290,8 +263,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
 
 def check_squarings(squarings: int) -> None:
     """Raise ``OptionError`` unless ``squarings`` is an integer from 3 to 6."""
-    if isinstance(squarings, bool) or not isinstance(squarings, int) or not 3 <= squarings <= 6:
-        raise OptionError(f"squarings: expected an integer from 3 to 6, got {squarings!r}")
+    check_integer("squarings", squarings, 3, 6)
 
 
 def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
@@ -301,9 +273,21 @@ def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Te
     return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
 
 
-def _count(group: slice) -> int:
-    length: int = group.stop - group.start
-    return length
+def _squares(w: Tensor) -> Tensor:
+    """Matrices ``(..., m, n)`` padded with zeros to squares, in one row: ``(N, c, c)``."""
+    m, n = w.shape[-2:]
+    c = max(m, n)
+    return (w if m == n else F.pad(w, (0, c - n, 0, c - m))).reshape(-1, c, c)
+
+
+def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Powers, Tensor]]:
+    """Matrices ``(N, c, c)`` in groups that fit the cache, the part of ``out``, the powers and five buffers of each."""
+    c = square.shape[-1]
+    step = cached_count(len(square), c**2 * square.element_size(), square.device)
+    room = _spaced((5, step), c, square)  # once for all groups: fresh memory costs as much as a pass over it
+    rows = (t.reshape(-1, *t.shape[-2:]) for t in kept)
+    for part, made, scale, share, *squares in zip(*(t.split(step) for t in (square, out, *rows)), strict=True):
+        yield part, made, Powers(scale, share, squares), room[:, : len(part)]
 
 
 class _TaylorExponential(torch.autograd.Function):
@@ -315,25 +299,14 @@ class _TaylorExponential(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor, terms: int, squarings: int) -> tuple[Tensor, ...]:
-        *batch, m, n = w.shape
-        c = max(m, n)
-        made = w.new_empty(w.shape)
-        kept = empty_powers(batch, c, w, squarings).flat
-        w, flat, *rows = (t.reshape(-1, *t.shape[-2:]) for t in (w, made, *kept))
-        groups = cached_parts(len(flat), c**2 * w.element_size(), w.device)
-        room = room_for(max(map(_count, groups)), c, w)
-        for group in groups:
-            part, own = Powers.of([t[group] for t in rows]), room.of(_count(group))
-            if m == n:
-                torch.sub(w[group], w[group].mT, out=part.squares[0])
-            else:
-                part.squares[0].copy_(skew_part(w[group]))
-            fill_powers(SMALLEST_NORM, part)
-            if m == n:
-                value(part, terms, own, flat[group])
-            else:
-                flat[group] = value(part, terms, own, own.three)[:, :m, :n]
-        return made, *kept
+        (*batch, m, n), square = w.shape, _squares(w)
+        c, made = square.shape[-1], square.new_empty(square.shape)
+        kept = [w.new_empty(*batch, 1, 1) for _ in range(2)] + [_spaced(batch, c, w) for _ in range(squarings + 1)]
+        for part, out, powers, room in _groups(square, made, kept):
+            torch.sub(part, part.mT, out=powers.squares[0])
+            _fill_powers(powers)
+            _value(powers, terms, room, out)
+        return made.view(*batch, c, c)[..., :m, :n].contiguous(), *kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -349,25 +322,13 @@ class _TaylorExponential(torch.autograd.Function):
             return None, None, None
         w, *kept = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed():
-            # A second derivative, or a batch of gradients, needs differentiable operations.
-            return torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms, ctx.squarings), w)[1](g)[0], None, None
-        m, n = w.shape[-2:]
-        c = max(m, n)
-        flat = g.reshape(-1, m, n)
-        made = g.new_empty(g.shape)
-        rows = made.view(-1, m, n)
-        groups = cached_parts(len(flat), c**2 * w.element_size(), w.device)
-        room = room_for(max(map(_count, groups)), c, g)
-        for group in groups:
-            part = Powers.of([t.reshape(-1, *t.shape[-2:])[group] for t in kept])
-            padded = F.pad(flat[group], (0, c - n, 0, c - m)) if m != n else flat[group]
-            own = room.of(_count(group))
-            if m == n:
-                gradient(part, padded, ctx.terms, SMALLEST_NORM, own, rows[group])
-            else:
-                gradient(part, padded, ctx.terms, SMALLEST_NORM, own, own.one)
-                rows[group] = own.one[:, :m, :n]
-        return made, None, None
+            plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
+            return plain_gradients(plain, (w,), g)[0], None, None
+        (*batch, m, n), square = g.shape, _squares(g)
+        made = square.new_empty(square.shape)
+        for part, out, powers, room in _groups(square, made, kept):
+            _gradient(powers, part, ctx.terms, room, out)
+        return made.view(*batch, *square.shape[1:])[..., :m, :n].contiguous(), None, None
 
     @staticmethod
     def vmap(

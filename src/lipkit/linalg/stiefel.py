@@ -23,10 +23,6 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 
     It is the gradient in the Euclidean metric: orthogonal to every normal direction S W, S symmetric.
 
-    Args:
-        w: ``(..., m, n)``, semi-orthogonal.
-        g: of the same shape.
-
     >>> w = torch.eye(2)
     >>> tangent(w, torch.tensor([[5.0, 1.0], [0.0, 7.0]])).tolist()
     [[0.0, 0.5], [-0.5, 0.0]]
@@ -56,7 +52,7 @@ def sign_factor(gram: Tensor, steps: int) -> Tensor:
         if number + 1 < steps:
             # q is a polynomial in k, so q k q is the Gram matrix of the next iterate: T itself is never multiplied.
             k = _mirrored(_mirrored(q, k), q)
-    return p * scale.rsqrt()
+    return p * scale.rsqrt()  # P was made for T / ||T||_F
 
 
 def _mirrored(a: Tensor, b: Tensor) -> Tensor:
@@ -77,21 +73,11 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     :math:`\tfrac58 (\alpha \sigma)^6` for a singular value :math:`\sigma` of U. For square W with
     :math:`(U W^T)^2 = -I` this is a rotation by :math:`\arctan \alpha` in every plane of :math:`U W^T`.
 
+    The angle is in radians, 0.01 to 0.05 in practice; ``steps`` are those of the iteration for U. A wide or tall W
+    corrects its rounding itself; a square one accumulates it: call `retract` from time to time.
+
     Cost:
         Six products of size m m n, and about 25 of size m m m (square: 20 in all).
-
-    Args:
-        w: ``(..., m, n)``, semi-orthogonal.
-        g: gradient, or its average, of the same shape.
-        angle: :math:`\alpha`, in radians; 0.01 to 0.05 in practice.
-        steps: of the iteration for U.
-
-    Returns:
-        The new W. A wide or tall one corrects its rounding itself; a square one accumulates it: call `retract` from
-        time to time.
-
-    Raises:
-        ShapeError: not matrices. OptionError: ``steps`` below 1.
 
     >>> w = spectral_step(torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 0.0]]), 0.1, steps=6)
     >>> bool(((w @ w.mT - torch.eye(2)).abs() < 1e-4).all()), bool(w[0, 1] < -0.05)
@@ -129,10 +115,7 @@ def _closing(gram: Tensor) -> Tensor:
 
 
 def retract(w: Tensor) -> Tensor:
-    r"""The semi-orthogonal matrix nearest to W, by two cubic steps where it is near, else by an exact polar factor.
-
-    Args:
-        w: ``(..., m, n)``, real.
+    r"""The semi-orthogonal matrix nearest to a real W, by two cubic steps where it is near, else by a polar factor.
 
     >>> retract(torch.tensor([[1.01, 0.0], [0.0, 0.99]])).allclose(torch.eye(2), atol=1e-6)
     True
@@ -144,5 +127,5 @@ def retract(w: Tensor) -> Tensor:
         gram = w @ w.mT
         if not bool((torch.linalg.matrix_norm(gram - eye_like(gram)) < NEAR).all()):
             return polar(w)
-        w = 1.5 * w - 0.5 * gram @ w
+        w = 1.5 * w - 0.5 * gram @ w  # Björck's step: the residual is squared
     return w

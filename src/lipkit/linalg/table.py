@@ -61,9 +61,6 @@ def proved(function: Orthogonalize) -> bool:
 def orthogonalized(function: Orthogonalize, w: Tensor) -> Tensor:
     """``function(w)``, checked to have the shape of ``w``.
 
-    Raises:
-        ShapeError: it has another shape.
-
     >>> import torch
     >>> orthogonalized(cayley, torch.zeros(3, 2)).shape
     torch.Size([3, 2])

@@ -7,7 +7,7 @@ writes into preallocated memory takes another path inside a transform.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,6 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from lipkit.errors import OptionError
-
-
-@contextlib.contextmanager
-def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
-    """Leave all transforms of ``torch.func`` in the block; yields the tensor they wrap, None for a ``vmap`` batch."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    functorch = torch._C._functorch
-    while functorch.is_gradtrackingtensor(a):
-        a = functorch.get_unwrapped(a)
-    if functorch.is_batchedtensor(a):
-        yield None
-        return
-    with temporarily_clear_interpreter_stack():
-        yield a.detach()
 
 
 def nnpack_enabled() -> bool:
@@ -69,30 +54,24 @@ def transformed(gradient: Tensor | None = None) -> bool:
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 
 
-def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """A faster twin of the function for calls outside of all transforms.
+def plain_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], g: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``function(*inputs)`` from the upstream ``g``, None for an input that is None.
 
-    Torch reads the signature of a function with ``setup_context`` at every call, which takes longer than an operation
-    on a small tensor.
+    Operations that can be differentiated again, and batched: what a backward pass written by hand cannot do itself.
 
-    Args:
-        function: with a forward of inputs alone, and ``setup_context``.
-
-    >>> class Twice(torch.autograd.Function):
-    ...     forward = staticmethod(lambda x: 2 * x)
-    ...     setup_context = staticmethod(lambda ctx, inputs, output: None)
-    ...     backward = staticmethod(lambda ctx, g: 2 * g)
-    >>> directly(Twice).apply(torch.ones(1, requires_grad=True)).grad_fn.name()
-    'TwiceBackward'
+    >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1), None), torch.ones(1))
+    (tensor([3.]), None)
     """
+    given = [t for t in inputs if t is not None]
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
-        return output
+    def filled(*values: Tensor) -> Tensor:
+        left = iter(values)
+        return function(*(None if t is None else next(left) for t in inputs))
 
-    without = staticmethod(torch.autograd.Function.setup_context)
-    return type(function.__name__, (function,), {"forward": staticmethod(forward), "setup_context": without})
+    found = iter(torch.func.vjp(filled, *given)[1](g))
+    return tuple(None if t is None else next(found) for t in inputs)
 
 
 def differentiated(a: Tensor) -> bool:
@@ -108,10 +87,8 @@ def differentiated(a: Tensor) -> bool:
 def outside(a: Tensor) -> Iterator[Tensor]:
     """Yields the values of ``a`` without graph and tangent; inside the block no transform of ``torch.func`` is active.
 
-    For proofs, which read values and hand them to other libraries. Surrounding transforms see constants.
-
-    Raises:
-        OptionError: ``a`` is a batch of ``torch.func.vmap``.
+    For proofs, which read values and hand them to other libraries. Surrounding transforms see constants; a batch of
+    ``torch.func.vmap`` is refused.
 
     >>> def twice(x):
     ...     with outside(x) as numbers:
@@ -123,10 +100,15 @@ def outside(a: Tensor) -> Iterator[Tensor]:
     if not transformed():
         yield a.detach()
         return
-    with without_transforms(a) as numbers:
-        if numbers is None:
-            raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
-        yield numbers
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(a):
+        a = functorch.get_unwrapped(a)
+    if functorch.is_batchedtensor(a):
+        raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
+    with temporarily_clear_interpreter_stack():
+        yield a.detach()
 
 
 def is_empty(x: Tensor) -> bool:

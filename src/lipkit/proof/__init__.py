@@ -1,4 +1,4 @@
-"""Arithmetic of the proofs: rounding in float64, proved norms, definite matrices, models of machine arithmetic."""
+"""Arithmetic of the proofs: rounding in float64, proved norms, models of machine arithmetic."""
 
 from lipkit.proof.arithmetic import Arithmetic, Line, arithmetic_of
 from lipkit.proof.norms import spectral_norm, spectral_norms

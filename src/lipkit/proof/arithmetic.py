@@ -47,7 +47,7 @@ class Arithmetic:
         (True, inf)
         """
         product = operations * self.unit
-        return 1.01 * product / (1 - product) if product < 0.5 else math.inf
+        return 1.01 * product / (1 - product) if product < 0.5 else math.inf  # 1.01: the rounding of this line
 
     def depth(self, terms: int) -> int:
         """The largest number of roundings that one term of an inner product passes: its product and its additions.

@@ -38,7 +38,7 @@ def gram_matrix(a: Tensor) -> Tensor:
 
 
 def _level(a: Tensor, gram: Tensor, guess: Tensor, slacks: Sequence[float]) -> Tensor:
-    """Squared norms (F,) proved for a (F, m, n) with float64 Gram matrices (F, p, p): an upper bound of each.
+    """Proved upper bounds (F,) of the squared norms of a (F, m, n) with float64 Gram matrices (F, p, p).
 
     The levels tried are the guess (F,) and each slack above it, relative.
     """
@@ -49,7 +49,7 @@ def _level(a: Tensor, gram: Tensor, guess: Tensor, slacks: Sequence[float]) -> T
     # Rump's constant for t I - G, enlarged fourfold for complex arithmetic; its trace is at most p t.
     cholesky_error = gamma(4 * (p + 2)) * p
     eye = torch.eye(p, dtype=gram.dtype, device=gram.device)
-    proved = frobenius.clone()
+    proved = frobenius.clone()  # holds without any factorisation
     open_ = torch.arange(len(a), device=a.device)
     for slack in slacks:
         t = guess[open_].clamp_min(0) * (1 + max(slack, 2 * cholesky_error + 8 * UNIT))
@@ -125,8 +125,12 @@ def spectral_norms(a: Tensor) -> Tensor:
     if not len(flat):
         return torch.zeros(batch, dtype=torch.float64, device=a.device)
     bytes_each = 16 * (a.shape[-1] * a.shape[-2] + 3 * min(a.shape[-2:]) ** 2)
-    step = max(1, _CHUNK_BYTES // bytes_each)
-    return torch.cat([_chunk(to_double(part)) for part in flat.split(step)]).reshape(batch)
+    norms = []
+    for part in flat.split(max(1, _CHUNK_BYTES // bytes_each)):
+        scaled, exponent, kind = _scaled(to_double(part))
+        gram = gram_matrix(scaled)
+        norms.append(_unscaled(_level(scaled, gram, _largest_eigenvalue(gram), _SLACKS), scaled, exponent, kind))
+    return torch.cat(norms).reshape(batch)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -150,12 +154,6 @@ def scaled_back(bound: Tensor, exponent: Tensor) -> Tensor:
     return torch.where((bound > 0) & (value < 2.0**-1000), value + 2.0**-1074, value)
 
 
-def _chunk(a: Tensor) -> Tensor:
-    scaled, exponent, kind = _scaled(a)
-    gram = gram_matrix(scaled)
-    return _unscaled(_level(scaled, gram, _largest_eigenvalue(gram), _SLACKS), scaled, exponent, kind)
-
-
 # Relative slacks above a guess: none if it is exact up to rounding, then two for less accurate guesses.
 _SLACKS = (0.0, 1e-8, 1e-3)
 
@@ -170,9 +168,8 @@ def _scaled(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     parts = torch.view_as_real(a.resolve_conj()).flatten(-2) if a.is_complex() else a
     biggest = parts.abs().amax((-2, -1))
     # A power of two (exact) brings the largest entry near 1: no overflow or underflow can enter the Gram matrix.
-    _, exponent = torch.frexp(torch.where(finite & (biggest > 0), biggest, torch.ones_like(biggest)))
-    scaled = times_power_of_two(a, -exponent[:, None, None])
-    scaled = torch.where(finite[:, None, None], scaled, torch.ones_like(scaled))
+    _, exponent = torch.frexp(torch.where(finite & (biggest > 0), biggest, 1))
+    scaled = torch.where(finite[:, None, None], times_power_of_two(a, -exponent[:, None, None]), 1)
     return scaled, exponent, torch.where(finite, (biggest > 0).double(), torch.inf)
 
 
@@ -181,8 +178,7 @@ def _unscaled(level: Tensor, scaled: Tensor, exponent: Tensor, kind: Tensor) -> 
     # Entries that the scaling (or the products) made subnormal lose at most 2^-1000 each.
     lost = scaled.shape[-1] * scaled.shape[-2] * 2.0**-500
     norm = scaled_back(up(level.sqrt(), 2) + lost, exponent)
-    norm = torch.where(kind == 0, torch.zeros_like(norm), norm)
-    return torch.where(kind.isinf(), torch.full_like(norm, torch.inf), norm)
+    return torch.where((kind == 0) | kind.isinf(), kind, norm)  # 0 and inf are the norms of their kinds
 
 
 class Quick(NamedTuple):
@@ -202,24 +198,15 @@ class Quick(NamedTuple):
 
 
 def quick_spectral_norm(a: Tensor) -> Quick:
-    r"""Proved upper bound of the spectral norm of one real matrix with many rows and columns.
+    r"""Proved upper bound of the spectral norm of one real matrix with many rows and columns; no gradient.
 
     Lanczos steps in float32 propose a level, one Cholesky factorisation in float64 proves it.
-
-    Args:
-        a: real ``(m, n)``.
-
-    Returns:
-        See :class:`Quick`; nothing in it has a gradient.
 
     Guarantee:
         Upper bound as :func:`spectral_norms`; in the normal range about 0.1 % above the norm and at most 5 %.
 
     Cost:
         Half of a float64 Gram matrix on the smaller side, some dozens of products by vectors, a factorisation.
-
-    Raises:
-        ShapeError: not a real matrix.
 
     >>> 3.0 <= float(quick_spectral_norm(torch.diag(torch.tensor([3.0, 1.0]))).bound) < 3.01
     True
@@ -228,8 +215,8 @@ def quick_spectral_norm(a: Tensor) -> Quick:
         raise ShapeError(f"expected a real matrix (m, n) with m, n >= 1, got {a.dtype} of shape {tuple(a.shape)}")
     scaled, exponent, kind = _scaled(to_double(a.detach())[None])
     wide = scaled[0] if a.shape[0] <= a.shape[1] else scaled[0].mT
-    rows, columns = wide.new_zeros(wide.shape[0]), wide.new_zeros(wide.shape[1])
-    level, ratio = wide.new_zeros(1), wide.new_zeros(())
+    rows, columns = (wide.new_zeros(n) for n in wide.shape)
+    level, ratio = wide.new_zeros(1), wide.new_zeros(())  # of matrices that are zero or not finite
     if float(kind) == 1:
         gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
         # Up to side 8, all eigenvalues cost less than a call of Lanczos.
@@ -280,8 +267,8 @@ def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
     if not _by_lapack(gram):
         values, vectors = torch.linalg.eigh(gram)
         return values[-1], vectors[:, -1]
-    end = len(gram) - 1
-    value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[end, end])
+    last = len(gram) - 1
+    value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[last, last])
     return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
 
 

@@ -30,7 +30,7 @@ def gamma(n: int) -> float:
     >>> gamma(2) >= 2 * UNIT
     True
     """
-    return 1.01 * n * UNIT / (1 - n * UNIT)
+    return 1.01 * n * UNIT / (1 - n * UNIT)  # 1.01: the rounding of this line
 
 
 def up(value: Values, operations: int) -> Values:
@@ -39,7 +39,7 @@ def up(value: Values, operations: int) -> Values:
     >>> up(1.0, 3) > 1, bool(up(torch.tensor(1.0, dtype=torch.float64), 3) > 1)
     (True, True)
     """
-    return value * (1 + gamma(operations + 2))
+    return value * (1 + gamma(operations + 2))  # two more: this product and this sum
 
 
 def grow(value: Values) -> Values:
