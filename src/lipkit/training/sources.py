@@ -33,14 +33,13 @@ def derived_seed(seed: int, *stream: int) -> int:
     return int(np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def augment_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """The generator, on the CPU, of one epoch's augmentation; independent of shuffling and of other ranks."""
-    return torch.Generator().manual_seed(derived_seed(seed, epoch, 1, rank))
+# The streams of random numbers of an epoch; the network's (torch's global ones) are seeded once, at epoch 0.
+SHUFFLE, AUGMENT, NETWORK, ATTACK = range(4)
 
 
-def attack_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """The generator, on the CPU, of one epoch's adversarial examples; independent of all others."""
-    return torch.Generator().manual_seed(derived_seed(seed, epoch, 3, rank))
+def generator(seed: int, *stream: int) -> torch.Generator:
+    """A generator on the CPU for one stream of random numbers, independent of all others."""
+    return torch.Generator().manual_seed(derived_seed(seed, *stream))
 
 
 @contextmanager
@@ -188,8 +187,7 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
     >>> torch.cat(list(batches(10, 4, seed=0, epoch=0))).sort().values.tolist() == list(range(10))
     True
     """
-    generator = torch.Generator().manual_seed(derived_seed(seed, epoch, 0))
-    for batch in torch.randperm(length, generator=generator).split(batch_size):
+    for batch in torch.randperm(length, generator=generator(seed, epoch, SHUFFLE)).split(batch_size):
         yield batch[rank::ranks] if rank < len(batch) else batch[:1]
 
 
