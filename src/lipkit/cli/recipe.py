@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,21 +42,13 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a recipe.
+    """One key of a recipe."""
 
-    Attributes:
-        path: its name and those of the sections it is in.
-        values: what it takes, in words.
-        default: as YAML; None if it must be given.
-        description: what it means.
-        section: whether it holds keys.
-    """
-
-    path: tuple[str, ...]
-    values: str
-    default: str | None
+    path: tuple[str, ...]  # its name, after those of the sections it is in
+    values: str  # what it takes, in words
+    default: str | None  # as YAML; None if it must be given
     description: str
-    section: bool
+    section: bool  # whether it holds keys
 
 
 def keys() -> list[Key]:
@@ -65,35 +57,22 @@ def keys() -> list[Key]:
     >>> [(k.values, k.default) for k in keys() if k.path == ("train", "lr")]
     [('number > 0', '0.001')]
     """
-    from lipkit.experiments.recipe_schema import Recipe
+    from lipkit.experiments import recipe_schema
 
-    return list(_keys(Recipe, ()))
-
-
-def _keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[Key]:
-    schema = model.model_json_schema()["properties"]
-    for name, field in model.model_fields.items():
-        path, text = (*prefix, name), field.description or ""
-        inner = _section(field.annotation)
-        if inner is None:
-            default = None if field.is_required() else _yaml(_simple(field.get_default(call_default_factory=True)))
-            yield Key(path, _values(schema[name], _limits(field)), default, text, False)
-            continue
-        short = [line for line in (inspect.getdoc(inner) or "").split(". ") if line.startswith("A plain string")]
-        nullable = type(None) in typing.get_args(field.annotation)
-        values = "null, or keys" if nullable else "keys"
-        yield Key(path, values, "null" if nullable else None, ". ".join([text, *short]), True)
-        yield from _keys(inner, path)
+    found = list(recipe_schema.keys())
+    schemas = {owner: owner.model_json_schema()["properties"] for owner in {owner for _, owner, _, _ in found}}
+    return [_key(path, field, section, schemas[owner][path[-1]]) for path, owner, field, section in found]
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, if any."""
-    from pydantic import BaseModel
-
-    for kind in typing.get_args(annotation) or (annotation,):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+def _key(path: tuple[str, ...], field: FieldInfo, section: type[BaseModel] | None, schema: Mapping[str, Any]) -> Key:
+    text = field.description or ""
+    if section is None:
+        default = None if field.is_required() else _plain(field.get_default(call_default_factory=True))
+        return Key(path, _values(schema, _limits(field)), default, text, False)
+    short = [line for line in (inspect.getdoc(section) or "").split(". ") if line.startswith("A plain string")]
+    nullable = type(None) in typing.get_args(field.annotation)
+    values = "null, or keys" if nullable else "keys"
+    return Key(path, values, "null" if nullable else None, ". ".join([text, *short]), True)
 
 
 def _limits(field: FieldInfo) -> str:
@@ -105,10 +84,6 @@ def _limits(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = {f"{sign} {getattr(m, name):g}" for m in marks for name, sign in signs.items() if hasattr(m, name)}
     return " and ".join(sorted(found, reverse=True))
-
-
-def _simple(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _values(content: Mapping[str, Any], limits: str = "") -> str:
@@ -139,6 +114,10 @@ def _yaml(value: Any) -> str:
 
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> str:
+    return _yaml(list(value) if isinstance(value, tuple) else value)
 
 
 def reference() -> str:
@@ -191,10 +170,6 @@ def _options(function: Callable[..., Any], given: tuple[str, ...]) -> list[str]:
         kind = next(iter(typing.get_args(typing.get_type_hints(function)[rest.name])), None)
         texts += sorted(set(typing.get_type_hints(kind)) - set(given)) if kind else ["and those of the layer"]
     return texts
-
-
-def _plain(value: Any) -> str:
-    return _yaml(_simple(value))
 
 
 def commented(content: Mapping[str, Any]) -> str:

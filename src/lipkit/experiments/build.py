@@ -21,11 +21,12 @@ from lipkit.experiments.recipe_schema import AugmentSection
 from lipkit.lowering import export, lipschitz
 
 
-def load_data(recipe: Recipe) -> datasets.Data:
-    """The recipe's data.
+def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
+    """The recipe's data; its radii are checked against them unless ``large_eps`` is None.
 
     Raises:
-        DataError, OptionError: see `lipkit.data.load`.
+        DataError, OptionError: see `lipkit.data.load`; a radius that is implausible for these data, see
+            `lipkit.certificates.intervals.check_radii`, of which ``large_eps`` accepts large ones.
         RecipeError: the data is not for the recipe's task.
     """
     section = recipe.data
@@ -33,24 +34,22 @@ def load_data(recipe: Recipe) -> datasets.Data:
     data = datasets.load(section.spec, root=root, limit=section.limit, limits=section.range)
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
+    if large_eps is not None:
+        certify, adversary = recipe.certify, recipe.adversary
+        radii = {"certify.delta": [certify.delta]}
+        if recipe.task == "classification":
+            radii = {"certify.eps": certify.eps, "certify.attack_eps": certify.attack_eps or ()}
+        for name, eps in radii.items():
+            check_radii(eps, data.input_shape, data.input_range, name=name, large=large_eps)
+        if adversary is not None:
+            eps, norm = [adversary.eps], adversary.norm
+            check_radii(eps, data.input_shape, data.input_range, name="adversary.eps", norm=norm, large=large_eps)
     return data
 
 
-def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
-    """Refuse radii of a recipe that are implausible for these data, see `lipkit.certificates.intervals.check_radii`.
-
-    Raises:
-        OptionError: the message names the key.
-    """
-    shape, box, section = data.input_shape, data.input_range, recipe.certify
-    names = ("eps", "attack_eps") if recipe.task == "classification" else ("delta",)
-    for name in names:
-        radii = getattr(section, name)
-        radii = [radii] if isinstance(radii, float | int) else radii or ()
-        check_radii(radii, shape, box, name=f"certify.{name}", large=large)
-    if recipe.adversary is not None:
-        eps, norm = recipe.adversary.eps, recipe.adversary.norm
-        check_radii([eps], shape, box, name="adversary.eps", norm=norm, large=large)
+def outputs(data: datasets.Data) -> int:
+    """Number of outputs of a network for these data."""
+    return len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
 
 
 def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
@@ -65,8 +64,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
             hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
-    outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
-    given = {"input_shape": data.input_shape, "classes": outputs}
+    given = {"input_shape": data.input_shape, "classes": outputs(data)}
     factory = imported(name) if is_code(name) else functools.partial(models.build, name)
     known = inspect.signature(factory).parameters
     takes_all = not is_code(name) or any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -81,7 +79,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         model = _call(name, factory, {**accepted, **options})
-        _check_model(model, name, data.input_shape, outputs)
+        _check_model(model, name, data)
     return model
 
 
@@ -118,7 +116,8 @@ def _call(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn
     return model
 
 
-def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outputs: int) -> None:
+def _check_model(model: nn.Module, name: str, data: datasets.Data) -> None:
+    input_shape, wanted = data.input_shape, outputs(data)
     model.eval()
     lipschitz(model, input_shape)
     try:
@@ -129,7 +128,7 @@ def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outp
             raise
         reason = first_line(error)
         raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
-    if shape != (1, outputs):
+    if shape != (1, wanted):
         raise ShapeError(
-            f"model {name}: expected outputs of shape (n, {outputs}), got (n, {', '.join(map(str, shape[1:]))})"
+            f"model {name}: expected outputs of shape (n, {wanted}), got (n, {', '.join(map(str, shape[1:]))})"
         )

@@ -7,16 +7,15 @@ import functools
 import importlib.resources
 import json
 import re
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lipkit.errors import RecipeError, suggestion
-from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection
+from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection, keys
 from lipkit.files import read_bytes
 from lipkit.text import printable
 from lipkit.training.options import worded
@@ -243,20 +242,17 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
     missing = [key for e in errors if e["type"] == "missing" for key in _required(tuple(map(str, e["loc"])))]
     wrong = [_sentence(e) for e in errors if e["type"] != "missing"][:1]
     if missing:
-        keys = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+        wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
         whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
         remedy = f"; the line 'base: {DEFAULT}' takes what is left out from that recipe" if whole else ""
-        wrong.append(f"expected {keys}, got none{remedy}")
+        wrong.append(f"expected {wanted}, got none{remedy}")
     return "; ".join(wrong)
 
 
 def _required(path: tuple[str, ...]) -> list[str]:
     """The keys to write for a missing key: itself, or the required keys of a missing section."""
-    field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in SHORT else None
-    kind = None if field is None else field.annotation
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return [".".join(path)]
-    return [f"{path[0]}.{name}" for name, inner in kind.model_fields.items() if inner.is_required()] or [path[0]]
+    inner = [".".join(k) for k, _, field, _ in keys() if k[:-1] == path and path not in SHORT and field.is_required()]
+    return inner or [".".join(path)]
 
 
 def _sentence(error: ErrorDetails) -> str:
@@ -264,7 +260,7 @@ def _sentence(error: ErrorDetails) -> str:
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_key_hint(path)}"
-    known = set(_keys(Recipe))
+    known = {path for path, *_ in keys()}
     while path and path not in known:  # pydantic adds the alternatives of a union and the place in a list
         path = path[:-1]
     key = ".".join(path)
@@ -275,25 +271,17 @@ def _sentence(error: ErrorDetails) -> str:
 
 def _key_hint(path: tuple[str, ...]) -> str:
     """The key that was probably meant: a similar name in that section, or the same name in another one."""
-    keys = list(_keys(Recipe))
-    siblings = [k[-1] for k in keys if k[:-1] == path[:-1]]
+    known = [found for found, *_ in keys()]
+    siblings = [k[-1] for k in known if k[:-1] == path[:-1]]
     similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
     if similar:
         return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
-    elsewhere = [k for k in keys if k[-1] == path[-1]]
+    elsewhere = [k for k in known if k[-1] == path[-1]]
     if elsewhere:
         return f", did you mean {'.'.join(elsewhere[0])!r}?"
     if "options" in siblings:
         return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"
     return f"; known there: {', '.join(siblings)}"
-
-
-def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, field in model.model_fields.items():
-        yield (*prefix, name)
-        for kind in typing.get_args(field.annotation) or (field.annotation,):  # a section, or one that may be null
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _keys(kind, (*prefix, name))
 
 
 def _short(value: Any) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic.fields import FieldInfo
 
 from lipkit import models
 from lipkit.data.registry import is_code
-from lipkit.errors import LipkitError, OptionError
+from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
 from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, parse_number
 from lipkit.training.regularisation import PENALTIES
@@ -35,9 +38,7 @@ def option_values(value: Any) -> Any:
     >>> option_values({"eps0": "36/255", "layer": "cayley", "std": ["1/4"]})["std"]
     [0.25]
     """
-    if value is None:
-        return {}
-    return _converted(value)
+    return {} if value is None else _converted(value)
 
 
 def _converted(value: Any) -> Any:
@@ -52,6 +53,21 @@ def _converted(value: Any) -> Any:
 
 Radii = Annotated[tuple[NotNegative, ...], BeforeValidator(parse_numbers)]
 Options = Annotated[dict[StrictStr, Any], BeforeValidator(option_values)]
+
+
+def _checked_by(build: Callable[..., Any]) -> Any:
+    """The check of a section that ``build(name, **options)`` takes its name and options."""
+
+    def check(section: Any) -> Any:
+        try:
+            build(section.name, **section.options)
+        except LipkitError as error:
+            raise ValueError(str(error)) from None
+        except TypeError as error:
+            raise ValueError(f"expected numbers as options of {section.name}, got {section.options}: {error}") from None
+        return section
+
+    return model_validator(mode="after")(check)
 
 
 class DataSection(Section):
@@ -79,11 +95,7 @@ class ModelSection(Section):
     name: StrictStr = Field(description="an architecture of lipkit.models, or pkg.mod:factory (your function)")
     options: Options = Field(default_factory=dict, description="its options, such as layer, width, mean, std")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        if ":" not in self.name:
-            _checked(lambda name, **options: models.check_names(name, options), self.name, self.options)
-        return self
+    _known = _checked_by(lambda name, **options: None if ":" in name else models.check_names(name, options))
 
 
 class AugmentSection(Section):
@@ -102,25 +114,13 @@ class AugmentSection(Section):
         return {k: v for k, v in section.items() if k not in jitter or v} if isinstance(section, dict) else section
 
 
-def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
-    try:
-        build(name, **options)
-    except LipkitError as error:
-        raise ValueError(str(error)) from None
-    except TypeError as error:
-        raise ValueError(str(OptionError(f"expected numbers as options of {name}, got {options}: {error}"))) from None
-
-
 class LossSection(Section):
     """The loss that is minimised. A plain string stands for ``name``."""
 
     name: StrictStr = Field(default="hinge", description=f"one of {', '.join(losses.LOSSES)}")
     options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _checked(losses.build, self.name, self.options)
-        return self
+    _known = _checked_by(losses.build)
 
 
 class PenaltySection(Section):
@@ -155,10 +155,7 @@ class ScheduleSection(Section):
     name: StrictStr = Field(default="piecewise_linear", description=f"one of {', '.join(schedules.SCHEDULES)}")
     options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _checked(schedules.build, self.name, self.options)
-        return self
+    _known = _checked_by(schedules.build)
 
 
 class TrainSection(Numbers):
@@ -229,3 +226,23 @@ class Recipe(Section):
     def plain(self) -> dict[str, Any]:
         """The whole recipe, defaults included, as values of JSON and YAML."""
         return self.model_dump(mode="json")
+
+
+Path = tuple[str, ...]
+"""The name of a key after those of the sections that it is in."""
+
+
+def keys(
+    model: type[BaseModel] = Recipe, prefix: Path = ()
+) -> Iterator[tuple[Path, type[BaseModel], FieldInfo, type[BaseModel] | None]]:
+    """Every key of a recipe, sections before theirs: path, the section that it is in, its field, the one that it holds.
+
+    >>> [path for path, *_ in keys()][:3]
+    [('name',), ('description',), ('task',)]
+    """
+    for name, field in model.model_fields.items():
+        kinds = typing.get_args(field.annotation) or (field.annotation,)  # a section, or one that may be null
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        yield (*prefix, name), model, field, section
+        if section is not None:
+            yield from keys(section, (*prefix, name))

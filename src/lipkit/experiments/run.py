@@ -28,7 +28,7 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import augmentation, build_model, check_eps, load_data
+from lipkit.experiments.build import augmentation, build_model, load_data, outputs
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
@@ -39,10 +39,10 @@ from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
 from lipkit.training import LipschitzPenalty, PgdAdversary, TrainOptions, checkpoints, fit, losses, schedules
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
-from lipkit.training.options import Numbers
+from lipkit.training.loop import check
+from lipkit.training.options import PLACEMENT, Numbers
 
 NETWORK = "network"
-PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
 
 
 def train(
@@ -77,10 +77,12 @@ def train(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     for spec in recipe.code().values():
         display.note(f"importing {spec}: this runs the code of its module")
-    data = load_data(recipe)
-    check_eps(recipe, data, large_eps)
+    data = load_data(recipe, large_eps)
     model = build_model(recipe, data)
     fabric = fabric or make_fabric(recipe.train)
+    options = training_options(recipe, data).changed(progress=display.progress)
+    if resume is None:
+        check(model, options, fabric)  # what will be refused leaves no folder
     folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
     if resume is not None and (folder / RECORD).exists():
         if not fabric.is_global_zero:
@@ -103,7 +105,6 @@ def train(
         held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
         start = time.perf_counter()
         try:
-            options = training_options(recipe, data).changed(progress=display.progress)
             run = fit(model, data.train, options, run_dir=folder, resume=resume is not None, fabric=fabric)
         except KeyboardInterrupt:
             display.note(f"interrupted: {again} continues")
@@ -172,18 +173,12 @@ def certify(
     """
     folder, where = Path(folder), device_here(device)
     network = load_network(folder)
-    data = load_data(recipe)
-    check_eps(recipe, data, large_eps)
+    data = load_data(recipe, large_eps)
     facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
     if (folder / RECORD).exists():
         before = read_record(folder)
-        times = {key: value for key, value in before.times.items() if key == "train"}
-        facts |= {
-            "claimed": before.lipschitz.claimed,
-            "parameters": before.parameters,
-            "seen": before.seen,
-            "times": times,
-        }
+        facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "seen": before.seen}
+        facts["times"] = {key: value for key, value in before.times.items() if key == "train"}
     return finish(folder, recipe, network, data, facts, display or Silent(), where)
 
 
@@ -204,17 +199,15 @@ def certify_network(
         ShapeError: the network does not take the samples of the data, or has other outputs.
         OptionError, CertificateViolation: see `certify`.
     """
-    data = load_data(recipe)
-    check_eps(recipe, data, large_eps)
-    outputs = modules.output_shape(network, network.input_shape)
-    if network.input_shape != data.input_shape or outputs != (len(data.classes),):
+    data = load_data(recipe, large_eps)
+    found = modules.output_shape(network, network.input_shape)
+    if network.input_shape != data.input_shape or found != (outputs(data),):
         raise ShapeError(
             f"expected a network from inputs of shape {data.input_shape} to {len(data.classes)} classes, as the data "
-            f"{data.name}, got one from {network.input_shape} to {outputs}"
+            f"{data.name}, got one from {network.input_shape} to {found}"
         )
     network.input_range = data.input_range
     folder = checkpoints.create(Path(out), recipe.name)
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
     modules.save(network, folder / NETWORK)
     facts: Facts = {
@@ -272,14 +265,15 @@ def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Pa
         if unplaced(read_recipe(resume, allow_code=True)) != unplaced(recipe):
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         return resume
-    folder = ""
-    if fabric.is_global_zero:
-        made = checkpoints.create(out, run_name(recipe)) if asked is None else Path(asked)
-        checkpoints.check_new(made, NETWORK, RECORD)
-        made.mkdir(parents=True, exist_ok=True)
-        write_atomic(made / RECIPE, to_yaml(recipe).encode())
-        folder = str(made)
-    return Path(fabric.broadcast(folder, src=0))
+
+    def make() -> Path:
+        folder = checkpoints.create(out, run_name(recipe)) if asked is None else Path(asked)
+        checkpoints.check_new(folder, NETWORK, RECORD)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / RECIPE, to_yaml(recipe).encode())
+        return folder
+
+    return on_first(fabric, make)
 
 
 def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:

@@ -19,12 +19,10 @@ from lipkit.report.run_files import read_radii
 from lipkit.report.schema import AnyRecord
 from lipkit.shown import upper
 from lipkit.text import csv_text, table
+from lipkit.training.options import PLACEMENT
 
 # Keys in which runs of one setting may differ, and the most columns of keys: beyond, runs go by their names.
-SAME = re.compile(
-    r"name|description|data\.root|train\.(seed|accelerator|devices|nodes|strategy|max_minutes|checkpoint_seconds|"
-    r"tensorboard)"
-)
+SAME = re.compile(rf"name|description|data\.root|train\.(seed|{'|'.join(PLACEMENT)})")
 MOST_KEYS = 4
 
 

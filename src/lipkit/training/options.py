@@ -206,19 +206,13 @@ class Numbers(Section):
         return self
 
 
+PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
+"""Where, how long and how watched a run is: options that say nothing about its results."""
 # How a run is carried out, not what it computes: these may differ when it is resumed.
 _NOT_RECORDED = {
-    *(
-        "evaluate",
-        "evaluate_every",
-        "evaluate_samples",
-        "post_step",
-        "progress",
-        "checkpoint_every",
-        "checkpoint_seconds",
-        "max_minutes",
-    ),
-    *("tensorboard", "accelerator", "devices", "nodes", "strategy", "compile", "channels_last"),
+    *PLACEMENT,
+    *("evaluate", "evaluate_every", "evaluate_samples", "post_step", "progress"),
+    *("checkpoint_every", "compile", "channels_last"),
 }
 
 
