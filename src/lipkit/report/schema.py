@@ -16,7 +16,8 @@ SCHEMA_VERSION = "1.0"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings")
+    # from_attributes: a record is made of the results themselves, whose attributes have the names of its fields
+    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings", from_attributes=True)
 
 
 class ShareRecord(_Model):
