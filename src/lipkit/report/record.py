@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -23,18 +22,12 @@ import lipkit
 from lipkit import modules
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
-from lipkit.files import MAX_TEXT, read_bytes, write_atomic
+from lipkit.files import write_atomic
 from lipkit.report.curve import curve_of, save_curve
 from lipkit.report.examples import save_examples
 from lipkit.report.run_files import RADII
-from lipkit.report.schema import (
-    AnyRecord,
-    HardwareRecord,
-    MeasurementRecord,
-    Record,
-    RegressionRecord,
-    SeenRecord,
-)
+from lipkit.report.schema import AnyRecord, HardwareRecord, MeasurementRecord, Record, RegressionRecord, SeenRecord
+from lipkit.training.checkpoints import read_json
 
 if TYPE_CHECKING:
     from lipkit.data import Split
@@ -203,26 +196,16 @@ def read_record(path: str | os.PathLike[str]) -> AnyRecord:
 
 
 def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementRecord:
-    """Read the record of a run or of a measurement; see `read_record`.
-
-    Raises:
-        RunError: there is no record, or not of this schema.
-    """
+    """Read the record of a run or of a measurement; ``RunError`` as in `read_record`."""
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
-    try:
-        found = json.loads(read_bytes(path, MAX_TEXT))
-    except OSError as error:
-        raise RunError(f"{path}: expected a record, got {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: expected a JSON record, got {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("schema_version"), str):
+    found = read_json(path)
+    if not isinstance(found.get("schema_version"), str):
         raise RunError(f"{path}: expected a record with a schema_version, got none")
-    kinds: dict[Any, type[AnyRecord | MeasurementRecord]]
+    kinds: dict[str, type[AnyRecord | MeasurementRecord]]
     kinds = {"regression": RegressionRecord, "measurement": MeasurementRecord}
-    task = found.get("task")
     try:
-        return kinds.get(task if isinstance(task, str) else None, Record).model_validate(found)
+        return kinds.get(str(found.get("task")), Record).model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -15,13 +15,10 @@ _SAMPLES = re.compile(r"(\d+(?:\.\d*)?)\s*([kM]?)\s*(?:images|samples)", re.ASCI
 
 
 def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
-    """A budget as (seconds, clock) or (samples, "samples").
+    """A budget as (seconds, clock) or (samples, "samples"); ``ValueError`` for another text, or less than one sample.
 
     A time is a number, a unit (s, min or h; seconds by default) and a clock: cpu (CPU time of this process, the
     default) or wall. A number of samples is such as 1.5M images; images and samples mean the same.
-
-    Raises:
-        ValueError: another text, a time of 0, or less than one sample.
 
     >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall"), parse_budget("1.5M images")
     ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'), (1500000.0, 'samples'))

@@ -55,10 +55,10 @@ def parse_number(value: Any) -> Any:
     """
     if isinstance(value, str):
         match = NUMBER.fullmatch(value)
-        denominator = float(match[2]) if match and match[2] else 1.0
+        denominator = float(match[2]) if match and match[2] else 1.0  # 36/255 is what Python makes of it
         if match and denominator != 0:
             return float(match[1]) / denominator
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float) and not isinstance(value, bool):  # True is an int
         return value
     raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
 
@@ -102,9 +102,9 @@ Count = Annotated[StrictInt, Field(ge=1)]
 
 def _budget(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = f"{value}s"
+        value = f"{value}s"  # a bare number is of seconds
     if isinstance(value, str):
-        parse_budget(value)
+        parse_budget(value)  # refuses here; the text is what a run records
     return value
 
 
@@ -118,7 +118,7 @@ class Section(BaseModel):
 
 
 class Numbers(Section):
-    """The options that a recipe can set. A new one is a line here, and a line where it acts."""
+    """The options that a recipe can set. A new one is an entry here, and a line where it acts."""
 
     epochs: Count | None = Field(
         default=None, description="passes over the training data; null: until the budget is used"
@@ -192,17 +192,10 @@ class Numbers(Section):
     channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
 
     @model_validator(mode="after")
-    def _ends(self) -> Self:
+    def _consistent(self) -> Self:
         if self.epochs is None and self.budget is None:
             raise ValueError("expected epochs, or a budget, got neither")
-        return self
-
-    @model_validator(mode="after")
-    def _precision_keeps_constraints(self) -> Self:
-        try:
-            check_precision(self.precision)
-        except OptionError as error:
-            raise ValueError(str(error)) from None
+        check_precision(self.precision)
         return self
 
 
@@ -234,10 +227,7 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on what it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, budget, batch_size, lr, optimizer, manifold_lr, momentum, weight_decay, grad_clip, accumulate, ema,
-        seed, evaluate_every, evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard,
-        accelerator, devices, nodes, strategy, precision, compile, cuda_graph, channels_last: as ``lipkit recipe show``
-        describes the keys of ``train``.
+        epochs, ..., channels_last: numbers and names, as ``lipkit recipe show`` describes the keys of ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.
@@ -264,21 +254,16 @@ class TrainOptions(Numbers):
         except ValidationError as error:
             raise OptionError(_sentence(error, list(type(self).model_fields))) from None
         # Names are looked up here, so that a wrong one is refused before anything is loaded.
-        if isinstance(self.loss, str):
-            losses.build(self.loss)
-        if isinstance(self.schedule, str):
-            schedules.build(self.schedule)
+        for build, named in ((losses.build, self.loss), (schedules.build, self.schedule)):
+            if isinstance(named, str):
+                build(named)
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some options replaced, checked again."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
-        """The options that a run records: all that decides which weights come out.
-
-        Args:
-            samples: of the training set.
-        """
+        """The options that a run records: all that decides which weights come out of a training set of ``samples``."""
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
         if not values["cuda_graph"]:
             del values["cuda_graph"]  # runs from before there was one resume
@@ -288,7 +273,7 @@ class TrainOptions(Numbers):
 
 def _sentence(error: ValidationError, known: list[str]) -> str:
     """One sentence about the first thing that is wrong."""
-    found = error.errors()[0]
+    found = error.errors()[0]  # the others may follow from it
     key = str(found["loc"][0]) if found["loc"] else ""
     if found["type"] == "missing":
         return f"expected the option {key}, got none"
@@ -303,7 +288,7 @@ def worded(key: str, message: str, got: Any) -> str:
     >>> worded("lr", "Input should be greater than 0", -1.0)
     'lr: expected greater than 0, got -1.0'
     """
-    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)  # pydantic's words
     if not key:
         return message
     shown = "" if ", got " in message else f", got {printable(repr(got), 80)}"
