@@ -10,8 +10,9 @@ from pathlib import Path
 import click
 
 from lipkit.cli.console import display
+from lipkit.cli.main import data_root
 from lipkit.cli.main import main as program
-from lipkit.cli.train import data_root, split_arguments
+from lipkit.cli.train import split_arguments
 from lipkit.errors import OptionError, suggestion
 from lipkit.experiments.outcome import Display
 from lipkit.files import write_atomic

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT
 from lipkit.cli.source import Source
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class _Name(click.ParamType):
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the samples and of the attack.")
 @click.option("--images", type=click.IntRange(0), default=16, show_default=True, help="Examples kept and shown.")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
-@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+@ROOT
+@DEVICE
+@LARGE_EPS
 @ALLOW_CODE
 def command(
     run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,
-    seed: int, images: int, batch_size: int, root: Path | None, device: str, large_eps: bool, allow_code: bool,
+    seed: int, images: int, batch_size: int, root: list[str], device: str, large_eps: bool, allow_code: bool,
 ) -> None:  # fmt: skip
     """Attack the network of RUN and compare every example with the certified radii.
 
@@ -61,7 +61,6 @@ def command(
     from lipkit.certificates import certify
     from lipkit.certificates.intervals import check_radii
     from lipkit.cli.console import display
-    from lipkit.cli.train import data_root
     from lipkit.errors import RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
     from lipkit.experiments.build import load_data
@@ -71,7 +70,7 @@ def command(
     from lipkit.training.devices import device_here
 
     with display() as show:
-        recipe = read_recipe(run, [] if root is None else [data_root(root)], allow_code=allow_code, build=False)
+        recipe = read_recipe(run, root, allow_code=allow_code, build=False)
         if recipe.task != "classification":
             raise RunError(f"expected a run of a classification, got {run}, which is a {recipe.task}")
         network = load_network(run)

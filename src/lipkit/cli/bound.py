@@ -118,10 +118,10 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     if shape is None:
         raise click.UsageError("expected --input-shape C,H,W for a factory, got none")
     from lipkit.data.registry import imported
-    from lipkit.experiments.build import _call
+    from lipkit.experiments.build import network_of
 
     click.echo(f"importing {model}: this runs the code of its module", err=True)
-    return _call(model, imported(model), {}).eval(), shape
+    return network_of(model, imported(model), {}).eval(), shape
 
 
 def _sized(network: Any, model: str, given: Shape | None) -> tuple[nn.Module, Shape]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT
 
 if TYPE_CHECKING:
     from lipkit.experiments import Recipe
@@ -17,22 +17,18 @@ if TYPE_CHECKING:
 @click.command("certify")
 @click.argument("run", metavar="RUN|MODEL")
 @click.argument("changes", nargs=-1, metavar="[DATA] [KEY=VALUE ...]")
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@ROOT
 @click.option("--input-shape", metavar="C,H,W", help="Of MODEL, where it leaves it open.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="For MODEL.")
-@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-@click.option(
-    "--method",
-    type=click.Choice(("global", "local", "best")),
-    help="Of the radii (certify.method): see lipkit.certify.",
-)
+@DEVICE
+@click.option("--method", type=click.Choice(("global", "local", "best")), help="Of the radii: see lipkit.certify.")
 @click.option("--seconds", default=60.0, show_default=True, help="Time for a property (.vnnlib).")
-@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@LARGE_EPS
 @ALLOW_CODE
 def command(
     run: str,
     changes: tuple[str, ...],
-    root: Path | None,
+    root: list[str],
     input_shape: str | None,
     out: Path,
     device: str,
@@ -68,11 +64,11 @@ def command(
         click.echo(verify_property(network, read_vnnlib(data, network), seconds=seconds).describe())
         return
     from lipkit.cli.console import display
-    from lipkit.cli.train import data_root, result
+    from lipkit.cli.train import result
     from lipkit.experiments import run as pipeline
 
     wanted = [] if method is None else [f"certify.method={method}"]
-    wanted += [*changes[data is not None :], *([] if root is None else [data_root(root)])]
+    wanted += [*changes[data is not None :], *root]
     if data is None:
         if not Path(run).exists():
             raise click.UsageError(f"expected the folder of a run, or MODEL DATA, got {run!r}, which does not exist")

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -76,8 +77,25 @@ VERBS = (
     *("train", "certify", "check", "attack", "report", "compare", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
 )
-# An option of every verb that loads code named by a run's recipe: the run may be somebody else's.
+
+
+def data_root(path: Path) -> str:
+    """The override of ``data.root`` by an absolute path, as a YAML string, so that the run finds it from anywhere.
+
+    >>> data_root(Path("/it's here"))
+    "data.root='/it''s here'"
+    """
+    return "data.root='" + str(path.expanduser().resolve()).replace("'", "''") + "'"
+
+
+# Options that several verbs have. ALLOW_CODE: of every verb that loads code named by a recipe, perhaps somebody else's.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
+LARGE_EPS = click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+ROOT = click.option(  # arrives as the overrides of a recipe
+    "--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).",
+    callback=lambda _, __, path: [] if path is None else [data_root(path)],
+)  # fmt: skip
 
 
 class _Lazy(click.Group):

@@ -78,7 +78,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
             )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        model = _call(name, factory, {**accepted, **options})
+        model = network_of(name, factory, {**accepted, **options})
         _check_model(model, name, data)
     return model
 
@@ -103,7 +103,7 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
     return datasets.random_flip(x, generator) if flip else x
 
 
-def _call(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
+def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     try:
         # What is imported may be the network itself.
         model = factory if isinstance(factory, nn.Module) else factory(**options)
