@@ -53,7 +53,7 @@ def command(
     and a page that shows them into RUN, under a name of their own for each setting. An adversarial example inside a
     certified radius stops the command with an error.
     """
-    if name == "cw" and norm == "linf":
+    if name == "cw" and norm == "linf":  # before the imports, which take seconds
         raise click.UsageError("expected --norm l2 for --attack cw, got linf")
     import dataclasses
     import time
@@ -75,7 +75,7 @@ def command(
             raise RunError(f"expected a run of a classification, got {run}, which is a {recipe.task}")
         network = load_network(run)
         radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
-        device_here(device)
+        device_here(device)  # refused before data are read
         data = load_data(recipe)
         box = data.input_range
         name_of_radii = "certify.eps" if eps is None else "--eps"
@@ -87,7 +87,7 @@ def command(
         certificate = certify(network, x, y, batch_size=batch_size, device=device)
         start = time.perf_counter()
         attempt = attack_samples(
-            network, certificate, x, y, dataclasses.replace(attack, samples=None),
+            network, certificate, x, y, dataclasses.replace(attack, samples=None),  # they were chosen above
             batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
         )  # fmt: skip
         path = save_attack(
@@ -128,7 +128,7 @@ def table(attempt: Attempt, attack: Attack) -> str:
         [format_radius(row.eps), percent(row.share.value), interval(row.share), percent(row.certified.value)]
         for row in attempt.rows
     ]
-    check = attempt.cross_check
+    check = attempt.cross_check  # of every example with the certified radius of its sample
     lines = [
         f"{'; '.join(attempt.ran) or 'no sample is classified correctly: nothing to attack'}",
         f"clean {percent(attempt.clean.value)} of {attempt.clean.total} samples",

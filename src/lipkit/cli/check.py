@@ -54,7 +54,7 @@ def command(
     radii = [radius for text in eps for radius in read_radii(text)] or list(EPS)
     file = read_certificate(certificate)
     stored = modules.load(network)
-    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)
+    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)  # as the network saw them
     check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)

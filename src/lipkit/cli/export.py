@@ -53,7 +53,7 @@ def command(
     recipe = pipeline.read_recipe(run, root, allow_code=allow_code, build=form == "hub")
     network = pipeline.load_network(run)
     data = load_data(recipe)
-    network.input_range = data.input_range
+    network.input_range = data.input_range  # what C programs quantise
     target, runtime = _write(run, form, out, licence, network, recipe, data)
     import torch
 

@@ -69,7 +69,9 @@ def _value(given: Sequence[str], place: int) -> str:
     if equals:
         return value
     following = given[place + 1] if place + 1 < len(given) else "-"
-    return "VALUE" if following.startswith("-") or "=" in following else following
+    return (
+        "VALUE" if following.startswith("-") or "=" in following else following
+    )  # of a flag: what follows is no value
 
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and given[:1] == ["train"]:
         keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
-    end = given.index("--") if "--" in given else len(given)
+    end = given.index("--") if "--" in given else len(given)  # what follows are no options
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]
     try:
@@ -145,7 +147,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
-    except click.NoSuchOption as error:
+    except click.NoSuchOption as error:  # a ClickException, so it comes first
         _show(error, debug, no_option(error, given))
         return 2
     except click.ClickException as error:
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
         click.echo("lipkit: interrupted", err=True)
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails again
         return 1
     except OSError as error:
         _show(error, debug, f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -77,13 +77,13 @@ def _key(path: tuple[str, ...], field: FieldInfo, section: type[BaseModel] | Non
 
 def _limits(field: FieldInfo) -> str:
     """Limits of a number, in words: those of a field that may be null stand in the alternatives of its type."""
-    marks = list(field.metadata)
+    marks = list(field.metadata)  # pydantic's, and those of annotated_types
     for kind in typing.get_args(field.annotation):
         for mark in getattr(kind, "__metadata__", ()):
             marks += getattr(mark, "metadata", [mark])
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = {f"{sign} {getattr(m, name):g}" for m in marks for name, sign in signs.items() if hasattr(m, name)}
-    return " and ".join(sorted(found, reverse=True))
+    return " and ".join(sorted(found, reverse=True))  # > before <
 
 
 def _values(content: Mapping[str, Any], limits: str = "") -> str:
@@ -113,7 +113,7 @@ def _yaml(value: Any) -> str:
     import yaml
 
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
+    return text.removesuffix("...\n").strip()  # the mark of YAML's end behind a bare value
 
 
 def _plain(value: Any) -> str:
@@ -192,5 +192,5 @@ def commented(content: Mapping[str, Any]) -> str:
         text = "" if key.section and value is not None else f" {_yaml(value)}"
         facts = key.description if key.section else f"{key.description} ({key.values})"
         lines.append((f"{'  ' * (len(key.path) - 1)}{key.path[-1]}:{text}", facts))
-    width = min(46, max(len(line) for line, _ in lines))
+    width = min(46, max(len(line) for line, _ in lines))  # longer values push their own comment on
     return "\n".join(f"{line:<{width}}  # {facts}" for line, facts in lines)

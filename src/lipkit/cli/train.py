@@ -48,6 +48,7 @@ def command(
     name, overrides = split_arguments(arguments)
     overrides += root
     placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
+    # Importing torch takes seconds, in which nothing else would be seen; torchrun's other processes stay silent.
     if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0" and (line := started(name, resume)):
         click.echo(f"{line}; importing torch", err=True)
     if resume is None:
@@ -71,7 +72,7 @@ def command(
             outcomes += [] if outcome is None else [outcome]
         else:
             with importing():
-                fabric = pipeline.make_fabric(recipe.train)
+                fabric = pipeline.make_fabric(recipe.train)  # one for all seeds: processes start once
             for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
                 again = pipeline.seeded(recipe, seed)
                 outcome = pipeline.train(

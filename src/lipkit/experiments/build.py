@@ -56,17 +56,14 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     """The recipe's network for this data, its initial weights drawn from ``train.seed``.
 
     The input shape and the number of outputs come from the data; a factory of the user's gets them as ``input_shape``
-    and ``classes`` if it has parameters of these names. torch's global random state is restored.
-
-    Raises:
-        OptionError: unknown name or option, or a factory that cannot be imported or fails.
-        ShapeError, NoRuleError: the network does not fit the data, or cannot be bounded and exported; checked before
-            hours of training.
+    and ``classes`` if it has parameters of these names. torch's global random state is restored. A network that does
+    not fit the data, or cannot be bounded and exported, is refused here, before hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
     given = {"input_shape": data.input_shape, "classes": outputs(data)}
     factory = imported(name) if is_code(name) else functools.partial(models.build, name)
     known = inspect.signature(factory).parameters
+    # Architectures of lipkit have both; a function of the user's may fix them itself.
     takes_all = not is_code(name) or any(p.kind is p.VAR_KEYWORD for p in known.values())
     accepted = {key: value for key, value in given.items() if takes_all or key in known}
     if "input_shape" in options:
@@ -76,7 +73,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
                 f"expected model.options.input_shape {data.input_shape} as in the data {data.name}, "
                 f"got {options['input_shape']}"
             )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # networks are made on the CPU
         torch.manual_seed(recipe.train.seed)
         model = network_of(name, factory, {**accepted, **options})
         _check_model(model, name, data)
@@ -84,11 +81,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
 
 
 def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tensor, torch.Generator], Tensor] | None:
-    """The recipe's augmentation as one function of (x, generator), or None.
-
-    Raises:
-        RecipeError: augmentation of data that is not images.
-    """
+    """The recipe's augmentation as one function of (x, generator), or None; ``RecipeError`` for data without images."""
     if not section.crop and not section.flip:
         return None
     if len(data.input_shape) != 3:
@@ -109,7 +102,7 @@ def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) 
         model = factory if isinstance(factory, nn.Module) else factory(**options)
     except LipkitError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the user's code raises
         raise OptionError(f"model {name}: expected a network, got {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise OptionError(f"model {name}: expected an nn.Module, got {type(model).__name__}")
@@ -119,13 +112,13 @@ def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) 
 def _check_model(model: nn.Module, name: str, data: datasets.Data) -> None:
     input_shape, wanted = data.input_shape, outputs(data)
     model.eval()
-    lipschitz(model, input_shape)
+    lipschitz(model, input_shape)  # raises where a module has no rule
     try:
         with torch.no_grad():
             shape = tuple(export(model, input_shape)(torch.zeros(1, *input_shape)).shape)
     except (RuntimeError, IndexError) as error:
         if isinstance(error, LipkitError) or lacks_memory(error):
-            raise
+            raise  # they say it better
         reason = first_line(error)
         raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
     if shape != (1, wanted):

@@ -26,7 +26,7 @@ def parse_numbers(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
+        value = [part for part in value.split(",") if part.strip()]  # a comma at the end is allowed
     if not isinstance(value, list | tuple):
         value = [value]
     return tuple(parse_number(part) for part in value)
@@ -46,7 +46,7 @@ def _converted(value: Any) -> Any:
         return {key: _converted(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_converted(part) for part in value]
-    if isinstance(value, str) and NUMBER.fullmatch(value):
+    if isinstance(value, str) and NUMBER.fullmatch(value):  # other texts are names
         return parse_number(value)
     return value
 

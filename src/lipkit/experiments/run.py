@@ -37,12 +37,11 @@ from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
+from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, TrainOptions, checkpoints, fit, losses, schedules
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
 from lipkit.training.loop import check
 from lipkit.training.options import PLACEMENT, Numbers
-
-NETWORK = "network"
 
 
 def train(
@@ -101,7 +100,7 @@ def train(
     section = recipe.train
     again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
     with ExitStack() as held:
-        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
+        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))  # until all is written
         held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
         start = time.perf_counter()
         try:
@@ -117,11 +116,12 @@ def train(
                 f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
             )
             return None
+        # Of a resumed run, what its earlier parts took counts, too.
         seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
         display.note(_pace(run.history, seconds))
 
         network = export(run.result, data.input_shape)
-        network.input_range = data.input_range
+        network.input_range = data.input_range  # attacks of this network stay in it
         modules.save(network, folder / NETWORK)
         facts: Facts = {
             "claimed": float(lipschitz(run.result, data.input_shape).detach()),
@@ -191,13 +191,10 @@ def certify_network(
     display: Display | None = None,
     large_eps: bool = False,
 ) -> Outcome:
-    """Certify and attack a network that was trained elsewhere, without training it; writes a new run in ``out``.
+    """Certify and attack a network that was trained elsewhere, as `certify` does; writes a new run in ``out``.
 
-    The recipe names data and network, and says how to certify; its ``train`` is not read.
-
-    Raises:
-        ShapeError: the network does not take the samples of the data, or has other outputs.
-        OptionError, CertificateViolation: see `certify`.
+    The recipe names data and network, and says how to certify; its ``train`` is not read. A network that does not take
+    the samples of the data, or has other outputs, is a ShapeError.
     """
     data = load_data(recipe, large_eps)
     found = modules.output_shape(network, network.input_shape)
@@ -222,11 +219,7 @@ def certify_network(
 
 
 def load_network(folder: Path) -> modules.Network:
-    """The exported network of a run.
-
-    Raises:
-        RunError: there is none in the folder.
-    """
+    """The exported network of a run; ``RunError`` if there is none in the folder."""
     if not (folder / NETWORK).is_dir():
         raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
     return modules.load(folder / NETWORK)
@@ -282,7 +275,7 @@ def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, f
 
     def measure(model: nn.Module) -> Mapping[str, float]:
         model.eval()
-        network = export(model, data.input_shape)
+        network = export(model, data.input_shape)  # figures of what the run would ship now
         if recipe.task == "regression":
             return {"test_mse": _mse(network, split)}
         device = next(model.parameters()).device
@@ -300,7 +293,7 @@ def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> floa
     with torch.no_grad():
         for index in torch.arange(len(split)).split(batch_size):
             x, y = split.batch(index)
-            parameter = next(iter(network.state_dict().values()), x)
+            parameter = next(iter(network.state_dict().values()), x)  # its device and dtype are the network's
             total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
 
@@ -311,8 +304,7 @@ def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
     >>> _pace([{"epoch": 1, "samples_per_second": 512.3, "memory_mib": 300}], 61)
     'trained in 1:01, 512 samples per second, at most 300 MiB'
     """
-    paces = [row["samples_per_second"] for row in history if "samples_per_second" in row]
-    memory = [row["memory_mib"] for row in history if "memory_mib" in row]
+    paces, memory = ([row[key] for row in history if key in row] for key in ("samples_per_second", "memory_mib"))
     parts = [f"trained in {duration(seconds)}"]
     parts += [f"{statistics.median(paces):.0f} samples per second"] if paces else []
     return ", ".join([*parts, *([f"at most {max(memory)} MiB"] if memory else [])])
@@ -337,6 +329,7 @@ def changed(recipe: Recipe) -> dict[str, str]:
     """
     if recipe.name not in names():
         return {}
+    # With the same seed, device and limits, so that what is left are changes of what is trained.
     before, now = (dict(flatten(unplaced(seeded(r, 0)).plain())) for r in (load_recipe(recipe.name), recipe))
     return {key: value for key, value in now.items() if before.get(key) != value and key != "data.root"}
 
@@ -350,7 +343,7 @@ def run_name(recipe: Recipe) -> str:
     words = [recipe.name]
     for key, value in changed(recipe).items():
         if key.startswith(("model.", "loss.")) and value != "{}":
-            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")
+            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")  # a number: width2
     return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60]
 
 

@@ -23,12 +23,11 @@ from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
 from lipkit.report.examples import class_name, data_uri, is_image
-from lipkit.report.run_files import RADII, Radii, read_radii
+from lipkit.report.run_files import NETWORK, RADII, Radii, read_radii
 from lipkit.text import printable
 
 # Gradient steps of one attack: a fraction of a second on a small network.
 ATTACK_STEPS = 40
-NETWORK = "network"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ class ExploredRun:
         }
 
     def attack(self, index: int, eps: float) -> dict[str, Any]:
-        """The point that l2 PGD finds within ``eps`` of a sample, confirmed in float64, beside what is certified there."""
+        """The point that l2 PGD finds within ``eps`` of a sample, confirmed in float64, and what is certified there."""
         x, y = self._at(index)
         if not (0 <= eps <= 1e6):
             raise OptionError(f"expected a radius between 0 and 1000000, got {eps}")

@@ -20,7 +20,7 @@ from lipkit.files import read_bytes, read_text
 from lipkit.text import printable
 from lipkit.training.checkpoints import read_metrics
 
-RADII = "radii.csv"
+NETWORK, RADII = "network", "radii.csv"
 PACKED = "certificate.jsonl.gz"
 
 
