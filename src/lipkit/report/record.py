@@ -157,27 +157,6 @@ def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord
     )
 
 
-def measurement_record(
-    name: str, measure: str, options: Mapping[str, Any], seed: int, figures: Mapping[str, float], seconds: float
-) -> MeasurementRecord:
-    """The record of a measurement on this machine, made now.
-
-    >>> measurement_record("a", "kernel_bounds", {}, 0, {"ratio": 1.0}, 0.1).metrics()
-    {'ratio': 1.0}
-    """
-    return MeasurementRecord(
-        name=name,
-        created=now(),
-        measure=measure,
-        options=dict(options),
-        seed=seed,
-        figures=dict(figures),
-        versions=versions(),
-        hardware=hardware(),
-        times={"measure": seconds},
-    )
-
-
 def write_record(record: AnyRecord, path: str | os.PathLike[str]) -> None:
     """Write a record as indented JSON, atomically."""
     write_atomic(Path(path), record.model_dump_json(indent=2).encode() + b"\n")
