@@ -21,17 +21,6 @@ from lipkit.text import printable
 SECTIONS = {"certify": ("certify", "data")}
 
 
-def no_command(name: str, known: Sequence[str]) -> str:
-    """The message for an unknown command.
-
-    >>> no_command("trian", ["train", "report"])
-    "No such command 'trian', did you mean 'train'?"
-    >>> no_command("fly", ["train", "report"])
-    "No such command 'fly'; known: train, report"
-    """
-    return f"No such command {name!r}{suggestion(name, known) or '; known: ' + ', '.join(known)}"
-
-
 def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
     """The message for an unknown option: how to write it where it is a key of the recipe."""
     command = None if error.ctx is None else error.ctx.command
@@ -69,9 +58,8 @@ def _value(given: Sequence[str], place: int) -> str:
     if equals:
         return value
     following = given[place + 1] if place + 1 < len(given) else "-"
-    return (
-        "VALUE" if following.startswith("-") or "=" in following else following
-    )  # of a flag: what follows is no value
+    # Behind a flag stands the next option or an override, which is no value.
+    return "VALUE" if following.startswith("-") or "=" in following else following
 
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
@@ -117,7 +105,8 @@ class _Lazy(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise click.UsageError(no_command(args[0], VERBS), ctx)
+            hint = suggestion(args[0], VERBS) or f"; known: {', '.join(VERBS)}"
+            raise click.UsageError(f"No such command {args[0]!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
     if large_eps is not None:
         certify, adversary = recipe.certify, recipe.adversary
-        radii = {"certify.delta": [certify.delta]}
+        radii: dict[str, Sequence[float]] = {"certify.delta": [certify.delta]}
         if recipe.task == "classification":
             radii = {"certify.eps": certify.eps, "certify.attack_eps": certify.attack_eps or ()}
         for name, eps in radii.items():

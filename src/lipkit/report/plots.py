@@ -56,14 +56,14 @@ def dress(axis: Axes) -> None:
     axis.tick_params(which="both", colors=INK, length=3, labelsize=9)
     axis.xaxis.label.set_color(INK)
     axis.yaxis.label.set_color(INK)
-    for side, spine in axis.spines.items():
+    for side, spine in axis.spines.items():  # a corner in place of a frame
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
 
 
 def legend(axis: Axes, above: float = 3) -> None:
     """Put a legend ``above`` points over the axes, where it hides no curve; none if no curve has a label."""
-    handles, labels = axis.get_legend_handles_labels()
+    handles, labels = axis.get_legend_handles_labels()  # of the curves that have one
     figure, grid = axis.get_figure(root=True), axis.get_gridspec()
     if not handles or figure is None or grid is None:
         return
@@ -139,12 +139,16 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
         rows = sorted(rows, key=lambda row: row.eps)
         values = np.array([row.share.value for row in rows])
         bars = [values - [row.share.low for row in rows], [row.share.high for row in rows] - values]
-        dots = {"marker": "o", "markersize": 4, "linestyle": "none"}  # nothing is known between two radii
+        dots: dict[str, Any] = {
+            "marker": "o",
+            "markersize": 4,
+            "linestyle": "none",
+        }  # nothing is known between two radii
         at = [row.eps for row in rows]
         axis.errorbar(at, values, yerr=np.clip(bars, 0, 1), color=colour, capsize=3, label=label or None, **dots)
     axis.set(xlim=(0, right), ylim=(0, 1.02), xlabel="l2 radius", ylabel="fraction of test samples")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    top = axis.secondary_xaxis("top")
+    top = axis.secondary_xaxis("top")  # the radii of the record as k/255
     ticks = sorted({row.eps for row in record.certified if row.eps > 0})
     top.set_xticks(ticks, _apart([format_radius(eps) for eps in ticks], [eps / right for eps in ticks], narrow))
     top.tick_params(colors=INK, length=3, labelsize=9)
@@ -181,7 +185,7 @@ def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list
     for label, place in zip(labels, places, strict=True):
         half = (0.013 if narrow else 0.006) * (len(label) + 1)  # half the label, in widths of the axes
         kept.append(label if place - half >= end else "")
-        end = place + half if kept[-1] else end
+        end = place + half if kept[-1] else end  # a blank one takes no room
     return kept
 
 

@@ -77,7 +77,7 @@ def from_regression(
         "deviation": certificate.output_deviation.tolist(),
         "steepest": evaluation.output_slopes,
     }
-    short = pair.x.numel() <= _MOST_NUMBERS
+    short = pair.x.numel() <= _MOST_NUMBERS  # the pair itself
     found = {
         "mse": evaluation.mse,
         "delta": certificate.delta,
@@ -153,7 +153,7 @@ def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord
         steps=steps,
         samples=samples,
         epochs=round(samples / train_samples, 3),
-        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),
+        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),  # cpu_seconds have three decimals
     )
 
 
@@ -184,10 +184,10 @@ def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementReco
     kinds: dict[str, type[AnyRecord | MeasurementRecord]]
     kinds = {"regression": RegressionRecord, "measurement": MeasurementRecord}
     try:
-        return kinds.get(str(found.get("task")), Record).model_validate(found)
+        return kinds.get(str(found.get("task")), Record).model_validate(found)  # the first records name no task
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"]))  # the key, with the sections that it is in
         raise RunError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
@@ -215,9 +215,10 @@ def hardware(device: str = "cpu") -> HardwareRecord:
     >>> hardware().cores >= 1
     True
     """
-    index = torch.device(device)
+    index = torch.device(device)  # cuda or cuda:1
     cuda = index.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(index) if cuda else index.type
+    # The cores that this process may use; not every system knows them.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return HardwareRecord(
         cpu=_processor(),

@@ -64,7 +64,7 @@ class AttackRecord(_Model):
     seed: int
     box: tuple[float, float] | None
     compared: int
-    closest: float
+    closest: float  # infinite where nothing was compared
 
 
 class LipschitzRecord(_Model):
@@ -72,9 +72,9 @@ class LipschitzRecord(_Model):
 
     claimed: float | None
     computed: float
-    body: float | None
-    method: str
-    dtype: str
+    body: float | None  # of what comes before the last linear layer
+    method: str  # of the radii
+    dtype: str  # of the exported numbers
 
 
 class RoundingRecord(_Model):
@@ -83,10 +83,10 @@ class RoundingRecord(_Model):
     rounding: str
     evaluator: str
     dtype: str
-    block: int | None
+    block: int | None  # terms that are summed at a time
     device: str
-    torch: str
-    settings: dict[str, str]
+    torch: str  # its version
+    settings: dict[str, str]  # of torch, about arithmetic
 
 
 class DataRecord(_Model):

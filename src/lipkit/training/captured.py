@@ -50,31 +50,31 @@ class CapturedStep:
         self.step, self.parts = step, getattr(session.optimizer, "parts", [session.optimizer])
         for group in session.optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(session.fabric.device)
-            group["capturable"] = True
-        self.warmed: dict[Any, int] = {}
+            group["capturable"] = True  # Adam then counts its steps on the device
+        self.warmed: dict[Any, int] = {}  # usual steps made of each kind
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
         self.holders = {"network": session.model, "loss": session.loss, "penalty": session.options.penalty}
         self._look()
 
     def __call__(self, session: Session, x: Tensor, y: Tensor, **more: Any) -> Tensor:
         """As the step itself."""
-        if _read(self.places) != self.seen:
+        if _read(self.places) != self.seen:  # changed by a callback between two steps
             self.graphs.clear()
             self.warmed.clear()
             self._look()
         counters = [s for part in self.parts for s in part.state.values() if isinstance(s.get("step"), int)]
         every = max(group.get("every", 1) for part in self.parts for group in part.param_groups)
-        phases = tuple(state["step"] % every for state in counters)
+        phases = tuple(state["step"] % every for state in counters)  # whether large matrices move in this step
         key = (x.shape, x.dtype, y.shape, y.dtype, more["size"], more["counted"], phases)
         if key not in self.graphs:
             self.warmed[key] = self.warmed.get(key, 0) + 1
             if self.warmed[key] <= WARM:
                 sums = self._beside(session, x, y, more)
                 if self.warmed[key] == WARM:
-                    self._check_attributes()
+                    self._check_attributes()  # earlier ones may change some once, as lazy modules do
                 self._look()
                 return sums
-            held = x.clone(), y.clone()
+            held = x.clone(), y.clone()  # where later batches are copied to
             self.graphs[key] = (*_recorded(lambda: self.step(session, *held, **more)), *held)
             self._check_attributes()
         else:
@@ -84,7 +84,7 @@ class CapturedStep:
         held_x.copy_(x)
         held_y.copy_(y)
         graph.replay()
-        return sums.clone()
+        return sums.clone()  # the next replay writes there
 
     def _look(self) -> None:
         """Take note of the attributes that a recorded step holds fixed."""
@@ -126,7 +126,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
     found = []
     for root, holder in holders.items():
         for name, part in holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]:
-            own = getattr(part, "__dict__", {})
+            own = getattr(part, "__dict__", {})  # of a module its tensors and parts lie one level deeper
             for values in (own, *(own[key] for key in ("_parameters", "_buffers", "_modules") if key in own)):
                 for key, value in values.items():
                     if value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module):

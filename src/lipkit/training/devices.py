@@ -78,7 +78,7 @@ def launch(fabric: Any) -> None:
     """
     import torch.distributed as dist
 
-    given = dist.is_available() and dist.is_initialized()
+    given = dist.is_available() and dist.is_initialized()  # a group of the caller's
     fabric.launch()
     if not given and dist.is_available() and dist.is_initialized():
         atexit.register(_end_group)
@@ -96,7 +96,7 @@ def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) ->
     if not (os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE")):
         return devices, nodes, strategy
     local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    if devices in (1, "1", "auto"):
+    if devices in (1, "1", "auto"):  # left at the default
         devices = local
     if nodes == 1:
         nodes = world // local

@@ -41,7 +41,7 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
     parts = [(x, y)] if pieces == 1 else zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
     sums = []
     for number, (part, targets) in enumerate(parts, 1):
-        last, rows = number == pieces, len(part)
+        last, rows = number == pieces, len(part)  # rows before adversarial examples join them
         own = rows if counted else 0
         if options.adversary is not None:
             part, targets = attacked_batch(fabric, options.adversary, model, part, targets, attack)
@@ -58,19 +58,19 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
             if len(targets) > rows:  # adversarial examples follow the samples
                 outputs, targets = outputs[-rows:], targets[-rows:]
             sums.append(_sums(value, outputs, targets, own))
-            weight = own * fabric.world_size / size
+            weight = own * fabric.world_size / size  # R n_rp / n
             if weight != 1:
                 value = value * weight
             if last and options.penalty is not None:
-                extra = options.penalty(model).to(value)
+                extra = options.penalty(model).to(value)  # once a step, whatever the pieces
                 sums[-1] = sums[-1] + _sums(extra, None, None, counted)
                 value = value + extra
-            fabric.backward(value)
+            fabric.backward(value)  # adds to the gradients of the pieces before
     if options.grad_clip is not None:
         fabric.clip_gradients(session.wrapped, session.optimizer, max_norm=options.grad_clip, error_if_nonfinite=False)
     session.optimizer.step()
     for p in session.parameters.values():
-        p.grad = None
+        p.grad = None  # without a pass that writes zeros
     return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
 
 

@@ -56,6 +56,7 @@ class Run(Shown):
     def describe(self) -> str:
         """Epochs and last figures; no constant, since a trained model's is a claim until its export is proved."""
         last = self.history[-1] if self.history else {}
+        # What a figure costs is in the history; the last line is for results.
         costs = ("lr", "seconds", "cpu_seconds", "samples_per_second", "memory_mib")
         figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in costs]
         seconds, early = sum(row.get("seconds", 0.0) for row in self.history), ", stopped before the last one"
@@ -81,6 +82,7 @@ class Run(Shown):
         """
         ax = axes(ax, "epoch", "loss")
         ax.plot([row["epoch"] for row in self.history], [row["loss"] for row in self.history], "k", label="loss")
+        # Not every row was evaluated, so the names are those of any row.
         right, names = ax.twinx(), dict.fromkeys(name for row in self.history for name in row)
         for name in names:
             if name in ("accuracy", "clean") or name.startswith("certified("):
@@ -247,7 +249,7 @@ def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[
 
 def _near(data: Source, device: torch.device) -> Source:
     """A split on the GPU where it takes less than a quarter of what is free there: batches are then gathered there."""
-    held = getattr(data, "x", None)
+    held = getattr(data, "x", None)  # image files have no tensor
     if device.type != "cuda" or not isinstance(data, Split) or not isinstance(held, torch.Tensor):
         return data
     return data.to(device) if 4 * held.nbytes < torch.cuda.mem_get_info(device)[0] else data

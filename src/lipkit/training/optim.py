@@ -180,7 +180,7 @@ class Together(Optimizer):
         """One step of every part."""
         loss = None if closure is None else closure()
         for part in self.parts:
-            part.step()
+            part.step()  # the gradients are there already
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,10 +71,10 @@ class Totals:
         self.fabric, self.epoch, self.steps = fabric, epoch, steps
         self.epochs = epoch + 1  # of the training, estimated from the fraction done
         self.labelled, self.progress = False, progress
-        before = before or {}
-        self.loss, self.correct = float(before.get("loss", 0.0)), float(before.get("correct", 0.0))
-        self.samples, self.seconds_before = int(before.get("samples", 0)), float(before.get("seconds", 0.0))
-        self.step, self.cpu_before, self.cpu = 0, float(before.get("cpu", 0.0)), time.process_time()
+        sums = {"loss": 0.0, "correct": 0.0, "samples": 0, "seconds": 0.0, "cpu": 0.0} | dict(before or {})
+        self.loss, self.correct, self.samples = sums["loss"], sums["correct"], int(sums["samples"])
+        self.seconds_before, self.cpu_before = sums["seconds"], sums["cpu"]  # of the part before an interruption
+        self.step, self.cpu = 0, time.process_time()
         self.pending: list[Tensor] = []  # sums of the steps that still lie on the device
         self.samples_before, self.start = self.samples, time.perf_counter()
         self.read = self.start  # time of the last reading
@@ -122,6 +122,7 @@ class Totals:
 
     def pace(self) -> float:
         """Samples per second since training started or continued in this epoch, all devices together."""
+        # A coarse clock may not have moved yet.
         return (self.samples - self.samples_before) / max(time.perf_counter() - self.start, 1e-9)
 
     def row(self) -> dict[str, float]:

@@ -52,7 +52,7 @@ def save(
         state["optimizer"] = dict(session.optimizer.state_dict())
         state["precision"] = fabric.strategy.precision.state_dict()
         state["random"] = random_state(fabric, generators or {})
-    keep = {"keep": 1} if final else {}
+    keep = {"keep": 1} if final else {}  # of a finished run nothing is continued
     return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, session.model, state, step=step, **keep))
 
 
@@ -66,7 +66,7 @@ def open_run(
     """
     if folder is None:
         return 0, {}, []
-    if resume:
+    if resume:  # before the lock, which would make a file in somebody's folder
         on_first(fabric, lambda: checkpoints.check_settings(folder, settings))
     on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
     if not resume:

@@ -85,7 +85,7 @@ class Session:
         nonfinite = torch.stack([~torch.isfinite(p.detach()).all() for p in self.parameters.values()]).float()
         if self.fabric.world_size > 1:
             nonfinite = self.fabric.all_reduce(nonfinite, reduce_op="sum")
-        found = nonfinite.nonzero().flatten().tolist()
+        found = nonfinite.nonzero().flatten().tolist()  # one wait for the device
         return list(self.parameters)[found[0]] if found else None
 
 
@@ -93,7 +93,7 @@ def prepare(
     fabric: Any, model: nn.Module, options: TrainOptions, data: Source, folder: Path | None = None, used: float = 0.0
 ) -> Session:
     """Place (in place), wrap and compile ``model``, and make its optimiser; ``used`` is what earlier parts took."""
-    if options.channels_last:
+    if options.channels_last:  # before the optimiser's state takes the layout of the parameters
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
     optimizer = fabric.setup_optimizers(optimizer_of(options, model))  # after the model is where it stays
@@ -120,7 +120,7 @@ def prepare(
 def _input_shape(options: TrainOptions, data: Source, device: torch.device) -> Shape:
     """The shape of one input as the model gets it: the first sample's, augmented."""
     with kept_random_state(device):
-        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)
+        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)  # where augmentation runs
         augmented = x if options.augment is None else options.augment(x, torch.Generator().manual_seed(0))
         return tuple(augmented.shape[1:])
 
@@ -144,7 +144,7 @@ def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimiz
         first: torch.optim.Optimizer = optim.SpectralDescent(inner, rate)
     else:
         first = optim.RiemannianAdam(inner, options.lr if options.manifold_lr is None else options.manifold_lr)
-    rest = [make_optimizer(options, outer)] if outer else []
+    rest = [make_optimizer(options, outer)] if outer else []  # torch refuses an optimiser of nothing
     return optim.Together([first, *rest])
 
 
