@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -68,20 +68,17 @@ def command(
     with display() as show:
         if resume is not None:
             recipe = pipeline.read_recipe(resume, placed, allow_code=allow_code)
-            outcome = pipeline.train(recipe, resume=resume, display=show, large_eps=large_eps)
-            outcomes += [] if outcome is None else [outcome]
+            where: dict[str, Any] = {"resume": resume}
         else:
             with importing():
-                fabric = pipeline.make_fabric(recipe.train)  # one for all seeds: processes start once
-            for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
-                again = pipeline.seeded(recipe, seed)
-                outcome = pipeline.train(
-                    again, out=out or Path("runs"), display=show, fabric=fabric, large_eps=large_eps
-                )
-                if outcome is not None:
-                    outcomes.append(outcome)
-                    if seeds:
-                        show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
+                # One Fabric for all seeds: its processes start once.
+                where = {"out": out or Path("runs"), "fabric": pipeline.make_fabric(recipe.train)}
+        for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
+            outcome = pipeline.train(pipeline.seeded(recipe, seed), display=show, large_eps=large_eps, **where)
+            if outcome is not None:
+                outcomes.append(outcome)
+                if seeds:
+                    show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
     if seeds and outcomes:
         from lipkit.report.comparison import settings, to_text
 
