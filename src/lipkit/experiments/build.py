@@ -76,7 +76,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     with torch.random.fork_rng(devices=[]):  # networks are made on the CPU
         torch.manual_seed(recipe.train.seed)
         model = network_of(name, factory, {**accepted, **options})
-        _check_model(model, name, data)
+        _check_model(model, name, data.input_shape, outputs(data))
     return model
 
 
@@ -109,8 +109,7 @@ def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) 
     return model
 
 
-def _check_model(model: nn.Module, name: str, data: datasets.Data) -> None:
-    input_shape, wanted = data.input_shape, outputs(data)
+def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], wanted: int) -> None:
     model.eval()
     lipschitz(model, input_shape)  # raises where a module has no rule
     try:
