@@ -19,9 +19,9 @@ from lipkit.experiments.build import build_model, load_data
 from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.run import training_options
 from lipkit.memory import keep_freed_memory
-from lipkit.training import losses, session
+from lipkit.training import session
 from lipkit.training.devices import make_fabric
-from lipkit.training.epoch import Objective, take_step
+from lipkit.training.epoch import take_step
 
 STEPS = 20
 
@@ -46,14 +46,13 @@ def main(rounds: int) -> None:
     data = load_data(recipe)
     torch.manual_seed(0)
     network = session.prepare(
-        make_fabric(recipe.train), build_model(recipe, data).train(), training_options(recipe, data)
+        make_fabric(recipe.train), build_model(recipe, data).train(), training_options(recipe, data), data.train
     )
-    objective = Objective(losses.build(recipe.loss.name, **recipe.loss.options))
     size = recipe.train.batch_size
     x, y = data.train.batch(torch.arange(size))
 
     def step() -> None:
-        take_step(network, objective, x, y, size=size, counted=size, attack=torch.Generator())
+        take_step(network, x, y, size=size, counted=size, attack=torch.Generator())
 
     for _ in range(5):
         step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +9,14 @@ from pathlib import Path
 import click
 
 from lipkit.cli.console import display
+from lipkit.cli.main import data_root
 from lipkit.cli.main import main as program
-from lipkit.cli.train import data_root, split_arguments
+from lipkit.cli.train import split_arguments
 from lipkit.errors import OptionError, suggestion
 from lipkit.experiments.outcome import Display
 from lipkit.files import write_atomic
 from lipkit.memory import keep_freed_memory
+from lipkit.report.record import hardware
 from lipkit.text import table as aligned
 from papers import table_runs, tables
 from papers.figures import draw
@@ -156,7 +157,7 @@ def run_table(
     failed: list[str] = []
     if make:
         show.note(f"{name}: {table.source}, scale {scale}")
-        workers = workers or (cores() if table.parallel else 1)
+        workers = workers or (hardware().cores if table.parallel else 1)
         failed = table_runs.make_missing(runs, workers=workers, display=show, keep_going=keep_going)
     if keep is not None:
         copied = table_runs.keep(runs, keep / name)
@@ -180,11 +181,6 @@ def render(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]], 
     figures.mkdir(parents=True, exist_ok=True)
     write_atomic(figures / f"{name}.svg", draw(name, table, found).encode())
     return f"{text}\nfigure: {figures / f'{name}.svg'}"
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main(arguments: Sequence[str]) -> int:

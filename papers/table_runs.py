@@ -34,8 +34,10 @@ from lipkit.report.record import (
     AnyRecord,
     MeasurementRecord,
     Record,
-    measurement_record,
+    hardware,
+    now,
     read_any_record,
+    versions,
     write_record,
 )
 from lipkit.text import table as aligned
@@ -47,31 +49,19 @@ from papers.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fracti
 
 @dataclass(frozen=True)
 class TableRun:
-    """One training, or one measurement, of a row of a table.
-
-    Attributes:
-        row: the row.
-        scale: full, budget or smoke.
-        seed: of the run.
-        folder: where its record is, or will be.
-        recipe: what is trained; None for a measurement.
-        options: of the measurement.
-        after: name -> measurement of the trained network, and its options.
-        data: the data used in place of the paper's, in words; empty if the run uses the paper's.
-        missing: name of a data set that was not found; empty if the run can be made.
-        root: folder of the data sets, for measurements.
-    """
+    """One training, or one measurement, of a row of a table."""
 
     row: Row
     scale: Scale
     seed: int
-    folder: Path
-    recipe: Recipe | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path  # where its record is, or will be
+    recipe: Recipe | None = None  # what is trained; None for a measurement
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the measurement
+    # Name -> measurement of the trained network, and its options.
     after: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    data: str = ""
-    missing: str = ""
-    root: Path | None = None
+    data: str = ""  # the data used in place of the paper's, in words; empty if the run uses the paper's
+    missing: str = ""  # name of a data set that was not found; empty if the run can be made
+    root: Path | None = None  # folder of the data sets, for measurements
 
     @property
     def trained(self) -> bool:
@@ -104,18 +94,9 @@ def plan(
 ) -> list[TableRun]:
     """Every run of the table, row by row, each with its recipe and its folder under ``out``.
 
-    Args:
-        table: the table.
-        out: folder of this table; the folders of other tables are next to it.
-        overrides: further changes of every recipe.
-        seeds: runs of each row; None for the table's number at the scale full, else one.
-        scale: of the runs.
-        available: the data sets at hand; None for all. At the scale smoke, missing data are replaced.
-        root: folder of the data sets, for measurements.
-        thin: whether rows marked as thin are made.
-
-    Raises:
-        RecipeError: an override does not fit a recipe.
+    The folders of other tables are next to ``out``. ``overrides`` are further changes of every recipe. Without
+    ``seeds``, a row has as many runs as the table says at the scale full, else one. ``available`` knows the data sets
+    at hand (None: all are); at the scale smoke, missing data are replaced. Rows marked as ``thin`` may be left out.
     """
     count = seeds or (table.seeds if scale == "full" else 1)
     runs = []
@@ -174,16 +155,10 @@ def slug(label: str) -> str:
 
 
 def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, keep_going: bool = False) -> list[str]:
-    """Make the runs that have no record, resuming those that were cut.
+    """Make the runs that have no record, resuming those that were cut: a line for each that failed, if ``keep_going``.
 
-    Args:
-        runs: from `plan`; those whose data are missing are left out.
-        workers: processes at a time, each on one thread; 1 trains in this process, on torch's threads.
-        display: where to report.
-        keep_going: whether a run that fails leaves the others to be made.
-
-    Returns:
-        What went wrong, one line for each run that failed.
+    Those whose data are missing are left out. ``workers`` processes train at a time, each on one thread; 1 trains in
+    this process, on torch's threads.
     """
     for spec in sorted({run.missing for run in runs if run.missing}):
         display.note(f"data set {spec} not found: its rows are skipped (lipkit list datasets says where to get it)")
@@ -230,9 +205,8 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
     if run.row.measure:
         start = time.perf_counter()
         figures = measures.find(run.row.measure)(seed=run.seed, root=run.root, **run.options)
-        made = measurement_record(
-            run.row.label, run.row.measure, run.options, run.seed, figures, time.perf_counter() - start
-        )
+        seconds = time.perf_counter() - start
+        made = measurement_record(run.row.label, run.row.measure, run.options, run.seed, figures, seconds)
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(run.folder / RECORD, made.model_dump_json(indent=2).encode() + b"\n")
         return
@@ -255,6 +229,20 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
             further = {**record.further, **figures}
             after = {**_measured_after(run.folder), name: dict(options)}
             write_record(record.model_copy(update={"further": further, "after": after}), run.folder / RECORD)
+
+
+def measurement_record(
+    name: str, measure: str, options: Mapping[str, Any], seed: int, figures: Mapping[str, float], seconds: float
+) -> MeasurementRecord:
+    """The record of a measurement on this machine, made now.
+
+    >>> measurement_record("a", "kernel_bounds", {}, 0, {"ratio": 1.0}, 0.1).metrics()
+    {'ratio': 1.0}
+    """
+    return MeasurementRecord(
+        name=name, created=now(), measure=measure, options=dict(options), seed=seed, figures=dict(figures),
+        versions=versions(), hardware=hardware(), times={"measure": seconds},
+    )  # fmt: skip
 
 
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
@@ -311,21 +299,13 @@ _INCIDENTAL = {
 
 @dataclass(frozen=True)
 class TableRecord:
-    """A record of one run of a row.
+    """A record of one run of a row."""
 
-    Attributes:
-        scale: at which it was made.
-        seed: of the run.
-        record: what it holds.
-        data: substitute for the paper's data, in words; empty for the paper's.
-        current: whether its recipe is the row's present one.
-    """
-
-    scale: Scale
+    scale: Scale  # at which it was made
     seed: int
     record: AnyRecord | MeasurementRecord
-    data: str = ""
-    current: bool = True
+    data: str = ""  # substitute for the paper's data, in words; empty for the paper's
+    current: bool = True  # whether its recipe is the row's present one
 
 
 def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
@@ -373,16 +353,9 @@ def made(runs: Sequence[TableRun], row: Row) -> list[TableRecord]:
 
 
 def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[TableRecord]:
-    """The kept records of a row at one scale: the given one, or the best that has any.
+    """The kept records of a row in the ``folder`` of its table, at one scale: the given one, or the best that has any.
 
-    Args:
-        folder: of the table.
-        row: the row.
-        runs: the row's runs as they would be made now, at every scale (`plan`), to see whether the recipe has changed.
-        scale: at which; None for the best.
-
-    Raises:
-        RunError: a file is not a record.
+    ``runs`` are those that would be made now, at every scale (`plan`), to see whether the recipe has changed.
     """
     for wanted in SCALES if scale is None else (scale,):
         paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
@@ -426,12 +399,7 @@ NOT_MADE = "not made"
 
 
 def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
-    """The whole table.
-
-    Args:
-        table: the table.
-        found: the records of each row, by its label; rows without any are printed as not made.
-    """
+    """The whole table with the records of each row, by its label; rows without any are printed as not made."""
     counted = any(getattr(one.record, "seen", None) for records in found.values() for one in records)
     also = [*table.also, *(["epochs"] if counted else [])]
     header = ["row", "figure", "scale", "runs", "published", "measured", "deviation", "difference", *also]

@@ -1,7 +1,8 @@
 """Measurements of table rows: those without a training, and those of a trained network.
 
-A measurement is a function ``(seed, root, **options) -> figures by name``; one of a trained network is a function
-``(network, data, **options) -> figures by name``. Both draw every random number from their own seed.
+A measurement is a function ``(seed, root, **options) -> figures by name``; one of a trained, exported network is a
+function ``(network, data, **options) -> figures by name``. Both draw every random number (of weights, inputs, samples)
+from their own ``seed``. ``root`` is the folder of the data sets, ``data`` holds the test samples; not all need them.
 """
 
 from __future__ import annotations

@@ -119,7 +119,6 @@ def kernel_bounds(
 
     Args:
         seed: of the first kernel; the others follow.
-        root: folder of the data.
         method: a name of `methods`.
         shape: of the kernels, (cout, cin, k, k).
         kernels: how many.
@@ -154,8 +153,6 @@ def gap(
     """LipBound of a random kernel, by a fine grid, minus the norm on n x n images.
 
     Args:
-        seed: of the kernel's independent normal taps.
-        root: not used.
         shape: of the kernel, (cout, cin, k, k).
         sizes: the n.
         points: of the grid on each axis.
@@ -176,8 +173,6 @@ def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int =
     r"""The modulus of :math:`f(\omega) = \sum_h k_h e^{i h \cdot \omega}` for a random kernel, on a grid.
 
     Args:
-        seed: of the kernel's independent normal taps.
-        root: not used.
         size: of the kernel, size x size.
         points: of the grid on each axis, which divides [0, 2 pi).
 
@@ -199,8 +194,6 @@ def truncation(
     with the skew matrices A of norm close to 1 that the layers make, and normal x.
 
     Args:
-        seed: of the weights and of x.
-        root: not used.
         terms: T, the degree.
         depth, width: of the network.
 

@@ -157,7 +157,6 @@ def network_bounds(
     """Time of a bound of all convolutions of a network against ten power iterations, on one thread.
 
     Args:
-        seed, root: not used.
         network: a name of `NETWORKS`.
         method: a bound of ``lipkit.bounds.METHODS``, or ``lipbound_estimate``: the paper's grid, uncorrected.
         shrink: divides the image, which speeds up the power iterations alone; 1 is the network's own size.

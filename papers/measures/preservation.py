@@ -26,8 +26,6 @@ def norm_preservation(
     r"""The quotient :math:`\|f(x)\| / \|x\|` for normal x and a chain f of convolutions without biases.
 
     Args:
-        seed: of weights and inputs.
-        root: not used.
         family: acronym of the layers.
         channels: (c0, c1, ..., ck) of a chain of k layers.
         side: of the images.

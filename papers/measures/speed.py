@@ -55,8 +55,6 @@ def network_step(
     """A training step of a network on 3 x 32 x 32 images over that of the same network of plain circular layers.
 
     Args:
-        seed: of the weights.
-        root: not used.
         model: name of the architecture, ``lipkit list models``.
         layer: acronym of the family, or ``plain_conv``: plain convolutions before Cayley's dense layers.
         batch: images of a step: forward, cross-entropy, backward, Adam.
@@ -93,8 +91,6 @@ def recipe_step(
     """A training step of a recipe's network over that of another recipe's.
 
     Args:
-        seed: of the weights.
-        root: not used.
         recipe, set: a packaged recipe and its changes.
         over: the other recipe.
         both: changes of both.
@@ -134,8 +130,6 @@ def layer_step(
     """Forward and backward pass of a layer over those of the plain circular convolution of its shape.
 
     Args:
-        seed: of the weights.
-        root: not used.
         family: acronym of the layer.
         vary: what takes each of ``values``: ``channels`` (cin and cout), ``cin``, ``cout``, ``side`` or ``kernel``.
         values: one point of the curve each.

@@ -63,8 +63,6 @@ def square_wave_fit(
     """Train and certify one network, gradients unclipped, on 300 points drawn by the seed.
 
     Args:
-        seed: of points, start and batches.
-        root: not used.
         family: aol, cayley, sll or sandwich.
         gamma: the prescribed gain.
         epochs: of batches of 50, Adam at a triangular rate of at most 0.01.

@@ -42,8 +42,6 @@ def lipconvnet_step(
     """A training step of a LipConvnet on 3 x 32 x 32 images over that of another one.
 
     Args:
-        seed: of the weights.
-        root: not used.
         depth, width: of both.
         network, over: further options of `lipkit.models.lipconvnet`.
         batch: images of a step: forward, cross-entropy, backward, Adam.
@@ -69,8 +67,6 @@ def block_evaluation(
     [ECO] compares what ``convolutions`` does: weights are made before, and SOC has T = 10 convolutions a layer.
 
     Args:
-        seed: of the weights.
-        root: not used.
         depth, width: of the network, whose block has depth / 5 convolutions on 6 x 6 pixels.
         batch: images.
         seconds: budget of each contender, which take turns.
@@ -119,7 +115,6 @@ def exponential(
 
     Args:
         seed: of the matrices, normal and divided by a bound of their norm.
-        root: not used.
         channels: size of the matrices.
         count: how many; 5 for kernels of 3 x 3.
         terms: T, the degree.

@@ -48,8 +48,6 @@ def attack(
     """Accuracy under an attack, with a figure ``NAME(eps)``, or ``NAME_linf(eps)``, for each radius.
 
     Args:
-        network: exported.
-        data: whose test samples are attacked.
         seed: of the samples that are drawn, and of the attack.
         name, norm, steps, restarts: see `lipkit.attacks.run_attack`.
         eps: radii, in units of the norm; ``36/255`` is understood.
@@ -214,7 +212,6 @@ def layer_gains(
 
     Args:
         network: exported, of dense layers with an activation between each two.
-        data: not used.
         seed: of the search in all of space, as the paper's; half of it starts where ReLU lets all units through, which
             random inputs leave closed in halves.
         restarts, steps: see `lipkit.analysis.lipschitz_lower_bound`.
@@ -280,8 +277,6 @@ def wasserstein(
     The generator is the same for every family: it is trained against a Cayley critic with ``seed``.
 
     Args:
-        seed: of everything.
-        root: folder of the data sets.
         family: acronym of the critic's layers.
         data: name of the data set.
         samples: images, and generated images.

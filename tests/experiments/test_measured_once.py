@@ -66,7 +66,9 @@ def test_a_second_certification_lies_beside_the_first(run: Path, capsys: pytest.
     assert main(["check", str(again / "certificate.jsonl"), str(run / "network"), "digits", "--limit", "12"]) == 0
     data = load("digits", limit=12)
     shown = open_runs([(again, data.test, data.classes)])[0]
-    assert torch.equal(shown.radius, read_certificate(again / "certificate.jsonl").certificate.radius)
+    assert torch.equal(
+        torch.from_numpy(shown.radii.radius), read_certificate(again / "certificate.jsonl").certificate.radius
+    )
 
 
 @pytest.mark.thorough

@@ -22,6 +22,7 @@ from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
 from lipkit.report.examples import load_examples
 from lipkit.training import checkpoints as run_folder
+from lipkit.training import fit
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -271,6 +272,20 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
     ):
         with pytest.raises(error, match=message):
             pipeline.train(quick(override, f"data.root={tmp_path}"), out=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_options_that_training_refuses_are_refused_before_a_folder_is_made(tmp_path):
+    samples = torch.rand(4, 2), torch.arange(4) % 2
+    for name, value, message in (
+        ("cuda_graph", True, "expected one CUDA device, got cpu"),
+        ("optimizer", "spectral", "expected Stiefel layers for optimizer spectral"),
+    ):
+        options = {"epochs": 1, "accelerator": "cpu", name: value}
+        with pytest.raises(OptionError, match=message):
+            pipeline.train(quick(f"train.{name}={value}"), out=tmp_path / "runs")
+        with pytest.raises(OptionError, match=message):
+            fit(nn.Linear(2, 2), samples, run_dir=tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
 
 

@@ -176,8 +176,8 @@ def test_samples_attacks_and_the_curve_agree_with_the_certificate(runs: list[Exp
     # A point for each position of the slider: between two points the page would show more than is proved.
     assert curve["eps"] == [step / 255 for step in range(round(255 * summary["largest"]) + 1)]
     for eps, share in zip(curve["eps"], curve["certified"], strict=True):
-        assert share == pytest.approx(float((run.correct & (run.radius > eps)).double().mean()), abs=1e-12)
-    chosen = int((run.correct & (run.radius > 0.05)).nonzero()[0])
+        assert share == pytest.approx(float((run.radii.correct & (run.radii.radius > eps)).mean()), abs=1e-12)
+    chosen = int((run.radii.correct & (run.radii.radius > 0.05)).nonzero()[0][0])
     sample = get(runs, f"/api/runs/0/samples/{chosen}").json()
     x, y = run.split.batch(torch.tensor([chosen]))
     with torch.no_grad():
@@ -188,17 +188,17 @@ def test_samples_attacks_and_the_curve_agree_with_the_certificate(runs: list[Exp
     assert sample["image"].startswith("data:image/png;base64,")
     below = get(runs, f"/api/runs/0/samples/{chosen}/attack", None).status_code
     assert below == 422  # no radius
-    inside = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps={run.radius[chosen].item() * 0.99}").json()
+    inside = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps={run.radii.radius[chosen].item() * 0.99}").json()
     assert (inside["verdict"], inside["found"]) == ("certified", False)
     far = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps=3").json()
     assert (far["verdict"], far["found"], far["certified"]) == ("broken", True, False)
-    assert run.radius[chosen].item() <= far["norm"] <= 3
+    assert run.radii.radius[chosen].item() <= far["norm"] <= 3
     assert far["prediction"] != sample["label"]
     assert get(runs, f"/api/runs/0/samples/{chosen}/attack?eps=0").json()["verdict"] == "certified"
 
 
 def test_a_misclassified_sample_is_called_wrong(runs: list[ExploredRun]) -> None:
-    wrong = (~runs[0].correct).nonzero()
+    (wrong,) = (~runs[0].radii.correct).nonzero()
     assert len(wrong), "two epochs leave errors"
     assert runs[0].attack(int(wrong[0]), 0.5)["verdict"] == "wrong"
 

@@ -8,10 +8,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from papers.__main__ import main
 from papers.figures import draw, panels
-from papers.table_runs import TableRecord
+from papers.table_runs import TableRecord, measurement_record
 from papers.tables import TABLES, Picture, Reference, Row, Table
 
-from lipkit.report.record import measurement_record
 from papers import tables
 
 

@@ -171,7 +171,7 @@ def test_the_record_is_enough(tmp_path: Path) -> None:
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="expected a record"):
+    with pytest.raises(RunError, match=r"expected a run folder with record\.json"):
         write_report(tmp_path)
     with pytest.raises(RunError, match="no such folder"):
         write_report(tmp_path / "missing")

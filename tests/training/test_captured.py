@@ -55,8 +55,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         found.append(tape)
         return tape, result
 
-    def beside(self: Any, session: Any, objective: Any, x: Tensor, y: Tensor, more: Any) -> Tensor:
-        return self.step(session, objective, x, y, **more)
+    def beside(self: Any, session: Any, x: Tensor, y: Tensor, more: Any) -> Tensor:
+        return self.step(session, x, y, **more)
 
     monkeypatch.setattr(captured, "_recorded", record)
     monkeypatch.setattr(captured.CapturedStep, "_beside", beside)

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data import Split
 from lipkit.errors import DataError
-from lipkit.training.sources import augment_generator, batches, derived_seed, own_part, source
+from lipkit.training.sources import AUGMENT, batches, derived_seed, generator, own_part, source
 
 
 class Noisy(Dataset):
@@ -67,7 +67,7 @@ def test_streams_of_neighbouring_seeds_differ():
     seeds = {derived_seed(s, e, k) for s in range(10) for e in range(10) for k in range(3)}
     assert len(seeds) == 300
     assert all(0 <= s < 2**63 for s in seeds)
-    a, b = (torch.rand(4, generator=augment_generator(0, 0, rank)) for rank in (0, 1))
+    a, b = (torch.rand(4, generator=generator(0, 0, AUGMENT, rank)) for rank in (0, 1))
     assert not torch.equal(a, b)
 
 

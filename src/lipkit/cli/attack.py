@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT
 from lipkit.cli.source import Source
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class _Name(click.ParamType):
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the samples and of the attack.")
 @click.option("--images", type=click.IntRange(0), default=16, show_default=True, help="Examples kept and shown.")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
-@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+@ROOT
+@DEVICE
+@LARGE_EPS
 @ALLOW_CODE
 def command(
     run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,
-    seed: int, images: int, batch_size: int, root: Path | None, device: str, large_eps: bool, allow_code: bool,
+    seed: int, images: int, batch_size: int, root: list[str], device: str, large_eps: bool, allow_code: bool,
 ) -> None:  # fmt: skip
     """Attack the network of RUN and compare every example with the certified radii.
 
@@ -53,7 +53,7 @@ def command(
     and a page that shows them into RUN, under a name of their own for each setting. An adversarial example inside a
     certified radius stops the command with an error.
     """
-    if name == "cw" and norm == "linf":
+    if name == "cw" and norm == "linf":  # before the imports, which take seconds
         raise click.UsageError("expected --norm l2 for --attack cw, got linf")
     import dataclasses
     import time
@@ -61,7 +61,6 @@ def command(
     from lipkit.certificates import certify
     from lipkit.certificates.intervals import check_radii
     from lipkit.cli.console import display
-    from lipkit.cli.train import data_root
     from lipkit.errors import RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
     from lipkit.experiments.build import load_data
@@ -71,12 +70,12 @@ def command(
     from lipkit.training.devices import device_here
 
     with display() as show:
-        recipe = read_recipe(run, [] if root is None else [data_root(root)], allow_code=allow_code, build=False)
+        recipe = read_recipe(run, root, allow_code=allow_code, build=False)
         if recipe.task != "classification":
             raise RunError(f"expected a run of a classification, got {run}, which is a {recipe.task}")
         network = load_network(run)
         radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
-        device_here(device)
+        device_here(device)  # refused before data are read
         data = load_data(recipe)
         box = data.input_range
         name_of_radii = "certify.eps" if eps is None else "--eps"
@@ -88,7 +87,7 @@ def command(
         certificate = certify(network, x, y, batch_size=batch_size, device=device)
         start = time.perf_counter()
         attempt = attack_samples(
-            network, certificate, x, y, dataclasses.replace(attack, samples=None),
+            network, certificate, x, y, dataclasses.replace(attack, samples=None),  # they were chosen above
             batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
         )  # fmt: skip
         path = save_attack(
@@ -129,7 +128,7 @@ def table(attempt: Attempt, attack: Attack) -> str:
         [format_radius(row.eps), percent(row.share.value), interval(row.share), percent(row.certified.value)]
         for row in attempt.rows
     ]
-    check = attempt.cross_check
+    check = attempt.cross_check  # of every example with the certified radius of its sample
     lines = [
         f"{'; '.join(attempt.ran) or 'no sample is classified correctly: nothing to attack'}",
         f"clean {percent(attempt.clean.value)} of {attempt.clean.total} samples",

@@ -61,9 +61,9 @@ def parse_shape(text: str | None) -> Shape | None:
     if text is None:
         return None
     try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))  # 3x224x224, too
     except ValueError:
-        shape = ()
+        shape = ()  # refused below
     if not shape or min(shape) < 1:
         raise click.UsageError(f"--input-shape: expected positive sizes such as 3,224,224, got {text!r}")
     return shape
@@ -103,7 +103,7 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
         from lipkit.interop.onnx_reader import read_onnx
 
         try:
-            return _sized(read_onnx(path, shape), model, shape)
+            return _sized(read_onnx(path, shape), model, shape)  # the shape fills in open sizes
         except ShapeError as error:
             raise click.UsageError(f"expected --input-shape C,H,W as in {model}: {error}") from None
     if path.suffix.lower() == ".pt2":
@@ -118,10 +118,10 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     if shape is None:
         raise click.UsageError("expected --input-shape C,H,W for a factory, got none")
     from lipkit.data.registry import imported
-    from lipkit.experiments.build import _call
+    from lipkit.experiments.build import network_of
 
     click.echo(f"importing {model}: this runs the code of its module", err=True)
-    return _call(model, imported(model), {}).eval(), shape
+    return network_of(model, imported(model), {}).eval(), shape
 
 
 def _sized(network: Any, model: str, given: Shape | None) -> tuple[nn.Module, Shape]:
@@ -137,4 +137,4 @@ def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
         raise click.UsageError(f"expected --input-shape C,H,W for {model}, which leaves it open, got none")
     if known is not None and given not in (None, known):
         raise click.UsageError(f"expected --input-shape {','.join(map(str, known))} as in {model}, got {given}")
-    return known or given or ()
+    return known or given or ()  # one is there

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT
 
 if TYPE_CHECKING:
     from lipkit.experiments import Recipe
@@ -17,22 +17,18 @@ if TYPE_CHECKING:
 @click.command("certify")
 @click.argument("run", metavar="RUN|MODEL")
 @click.argument("changes", nargs=-1, metavar="[DATA] [KEY=VALUE ...]")
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@ROOT
 @click.option("--input-shape", metavar="C,H,W", help="Of MODEL, where it leaves it open.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="For MODEL.")
-@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-@click.option(
-    "--method",
-    type=click.Choice(("global", "local", "best")),
-    help="Of the radii (certify.method): see lipkit.certify.",
-)
+@DEVICE
+@click.option("--method", type=click.Choice(("global", "local", "best")), help="Of the radii: see lipkit.certify.")
 @click.option("--seconds", default=60.0, show_default=True, help="Time for a property (.vnnlib).")
-@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@LARGE_EPS
 @ALLOW_CODE
 def command(
     run: str,
     changes: tuple[str, ...],
-    root: Path | None,
+    root: list[str],
     input_shape: str | None,
     out: Path,
     device: str,
@@ -58,7 +54,7 @@ def command(
     (C, H, W) that are no images in [0, 1]. MODEL is certified by --method local where a layer has a constant above 1.
     """
     data = changes[0] if changes and "=" not in changes[0] else None
-    for change in changes[data is not None :]:
+    for change in changes[data is not None :]:  # without the first argument if it names data
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")
     if data is not None and data.lower().endswith(".vnnlib"):
@@ -68,11 +64,11 @@ def command(
         click.echo(verify_property(network, read_vnnlib(data, network), seconds=seconds).describe())
         return
     from lipkit.cli.console import display
-    from lipkit.cli.train import data_root, result
+    from lipkit.cli.train import result
     from lipkit.experiments import run as pipeline
 
     wanted = [] if method is None else [f"certify.method={method}"]
-    wanted += [*changes[data is not None :], *([] if root is None else [data_root(root)])]
+    wanted += [*changes[data is not None :], *root]
     if data is None:
         if not Path(run).exists():
             raise click.UsageError(f"expected the folder of a run, or MODEL DATA, got {run!r}, which does not exist")
@@ -81,6 +77,7 @@ def command(
             outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
     else:
         network, name = exported(run, input_shape)
+        # A product of constants is far too large for layers without a constraint.
         if not any(change.startswith("certify.method=") for change in wanted) and (why := steep(network)):
             wanted.insert(0, "certify.method=local")
             click.echo(f"radii by local bounds: {why} (--method global is faster)", err=True)
@@ -101,22 +98,20 @@ def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
 
 
 def steep(network: Network) -> str:
-    """The layer that makes small radii, in words; empty for a network that is bounded by construction.
-
-    Of such a network no layer but the last has a constant above 1, or multipliers prove one for the whole.
-    """
+    """The layer that makes small radii, in words; empty for a network that is bounded by construction."""
     from torch import nn
 
     from lipkit.lowering import lipschitz
     from lipkit.modules import SandwichBlock, SlopeResidual
 
-    if network.multipliers():
+    if network.multipliers():  # they prove a constant of the whole
         return ""
     parts = list(network.named_modules())
+    # Their weights are bounded together, not each by itself.
     blocks = tuple(f"{name}." for name, part in parts if isinstance(part, SandwichBlock | SlopeResidual))
     layers = [(name, part) for name, part in parts if type(part) in (nn.Linear, nn.Conv1d, nn.Conv2d)]
-    for name, layer in layers[:-1]:
-        if not name.startswith(blocks) and (constant := float(lipschitz(layer))) > 1 + 1e-3:
+    for name, layer in layers[:-1]:  # the last one may scale the logits
+        if not name.startswith(blocks) and (constant := float(lipschitz(layer))) > 1 + 1e-3:  # beyond rounding
             return f"layer {name} has the constant {constant:.3g}, so the network is not bounded by construction"
     return ""
 
@@ -126,5 +121,5 @@ def named(name: str, model: str, data: str, changes: list[str]) -> Recipe:
     from lipkit.experiments import load_recipe
 
     facts = [f"name={name}", "description=a network from elsewhere", f"data={data}", "model.options={}"]
-    recipe = load_recipe("digits_cayley", [*facts, *changes])
+    recipe = load_recipe("digits_cayley", [*facts, *changes])  # for its section certify
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": model})})

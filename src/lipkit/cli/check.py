@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.cli.attack import read_radii
+from lipkit.cli.main import LARGE_EPS
+
 if TYPE_CHECKING:
     from lipkit.certificates import Certificate
     from lipkit.certificates.certificate_file import CertificateFile
@@ -23,7 +26,7 @@ CLAIMED = "claimed, not checked:"
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets.")
 @click.option("--limit", type=click.IntRange(min=1), help="Samples of the data, if the certificate is of a part.")
 @click.option("--eps", multiple=True, metavar="EPS", help="Radii to print certified accuracies at; default 36/255, ...")
-@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+@LARGE_EPS
 def command(
     certificate: Path,
     network: Path,
@@ -46,17 +49,12 @@ def command(
     from lipkit import modules
     from lipkit.certificates.certificate_file import read_certificate, verify
     from lipkit.certificates.intervals import check_radii
-    from lipkit.errors import OptionError
     from lipkit.evaluation import EPS
-    from lipkit.experiments.recipe_schema import parse_number
 
-    try:
-        radii = [float(parse_number(text)) for text in eps] or list(EPS)
-    except ValueError as error:
-        raise OptionError(f"--eps: {error}") from None
+    radii = [radius for text in eps for radius in read_radii(text)] or list(EPS)
     file = read_certificate(certificate)
     stored = modules.load(network)
-    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)
+    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)  # as the network saw them
     check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)

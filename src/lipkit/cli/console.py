@@ -36,7 +36,7 @@ class Lines:
     def progress(self, event: Progress) -> None:
         now, place = time.monotonic(), position(event)
         if event.row is None and (now - self._time < WAIT or 10 * (place - self._place) < event.steps):
-            return
+            return  # soon after the last line, or less than a tenth of an epoch
         self._time, self._place = now, place
         left = f"  left {duration(event.seconds_left)}" if place < event.epochs * event.steps else ""
         step, row = "", event.row
@@ -51,7 +51,7 @@ class Terminal:
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
-        self._task: TaskID | None = None
+        self._task: TaskID | None = None  # the bar of the training in progress
         self._measured = ""
 
     def note(self, text: str) -> None:
@@ -70,7 +70,7 @@ class Terminal:
             self._task = self._bar.add_task(label, total=total, completed=done, **fields)
         self._bar.update(self._task, description=label, completed=done, **fields)
         if event.row is not None and event.epoch == event.epochs:
-            self._task = None
+            self._task = None  # the next training gets a bar of its own
 
 
 @contextmanager
@@ -104,10 +104,7 @@ def progress_bar(console: Console) -> Bar:
 
 
 def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
-    """As many of (loss, accuracy, certified accuracy, time left) as fit after the epoch, certified accuracy first.
-
-    ``parts`` stand in that order, empty where there is none; ``width`` columns are left of the terminal's, ``room`` for
-    the bar.
+    """As many of (loss, accuracy, certified accuracy, time left) as fit into ``width``, and the ``room`` for the bar.
 
     >>> line = ("loss 0.1234", "accuracy 95.0 %", "certified(36/255) 92.0 %", "0:07 left")
     >>> fitted(line, 29)
@@ -116,7 +113,7 @@ def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
     'loss 0.1234  accuracy 95.0 %  certified(36/255) 92.0 %'
     """
     room, kept = width - 3, [""] * 4  # a space before each of the bar, the text and the time
-    for place in (2, 3, 0, 1):
+    for place in (2, 3, 0, 1):  # what is looked for first
         if parts[place] and (not any(kept) or len(parts[place]) + 2 <= room):
             kept[place] = parts[place]
             room -= len(parts[place]) + 2

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import click
 
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, ROOT
 
 
 @click.command("explore")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]")
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@ROOT
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0, the default, takes a free one.")
 @ALLOW_CODE
 @click.option("--allow-remote", is_flag=True, help="Listen beyond loopback: anyone who reaches the host can look.")
 def command(
-    runs: tuple[Path, ...], root: Path | None, host: str, port: int, allow_code: bool, allow_remote: bool
+    runs: tuple[Path, ...], root: list[str], host: str, port: int, allow_code: bool, allow_remote: bool
 ) -> None:
     """Serve a page that shows RUN: images, certified radii, adversarial examples at a radius that you slide.
 
@@ -36,13 +36,12 @@ def command(
     with listener:
         # Said before torch is imported and data is read: a browser that asks early waits for the answer.
         click.echo(f"{address} shows {', '.join(map(printable, runs))} as soon as it is read; Ctrl-C stops it")
-        from lipkit.cli.train import data_root
         from lipkit.experiments import run as pipeline
         from lipkit.experiments.build import load_data
         from lipkit.explorer import open_runs, serve
 
-        opened, changes = [], [] if root is None else [data_root(root)]
+        opened = []
         for run in runs:
-            data = load_data(pipeline.read_recipe(run, changes, allow_code=allow_code, build=False))
+            data = load_data(pipeline.read_recipe(run, root, allow_code=allow_code, build=False))
             opened.append((run, data.test, data.classes))
         serve(open_runs(opened), listener, host)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, ROOT
 
 if TYPE_CHECKING:
+    from lipkit.data import Data
+    from lipkit.experiments import Recipe
     from lipkit.interop.check import Runtime
+    from lipkit.modules import Network
 
 FORMS = ("onnx", "torch", "c", "safetensors", "hub", "robustbench")
 
@@ -23,10 +27,10 @@ FORMS = ("onnx", "torch", "c", "safetensors", "hub", "robustbench")
 @click.option("--out", type=click.Path(path_type=Path), help="File or folder to write; default: RUN/export/...")
 @click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Test samples to check.")
 @click.option("--licence", help="SPDX identifier of the weights' licence, for the model card.")
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@ROOT
 @ALLOW_CODE
 def command(
-    run: Path, form: str, out: Path | None, samples: int, licence: str | None, root: Path | None, allow_code: bool
+    run: Path, form: str, out: Path | None, samples: int, licence: str | None, root: list[str], allow_code: bool
 ) -> None:
     """Write the network of RUN and check it where it will run.
 
@@ -41,18 +45,16 @@ def command(
     After writing, the file is read back in its runtime and evaluated on test samples: outputs, predictions and
     certified accuracy are compared with the float64 network.
     """
-    from lipkit.cli.train import data_root
     from lipkit.experiments import run as pipeline
     from lipkit.experiments.build import load_data
     from lipkit.interop import check_runtime
     from lipkit.text import printable
 
-    changes = [] if root is None else [data_root(root)]
-    recipe = pipeline.read_recipe(run, changes, allow_code=allow_code, build=form == "hub")
+    recipe = pipeline.read_recipe(run, root, allow_code=allow_code, build=form == "hub")
     network = pipeline.load_network(run)
     data = load_data(recipe)
-    network.input_range = data.input_range
-    target, runtime = _write(run, form, out, licence, network)
+    network.input_range = data.input_range  # what C programs quantise
+    target, runtime = _write(run, form, out, licence, network, recipe, data)
     import torch
 
     x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
@@ -71,51 +73,59 @@ def command(
     click.echo(f"written {printable(target)}")
 
 
-def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:
+def _write(
+    run: Path, form: str, out: Path | None, licence: str | None, network: Network, recipe: Recipe, data: Data
+) -> tuple[Path, Runtime]:
     """Write one form; the path, and what runs it."""
+    from lipkit import interop, modules
+
+    place = click.get_current_context().with_resource(tempfile.TemporaryDirectory())  # of the compiled C program
+
+    def hub(_: Network, path: Path) -> Path:
+        return _write_hub(run, path, licence, recipe, data)
+
+    # form -> its name in RUN/export, what writes it, and what runs it
+    forms: dict[str, tuple[str, Callable[[Network, Path], Path], Callable[[Path], Runtime]]] = {
+        "onnx": ("network.onnx", interop.write_onnx, interop.onnx_runtime),
+        "torch": ("network.pt2", interop.write_program, interop.program_runtime),
+        "c": ("network.c", interop.write_c, lambda path: interop.c_runtime(path, network, place)),
+        "safetensors": ("network", modules.save, lambda path: interop.module_runtime(modules.load(path))),
+        "hub": ("hub", hub, lambda path: interop.module_runtime(modules.load(path / "network"))),
+        "robustbench": (
+            "robustbench",
+            lambda network, path: _write_robustbench(run, network, path),
+            lambda path: interop.module_runtime(interop.RobustBenchModel(modules.load(path))),
+        ),
+    }
+    name, write, runtime = forms[form]
+    path = write(network, out or run / "export" / name)
+    return path, runtime(path)
+
+
+def _write_robustbench(run: Path, network: Network, folder: Path) -> Path:
+    """The network's folder, and what a leaderboard says of it."""
     from lipkit import interop, modules
     from lipkit.errors import OptionError
     from lipkit.files import write_atomic
     from lipkit.report import Record, read_record
 
-    assert isinstance(network, modules.Network)
-    folder = run / "export"
-    if form == "onnx":
-        path = interop.write_onnx(network, out or folder / "network.onnx")
-        return path, interop.onnx_runtime(path)
-    if form == "torch":
-        path = interop.write_program(network, out or folder / "network.pt2")
-        return path, interop.program_runtime(path)
-    if form == "c":
-        path = interop.write_c(network, out or folder / "network.c")
-        place = click.get_current_context().with_resource(tempfile.TemporaryDirectory())
-        return path, interop.c_runtime(path, network, place)
-    if form == "safetensors":
-        path = modules.save(network, out or folder / "network")
-        return path, interop.module_runtime(modules.load(path))
-    if form == "hub":
-        path = _write_hub(run, out or folder / "hub", licence)
-        return path, interop.module_runtime(modules.load(path / "network"))
-    path = modules.save(network, out or folder / "robustbench")
     record = read_record(run)
     if not isinstance(record, Record):
         raise OptionError("expected a run of a classification for robustbench, got a regression")
+    path = modules.save(network, folder)
     info = json.dumps(interop.robustbench_info(record), indent=1)
     write_atomic(path / "model_info.json", (info + "\n").encode())
-    return path, interop.module_runtime(interop.RobustBenchModel(modules.load(path)))
+    return path
 
 
-def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
+def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, data: Data) -> Path:
     """The model folder of a run: its recipe says the architecture, its last checkpoint the parameters."""
     from lipkit import interop
     from lipkit.errors import RunError
-    from lipkit.experiments import run as pipeline
-    from lipkit.experiments.build import build_model, load_data
+    from lipkit.experiments.build import build_model, outputs
     from lipkit.report import read_record
     from lipkit.training import checkpoints
 
-    recipe = pipeline.read_recipe(run, allow_code=True)  # the command has asked
-    data = load_data(recipe)
     model = build_model(recipe, data)
     found = checkpoints.load_checkpoint(run)
     if found is None:
@@ -123,12 +133,11 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
             f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
         )
     checkpoints.load_weights(model, found[1], run)
-    outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
     return interop.save_pretrained(
         model,
         folder,
         name=recipe.model.name,
-        options={"input_shape": data.input_shape, "classes": outputs, **recipe.model.options},
+        options={"input_shape": data.input_shape, "classes": outputs(data), **recipe.model.options},
         input_shape=data.input_shape,
         input_range=data.input_range,
         classes=data.classes,

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -18,17 +19,6 @@ from lipkit.text import printable
 
 # The sections of a recipe that a command takes as KEY=VALUE, for commands that do not take all.
 SECTIONS = {"certify": ("certify", "data")}
-
-
-def no_command(name: str, known: Sequence[str]) -> str:
-    """The message for an unknown command.
-
-    >>> no_command("trian", ["train", "report"])
-    "No such command 'trian', did you mean 'train'?"
-    >>> no_command("fly", ["train", "report"])
-    "No such command 'fly'; known: train, report"
-    """
-    return f"No such command {name!r}{suggestion(name, known) or '; known: ' + ', '.join(known)}"
 
 
 def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
@@ -68,6 +58,7 @@ def _value(given: Sequence[str], place: int) -> str:
     if equals:
         return value
     following = given[place + 1] if place + 1 < len(given) else "-"
+    # Behind a flag stands the next option or an override, which is no value.
     return "VALUE" if following.startswith("-") or "=" in following else following
 
 
@@ -76,8 +67,25 @@ VERBS = (
     *("train", "certify", "check", "attack", "report", "compare", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
 )
-# An option of every verb that loads code named by a run's recipe: the run may be somebody else's.
+
+
+def data_root(path: Path) -> str:
+    """The override of ``data.root`` by an absolute path, as a YAML string, so that the run finds it from anywhere.
+
+    >>> data_root(Path("/it's here"))
+    "data.root='/it''s here'"
+    """
+    return "data.root='" + str(path.expanduser().resolve()).replace("'", "''") + "'"
+
+
+# Options that several verbs have. ALLOW_CODE: of every verb that loads code named by a recipe, perhaps somebody else's.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
+LARGE_EPS = click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+ROOT = click.option(  # arrives as the overrides of a recipe
+    "--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).",
+    callback=lambda _, __, path: [] if path is None else [data_root(path)],
+)  # fmt: skip
 
 
 class _Lazy(click.Group):
@@ -97,7 +105,8 @@ class _Lazy(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise click.UsageError(no_command(args[0], VERBS), ctx)
+            hint = suggestion(args[0], VERBS) or f"; known: {', '.join(VERBS)}"
+            raise click.UsageError(f"No such command {args[0]!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -117,7 +126,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and given[:1] == ["train"]:
         keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
-    end = given.index("--") if "--" in given else len(given)
+    end = given.index("--") if "--" in given else len(given)  # what follows are no options
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]
     try:
@@ -127,7 +136,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
-    except click.NoSuchOption as error:
+    except click.NoSuchOption as error:  # a ClickException, so it comes first
         _show(error, debug, no_option(error, given))
         return 2
     except click.ClickException as error:
@@ -137,7 +146,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
         click.echo("lipkit: interrupted", err=True)
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails again
         return 1
     except OSError as error:
         _show(error, debug, f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,21 +42,13 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a recipe.
+    """One key of a recipe."""
 
-    Attributes:
-        path: its name and those of the sections it is in.
-        values: what it takes, in words.
-        default: as YAML; None if it must be given.
-        description: what it means.
-        section: whether it holds keys.
-    """
-
-    path: tuple[str, ...]
-    values: str
-    default: str | None
+    path: tuple[str, ...]  # its name, after those of the sections it is in
+    values: str  # what it takes, in words
+    default: str | None  # as YAML; None if it must be given
     description: str
-    section: bool
+    section: bool  # whether it holds keys
 
 
 def keys() -> list[Key]:
@@ -65,50 +57,33 @@ def keys() -> list[Key]:
     >>> [(k.values, k.default) for k in keys() if k.path == ("train", "lr")]
     [('number > 0', '0.001')]
     """
-    from lipkit.experiments.recipe_schema import Recipe
+    from lipkit.experiments import recipe_schema
 
-    return list(_keys(Recipe, ()))
-
-
-def _keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[Key]:
-    schema = model.model_json_schema()["properties"]
-    for name, field in model.model_fields.items():
-        path, text = (*prefix, name), field.description or ""
-        inner = _section(field.annotation)
-        if inner is None:
-            default = None if field.is_required() else _yaml(_simple(field.get_default(call_default_factory=True)))
-            yield Key(path, _values(schema[name], _limits(field)), default, text, False)
-            continue
-        short = [line for line in (inspect.getdoc(inner) or "").split(". ") if line.startswith("A plain string")]
-        nullable = type(None) in typing.get_args(field.annotation)
-        values = "null, or keys" if nullable else "keys"
-        yield Key(path, values, "null" if nullable else None, ". ".join([text, *short]), True)
-        yield from _keys(inner, path)
+    found = list(recipe_schema.keys())
+    schemas = {owner: owner.model_json_schema()["properties"] for owner in {owner for _, owner, _, _ in found}}
+    return [_key(path, field, section, schemas[owner][path[-1]]) for path, owner, field, section in found]
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, if any."""
-    from pydantic import BaseModel
-
-    for kind in typing.get_args(annotation) or (annotation,):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+def _key(path: tuple[str, ...], field: FieldInfo, section: type[BaseModel] | None, schema: Mapping[str, Any]) -> Key:
+    text = field.description or ""
+    if section is None:
+        default = None if field.is_required() else _plain(field.get_default(call_default_factory=True))
+        return Key(path, _values(schema, _limits(field)), default, text, False)
+    short = [line for line in (inspect.getdoc(section) or "").split(". ") if line.startswith("A plain string")]
+    nullable = type(None) in typing.get_args(field.annotation)
+    values = "null, or keys" if nullable else "keys"
+    return Key(path, values, "null" if nullable else None, ". ".join([text, *short]), True)
 
 
 def _limits(field: FieldInfo) -> str:
     """Limits of a number, in words: those of a field that may be null stand in the alternatives of its type."""
-    marks = list(field.metadata)
+    marks = list(field.metadata)  # pydantic's, and those of annotated_types
     for kind in typing.get_args(field.annotation):
         for mark in getattr(kind, "__metadata__", ()):
             marks += getattr(mark, "metadata", [mark])
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = {f"{sign} {getattr(m, name):g}" for m in marks for name, sign in signs.items() if hasattr(m, name)}
-    return " and ".join(sorted(found, reverse=True))
-
-
-def _simple(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return " and ".join(sorted(found, reverse=True))  # > before <
 
 
 def _values(content: Mapping[str, Any], limits: str = "") -> str:
@@ -138,7 +113,11 @@ def _yaml(value: Any) -> str:
     import yaml
 
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
+    return text.removesuffix("...\n").strip()  # the mark of YAML's end behind a bare value
+
+
+def _plain(value: Any) -> str:
+    return _yaml(list(value) if isinstance(value, tuple) else value)
 
 
 def reference() -> str:
@@ -193,10 +172,6 @@ def _options(function: Callable[..., Any], given: tuple[str, ...]) -> list[str]:
     return texts
 
 
-def _plain(value: Any) -> str:
-    return _yaml(_simple(value))
-
-
 def commented(content: Mapping[str, Any]) -> str:
     """A whole recipe as YAML with a comment behind every key.
 
@@ -217,5 +192,5 @@ def commented(content: Mapping[str, Any]) -> str:
         text = "" if key.section and value is not None else f" {_yaml(value)}"
         facts = key.description if key.section else f"{key.description} ({key.values})"
         lines.append((f"{'  ' * (len(key.path) - 1)}{key.path[-1]}:{text}", facts))
-    width = min(46, max(len(line) for line, _ in lines))
+    width = min(46, max(len(line) for line, _ in lines))  # longer values push their own comment on
     return "\n".join(f"{line:<{width}}  # {facts}" for line, facts in lines)

@@ -24,7 +24,7 @@ class Source:
         self._statements: dict[str, ast.AST] = {}
         self._imported: dict[str, str] = {}
         for node in ast.parse(found.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom):
+            if isinstance(node, ast.ImportFrom):  # name -> the module that has it
                 self._imported |= {name.name: str(node.module) for name in node.names}
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._statements[node.targets[0].id] = node.value
@@ -40,7 +40,7 @@ class Source:
     def names(self, table: str) -> list[str]:
         """The imported names in a table, in order."""
         found = [node for node in ast.walk(self.find(table)) if isinstance(node, ast.Name)]
-        found.sort(key=lambda node: (node.lineno, node.col_offset))
+        found.sort(key=lambda node: (node.lineno, node.col_offset))  # ast.walk goes level by level
         return [node.id for node in found if node.id in self._imported]
 
     def keys(self, table: str) -> list[str]:
@@ -64,5 +64,5 @@ class Source:
         assert isinstance(kind, ast.ClassDef)
         defaults = [(ast.unparse(s.target), s.value) for s in kind.body if isinstance(s, ast.AnnAssign)]
         given = [(str(k.arg), k.value) for k in node.keywords]
-        both = defaults + given
+        both = defaults + given  # what is given replaces a default
         return {key: v.value for key, v in both if isinstance(v, ast.Constant) and isinstance(v.value, str)}

@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lipkit.cli.list import recipes
-from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.main import ALLOW_CODE, LARGE_EPS, ROOT
 from lipkit.cli.source import Source
 from lipkit.memory import importing
 from lipkit.text import printable
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 @click.option("--seeds", type=click.IntRange(min=1), help="Train with N seeds; prints mean and standard deviation.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue the run in this folder.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="RUNS", help="Folder of the runs; default: runs.")
-@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@ROOT
 @click.option("--accelerator", metavar="NAME", help="auto, cpu, cuda or mps (train.accelerator).")
 @click.option("--devices", metavar="N", help="Devices on each machine: a number, or auto (train.devices).")
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of machines (train.nodes); torchrun sets it.")
 @click.option("--strategy", metavar="NAME", help="ddp, for instance (train.strategy).")
 @click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
-@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+@LARGE_EPS
 @ALLOW_CODE
 def command(
-    arguments: tuple[str, ...], seeds: int | None, resume: Path | None, out: Path | None, root: Path | None,
+    arguments: tuple[str, ...], seeds: int | None, resume: Path | None, out: Path | None, root: list[str],
     large_eps: bool, allow_code: bool, **placement: str | int | None,
 ) -> None:  # fmt: skip
     """Train a network, certify and attack it, and write its report.
@@ -46,9 +46,9 @@ def command(
     Options from --accelerator on also change where a resumed run goes on, and for how long.
     """
     name, overrides = split_arguments(arguments)
-    if root is not None:
-        overrides.append(data_root(root))
+    overrides += root
     placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
+    # Importing torch takes seconds, in which nothing else would be seen; torchrun's other processes stay silent.
     if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0" and (line := started(name, resume)):
         click.echo(f"{line}; importing torch", err=True)
     if resume is None:
@@ -68,20 +68,17 @@ def command(
     with display() as show:
         if resume is not None:
             recipe = pipeline.read_recipe(resume, placed, allow_code=allow_code)
-            outcome = pipeline.train(recipe, resume=resume, display=show, large_eps=large_eps)
-            outcomes += [] if outcome is None else [outcome]
+            where: dict[str, Any] = {"resume": resume}
         else:
             with importing():
-                fabric = pipeline.make_fabric(recipe.train)
-            for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
-                again = pipeline.seeded(recipe, seed)
-                outcome = pipeline.train(
-                    again, out=out or Path("runs"), display=show, fabric=fabric, large_eps=large_eps
-                )
-                if outcome is not None:
-                    outcomes.append(outcome)
-                    if seeds:
-                        show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
+                # One Fabric for all seeds: its processes start once.
+                where = {"out": out or Path("runs"), "fabric": pipeline.make_fabric(recipe.train)}
+        for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
+            outcome = pipeline.train(pipeline.seeded(recipe, seed), display=show, large_eps=large_eps, **where)
+            if outcome is not None:
+                outcomes.append(outcome)
+                if seeds:
+                    show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
     if seeds and outcomes:
         from lipkit.report.comparison import settings, to_text
 
@@ -125,12 +122,3 @@ def result(outcome: Outcome) -> str:
 
     folder = printable(outcome.folder)
     return f"{summary(outcome.record)}\n\nrun     {folder}\nreport  {printable(outcome.folder / REPORT)}"
-
-
-def data_root(path: Path) -> str:
-    """The override of ``data.root`` by an absolute path, as a YAML string, so that the run finds it from anywhere.
-
-    >>> data_root(Path("/it's here"))
-    "data.root='/it''s here'"
-    """
-    return "data.root='" + str(path.expanduser().resolve()).replace("'", "''") + "'"

@@ -52,6 +52,7 @@ def command(
     first = samples(x, root, limit)
     if y is None:
         order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))
+        # Halves: the distance to samples that the generator has learnt from would be too small.
         seen, first = first[order[: len(first) // 2]], first[order[len(first) // 2 :]]
         click.echo(f"training a generator on {len(seen)} samples", err=True)
         made = wgan.train(seen, critic=critic, steps=generator_steps, seed=seed, device=device)
@@ -93,6 +94,6 @@ def facts(found: Estimate) -> dict[str, Any]:
     return {
         "value": found.value, "low": found.low, "high": found.high, "confidence": found.confidence,
         "method": found.method, "proved": found.proved, "constant": found.constant,
-        "train_value": None if math.isnan(found.train_value) else found.train_value,
+        "train_value": None if math.isnan(found.train_value) else found.train_value,  # JSON lacks NaN
         "steps": found.steps, "held_out": list(found.held_out), "folds": len(found.critics),
     }  # fmt: skip

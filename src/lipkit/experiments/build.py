@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from lipkit.experiments.recipe_schema import AugmentSection
 from lipkit.lowering import export, lipschitz
 
 
-def load_data(recipe: Recipe) -> datasets.Data:
-    """The recipe's data.
+def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
+    """The recipe's data; its radii are checked against them unless ``large_eps`` is None.
 
     Raises:
-        DataError, OptionError: see `lipkit.data.load`.
+        DataError, OptionError: see `lipkit.data.load`; a radius that is implausible for these data, see
+            `lipkit.certificates.intervals.check_radii`, of which ``large_eps`` accepts large ones.
         RecipeError: the data is not for the recipe's task.
     """
     section = recipe.data
@@ -33,42 +34,36 @@ def load_data(recipe: Recipe) -> datasets.Data:
     data = datasets.load(section.spec, root=root, limit=section.limit, limits=section.range)
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
+    if large_eps is not None:
+        certify, adversary = recipe.certify, recipe.adversary
+        radii: dict[str, Sequence[float]] = {"certify.delta": [certify.delta]}
+        if recipe.task == "classification":
+            radii = {"certify.eps": certify.eps, "certify.attack_eps": certify.attack_eps or ()}
+        for name, eps in radii.items():
+            check_radii(eps, data.input_shape, data.input_range, name=name, large=large_eps)
+        if adversary is not None:
+            eps, norm = [adversary.eps], adversary.norm
+            check_radii(eps, data.input_shape, data.input_range, name="adversary.eps", norm=norm, large=large_eps)
     return data
 
 
-def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
-    """Refuse radii of a recipe that are implausible for these data, see `lipkit.certificates.intervals.check_radii`.
-
-    Raises:
-        OptionError: the message names the key.
-    """
-    shape, box, section = data.input_shape, data.input_range, recipe.certify
-    names = ("eps", "attack_eps") if recipe.task == "classification" else ("delta",)
-    for name in names:
-        radii = getattr(section, name)
-        radii = [radii] if isinstance(radii, float | int) else radii or ()
-        check_radii(radii, shape, box, name=f"certify.{name}", large=large)
-    if recipe.adversary is not None:
-        eps, norm = recipe.adversary.eps, recipe.adversary.norm
-        check_radii([eps], shape, box, name="adversary.eps", norm=norm, large=large)
+def outputs(data: datasets.Data) -> int:
+    """Number of outputs of a network for these data."""
+    return len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
 
 
 def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     """The recipe's network for this data, its initial weights drawn from ``train.seed``.
 
     The input shape and the number of outputs come from the data; a factory of the user's gets them as ``input_shape``
-    and ``classes`` if it has parameters of these names. torch's global random state is restored.
-
-    Raises:
-        OptionError: unknown name or option, or a factory that cannot be imported or fails.
-        ShapeError, NoRuleError: the network does not fit the data, or cannot be bounded and exported; checked before
-            hours of training.
+    and ``classes`` if it has parameters of these names. torch's global random state is restored. A network that does
+    not fit the data, or cannot be bounded and exported, is refused here, before hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
-    outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
-    given = {"input_shape": data.input_shape, "classes": outputs}
+    given = {"input_shape": data.input_shape, "classes": outputs(data)}
     factory = imported(name) if is_code(name) else functools.partial(models.build, name)
     known = inspect.signature(factory).parameters
+    # Architectures of lipkit have both; a function of the user's may fix them itself.
     takes_all = not is_code(name) or any(p.kind is p.VAR_KEYWORD for p in known.values())
     accepted = {key: value for key, value in given.items() if takes_all or key in known}
     if "input_shape" in options:
@@ -78,19 +73,15 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
                 f"expected model.options.input_shape {data.input_shape} as in the data {data.name}, "
                 f"got {options['input_shape']}"
             )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # networks are made on the CPU
         torch.manual_seed(recipe.train.seed)
-        model = _call(name, factory, {**accepted, **options})
-        _check_model(model, name, data.input_shape, outputs)
+        model = network_of(name, factory, {**accepted, **options})
+        _check_model(model, name, data.input_shape, outputs(data))
     return model
 
 
 def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tensor, torch.Generator], Tensor] | None:
-    """The recipe's augmentation as one function of (x, generator), or None.
-
-    Raises:
-        RecipeError: augmentation of data that is not images.
-    """
+    """The recipe's augmentation as one function of (x, generator), or None; ``RecipeError`` for data without images."""
     if not section.crop and not section.flip:
         return None
     if len(data.input_shape) != 3:
@@ -105,31 +96,31 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
     return datasets.random_flip(x, generator) if flip else x
 
 
-def _call(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
+def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     try:
         # What is imported may be the network itself.
         model = factory if isinstance(factory, nn.Module) else factory(**options)
     except LipkitError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the user's code raises
         raise OptionError(f"model {name}: expected a network, got {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise OptionError(f"model {name}: expected an nn.Module, got {type(model).__name__}")
     return model
 
 
-def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outputs: int) -> None:
+def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], wanted: int) -> None:
     model.eval()
-    lipschitz(model, input_shape)
+    lipschitz(model, input_shape)  # raises where a module has no rule
     try:
         with torch.no_grad():
             shape = tuple(export(model, input_shape)(torch.zeros(1, *input_shape)).shape)
     except (RuntimeError, IndexError) as error:
         if isinstance(error, LipkitError) or lacks_memory(error):
-            raise
+            raise  # they say it better
         reason = first_line(error)
         raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
-    if shape != (1, outputs):
+    if shape != (1, wanted):
         raise ShapeError(
-            f"model {name}: expected outputs of shape (n, {outputs}), got (n, {', '.join(map(str, shape[1:]))})"
+            f"model {name}: expected outputs of shape (n, {wanted}), got (n, {', '.join(map(str, shape[1:]))})"
         )

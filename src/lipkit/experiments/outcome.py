@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
     >>> duration(7), duration(75), duration(3700), duration(float("nan"))
     ('0:07', '1:15', '1:01:40', '-:--')
     """
-    if seconds != seconds:
+    if seconds != seconds:  # NaN
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -57,8 +57,7 @@ def duration(seconds: float) -> str:
 
 
 RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
-CHECKER = "lipkit_check.py"
-"""The independent checker: a single module outside the package. Every certificate's folder gets a copy."""
+CHECKER = "lipkit_check.py"  # a single module outside the package, of which every certificate's folder gets a copy
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,8 +90,7 @@ def finish(
 ) -> Outcome:
     """Evaluate an exported network as the recipe says, and write record and report where `place` says.
 
-    Raises:
-        CertificateViolation: the certificate was disproved.
+    A certificate that is disproved is a CertificateViolation, and nothing is then written.
     """
     facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
     section, split = recipe.certify, data.test
@@ -107,7 +105,7 @@ def finish(
         record = from_regression(found, name=name, data=data.name, search=search, **facts)
         save_regression(target, found, network, split, record)
     else:
-        attacked = min(len(split), section.attack_samples or len(split))
+        attacked = min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
         # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
         x, y = split.batch(slice(None))
@@ -126,7 +124,7 @@ def finish(
         write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
         write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
         save_evaluation(target, evaluation, split, record)
-    write_report(target)
+    write_report(target)  # made from what was written, as anybody can make it again
     return Outcome(target, record.metrics(), record)
 
 
@@ -136,7 +134,7 @@ def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
     The first one of a run goes into the run's folder. A later one gets a subfolder, ``certify-001`` and so on, with its
     recipe.
     """
-    if not (folder / RECORD).exists():
+    if not (folder / RECORD).exists():  # the record is what a certification writes last
         return folder, folder.name
     target = create(folder, AGAIN)
     write_atomic(target / RECIPE, to_yaml(recipe).encode())

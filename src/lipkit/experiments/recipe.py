@@ -7,16 +7,15 @@ import functools
 import importlib.resources
 import json
 import re
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lipkit.errors import RecipeError, suggestion
-from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection
+from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection, keys
 from lipkit.files import read_bytes
 from lipkit.text import printable
 from lipkit.training.options import worded
@@ -51,16 +50,15 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     """Read and check a recipe.
 
     Args:
-        name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml,
-            .yml or .json, or holds a path separator). Its key ``base`` names a packaged recipe that it
-            changes: keys are merged, values replaced. Where it changes the ``name`` of a part (model, loss,
-            train.schedule), the base's ``options`` of that part are dropped: they belong to the other name.
-        overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a
-            number.
+        name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml, .yml or .json,
+            or holds a path separator). Its key ``base`` names a packaged recipe that it changes: keys are merged,
+            values replaced. Where it changes the ``name`` of a part (model, loss, train.schedule), the base's
+            ``options`` of that part are dropped: they belong to the other name.
+        overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a number.
 
     Raises:
-        RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a
-            value outside what the key takes.
+        RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a value outside
+            what the key takes.
 
     >>> load_recipe("digits_cayley", ["train.epochs=2", "certify.eps=36/255,1"]).certify.eps == (36 / 255, 1.0)
     True
@@ -78,8 +76,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
 def check(content: dict[str, Any], origin: str) -> Recipe:
     """Check the content of a recipe, nested mappings as YAML gives them; ``origin`` names it in an error.
 
-    Raises:
-        RecipeError: with one sentence about the first thing that is wrong, and one that names all missing keys.
+    The error has one sentence about the first thing that is wrong, and one that names all missing keys.
     """
     try:
         return Recipe.model_validate(_expanded(content))
@@ -87,15 +84,13 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
+# Newer keys. They are left out where they are not used, so that the text of an older recipe, by which the folders of a
+# table are named, stays the same.
 LATER = frozenset({"budget", "manifold_lr", "range"})
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe.
-
-    Newer keys are left out where they are not used. So the text of an older recipe, which names the folders of a
-    table, stays the same.
-    """
+    """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
     content = recipe.plain()
     for part in ("train", "data"):
         content[part] = {key: value for key, value in content[part].items() if key not in LATER or value is not None}
@@ -117,9 +112,9 @@ def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
-        out.pop("options", None)
+        out.pop("options", None)  # of another model, loss or schedule
     for key, value in above.items():
-        inner = out.get(key)
+        inner = out.get(key)  # of the base
         if isinstance(inner, dict) and isinstance(value, dict):
             value = _merged(inner, value, (*path, key))
         out[key] = value
@@ -152,16 +147,12 @@ def _parse(content: bytes, origin: str) -> dict[str, Any]:
 
 
 def _load(content: str | bytes, origin: str) -> Any:
-    """The value of a YAML text; one whose aliases, written out, have more than MOST_VALUES values is refused.
-
-    Raises:
-        RecipeError: it is not YAML, an anchor holds itself, or it is too long.
-    """
+    """The value of a YAML text; one whose aliases, written out, have more than MOST_VALUES values is refused."""
     try:
         loader = _Loader(content)  # a SafeLoader: builds plain values only
         node = loader.get_single_node()
         if node is None:
-            return None
+            return None  # an empty text
         _written_out(node, {}, set())  # before anything is built: a merge key copies what it names
         return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -177,11 +168,11 @@ def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int
         if isinstance(node, yaml.SequenceNode):
             inner = node.value
         elif isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
+            inner = [part for pair in node.value for part in pair]  # keys are values, too
         elif (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
             read, line = json.dumps(yaml.safe_load(text)), node.start_mark.line + 1
             raise ValueError(f"line {line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
-        above.add(id(node))
+        above.add(id(node))  # the nodes on the way down: one that comes again holds itself
         known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
         above.remove(id(node))
     if known[id(node)] > MOST_VALUES:
@@ -211,7 +202,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(path[:-1], 1):
         inner = place.get(part)
         if isinstance(inner, str) and path[:depth] in SHORT:
-            inner = {SHORT[path[:depth]]: inner}
+            inner = {SHORT[path[:depth]]: inner}  # model=small model.options.width=2
         elif inner is None:
             inner = {}
         elif not isinstance(inner, dict):
@@ -243,20 +234,17 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
     missing = [key for e in errors if e["type"] == "missing" for key in _required(tuple(map(str, e["loc"])))]
     wrong = [_sentence(e) for e in errors if e["type"] != "missing"][:1]
     if missing:
-        keys = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+        wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
         whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
         remedy = f"; the line 'base: {DEFAULT}' takes what is left out from that recipe" if whole else ""
-        wrong.append(f"expected {keys}, got none{remedy}")
+        wrong.append(f"expected {wanted}, got none{remedy}")
     return "; ".join(wrong)
 
 
 def _required(path: tuple[str, ...]) -> list[str]:
     """The keys to write for a missing key: itself, or the required keys of a missing section."""
-    field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in SHORT else None
-    kind = None if field is None else field.annotation
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return [".".join(path)]
-    return [f"{path[0]}.{name}" for name, inner in kind.model_fields.items() if inner.is_required()] or [path[0]]
+    inner = [".".join(k) for k, _, field, _ in keys() if k[:-1] == path and path not in SHORT and field.is_required()]
+    return inner or [".".join(path)]
 
 
 def _sentence(error: ErrorDetails) -> str:
@@ -264,7 +252,7 @@ def _sentence(error: ErrorDetails) -> str:
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_key_hint(path)}"
-    known = set(_keys(Recipe))
+    known = {path for path, *_ in keys()}
     while path and path not in known:  # pydantic adds the alternatives of a union and the place in a list
         path = path[:-1]
     key = ".".join(path)
@@ -275,25 +263,18 @@ def _sentence(error: ErrorDetails) -> str:
 
 def _key_hint(path: tuple[str, ...]) -> str:
     """The key that was probably meant: a similar name in that section, or the same name in another one."""
-    keys = list(_keys(Recipe))
-    siblings = [k[-1] for k in keys if k[:-1] == path[:-1]]
+    known = [found for found, *_ in keys()]
+    siblings = [k[-1] for k in known if k[:-1] == path[:-1]]
+    # Within the section a rough likeness is enough; in another one the name must be the same.
     similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
     if similar:
         return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
-    elsewhere = [k for k in keys if k[-1] == path[-1]]
+    elsewhere = [k for k in known if k[-1] == path[-1]]
     if elsewhere:
         return f", did you mean {'.'.join(elsewhere[0])!r}?"
-    if "options" in siblings:
+    if "options" in siblings:  # it may be one of the named part
         return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"
     return f"; known there: {', '.join(siblings)}"
-
-
-def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, field in model.model_fields.items():
-        yield (*prefix, name)
-        for kind in typing.get_args(field.annotation) or (field.annotation,):  # a section, or one that may be null
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _keys(kind, (*prefix, name))
 
 
 def _short(value: Any) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic.fields import FieldInfo
 
 from lipkit import models
 from lipkit.data.registry import is_code
-from lipkit.errors import LipkitError, OptionError
+from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
-from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, parse_number
+from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, option, parse_number
 from lipkit.training.regularisation import PENALTIES
 
 
@@ -23,35 +26,44 @@ def parse_numbers(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
+        value = [part for part in value.split(",") if part.strip()]  # a comma at the end is allowed
     if not isinstance(value, list | tuple):
         value = [value]
     return tuple(parse_number(part) for part in value)
 
 
 def option_values(value: Any) -> Any:
-    """Options read from YAML, with texts such as ``36/255`` converted to numbers. Null means no options.
+    """Options read from YAML, with texts such as ``36/255`` converted to numbers.
 
     >>> option_values({"eps0": "36/255", "layer": "cayley", "std": ["1/4"]})["std"]
     [0.25]
     """
-    if value is None:
-        return {}
-    return _converted(value)
-
-
-def _converted(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _converted(part) for key, part in value.items()}
+        return {key: option_values(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_converted(part) for part in value]
-    if isinstance(value, str) and NUMBER.fullmatch(value):
+        return [option_values(part) for part in value]
+    if isinstance(value, str) and NUMBER.fullmatch(value):  # other texts are names
         return parse_number(value)
     return value
 
 
 Radii = Annotated[tuple[NotNegative, ...], BeforeValidator(parse_numbers)]
-Options = Annotated[dict[StrictStr, Any], BeforeValidator(option_values)]
+Options = Annotated[dict[StrictStr, Any], BeforeValidator(lambda value: {} if value is None else option_values(value))]
+
+
+def _checked_by(build: Callable[..., Any]) -> Any:
+    """The check of a section that ``build(name, **options)`` takes its name and options."""
+
+    def check(section: Any) -> Any:
+        try:
+            build(section.name, **section.options)
+        except LipkitError as error:
+            raise ValueError(str(error)) from None
+        except TypeError as error:
+            raise ValueError(f"expected numbers as options of {section.name}, got {section.options}: {error}") from None
+        return section
+
+    return model_validator(mode="after")(check)
 
 
 class DataSection(Section):
@@ -61,16 +73,12 @@ class DataSection(Section):
         description="digits, mnist, cifar10, folder:PATH, images:SIZE:PATH, idx:PATH, npz:PATH, or pkg.mod:factory "
         "(your function, which is run)"
     )
-    root: StrictStr | None = Field(
-        default=None, description="folder of the data sets; default $LIPKIT_DATA, else ./data"
+    root: StrictStr | None = option(None, "folder of the data sets; default $LIPKIT_DATA, else ./data")
+    range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = option(
+        None,
+        "LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none",
     )
-    range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = Field(
-        default=None,
-        description="LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none",
-    )
-    limit: Count | None = Field(
-        default=None, description="at most this many samples of each split, drawn with a fixed seed"
-    )
+    limit: Count | None = option(None, "at most this many samples of each split, drawn with a fixed seed")
 
 
 class ModelSection(Section):
@@ -79,20 +87,14 @@ class ModelSection(Section):
     name: StrictStr = Field(description="an architecture of lipkit.models, or pkg.mod:factory (your function)")
     options: Options = Field(default_factory=dict, description="its options, such as layer, width, mean, std")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        if ":" not in self.name:
-            _checked(lambda name, **options: models.check_names(name, options), self.name, self.options)
-        return self
+    _known = _checked_by(lambda name, **options: None if ":" in name else models.check_names(name, options))
 
 
 class AugmentSection(Section):
     """Random changes of the training images."""
 
-    crop: Annotated[StrictInt, Field(ge=0)] = Field(
-        default=0, description="shift by up to this many pixels, zeros come in"
-    )
-    flip: StrictBool = Field(default=False, description="mirror left to right with probability 1/2")
+    crop: Annotated[StrictInt, Field(ge=0)] = option(0, "shift by up to this many pixels, zeros come in")
+    flip: StrictBool = option(False, "mirror left to right with probability 1/2")
 
     @model_validator(mode="before")
     @classmethod
@@ -102,33 +104,21 @@ class AugmentSection(Section):
         return {k: v for k, v in section.items() if k not in jitter or v} if isinstance(section, dict) else section
 
 
-def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
-    try:
-        build(name, **options)
-    except LipkitError as error:
-        raise ValueError(str(error)) from None
-    except TypeError as error:
-        raise ValueError(str(OptionError(f"expected numbers as options of {name}, got {options}: {error}"))) from None
-
-
 class LossSection(Section):
     """The loss that is minimised. A plain string stands for ``name``."""
 
-    name: StrictStr = Field(default="hinge", description=f"one of {', '.join(losses.LOSSES)}")
+    name: StrictStr = option("hinge", f"one of {', '.join(losses.LOSSES)}")
     options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _checked(losses.build, self.name, self.options)
-        return self
+    _known = _checked_by(losses.build)
 
 
 class PenaltySection(Section):
     """An addition to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
 
-    method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(PENALTIES)}")
-    weight: NotNegative = Field(default=0.008, description="weight of the sum of logarithms of the bounds")
-    l1: NotNegative = Field(default=0.0, description="weight of the sum of Frobenius norms of the weights")
+    method: StrictStr = option("lipbound", f"bound of each layer: one of {', '.join(PENALTIES)}")
+    weight: NotNegative = option(0.008, "weight of the sum of logarithms of the bounds")
+    l1: NotNegative = option(0.0, "weight of the sum of Frobenius norms of the weights")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -140,53 +130,48 @@ class PenaltySection(Section):
 class AdversarySection(Section):
     """The attack whose examples each step trains on, in place of the samples."""
 
-    norm: Literal["linf", "l2"] = Field(default="linf", description="linf or l2")
+    norm: Literal["linf", "l2"] = option("linf", "linf or l2")
     eps: Positive = Field(description="radius in units of the input; 8/255 is understood")
-    steps: Count = Field(default=10, description="gradient steps")
-    step_size: Positive | None = Field(default=0.2, description="of each step, as a fraction of eps; null: decreasing")
-    random_start: StrictBool = Field(default=True, description="whether ascent starts at a random point of the ball")
-    loss: Literal["ce", "margin"] = Field(default="ce", description="loss that the attack raises: ce or margin")
-    beside: StrictBool = Field(default=False, description="train on the samples as well, as the loss trades needs it")
+    steps: Count = option(10, "gradient steps")
+    step_size: Positive | None = option(0.2, "of each step, as a fraction of eps; null: decreasing")
+    random_start: StrictBool = option(True, "whether ascent starts at a random point of the ball")
+    loss: Literal["ce", "margin"] = option("ce", "loss that the attack raises: ce or margin")
+    beside: StrictBool = option(False, "train on the samples as well, as the loss trades needs it")
 
 
 class ScheduleSection(Section):
     """How the learning rate moves over the fraction of training done. A plain string stands for ``name``."""
 
-    name: StrictStr = Field(default="piecewise_linear", description=f"one of {', '.join(schedules.SCHEDULES)}")
+    name: StrictStr = option("piecewise_linear", f"one of {', '.join(schedules.SCHEDULES)}")
     options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _checked(schedules.build, self.name, self.options)
-        return self
+    _known = _checked_by(schedules.build)
 
 
 class TrainSection(Numbers):
     """How it is trained: the options of `lipkit.training.TrainOptions` that can be written down."""
 
-    schedule: ScheduleSection = Field(default=ScheduleSection(), description="of the learning rate")
+    schedule: ScheduleSection = option(ScheduleSection(), "of the learning rate")
 
 
 class CertifySection(Section):
     """Certification and attack after training, on all test samples unless said otherwise."""
 
-    eps: Annotated[Radii, Field(min_length=1)] = Field(
-        default=(36 / 255, 72 / 255, 108 / 255, 1.0), description="l2 radii of certified accuracy; 36/255 is understood"
+    eps: Annotated[Radii, Field(min_length=1)] = option(
+        (36 / 255, 72 / 255, 108 / 255, 1.0), "l2 radii of certified accuracy; 36/255 is understood"
     )
-    method: Literal["global", "local", "best"] = Field(
-        default="global", description="how radii are proved: by constants, or also by linear bounds around each sample"
+    method: Literal["global", "local", "best"] = option(
+        "global", "how radii are proved: by constants, or also by linear bounds around each sample"
     )
-    attack_eps: Radii | None = Field(default=None, description="l2 radii of the attack; null for those of eps")
-    attack_steps: Count = Field(default=50, description="gradient steps of the attack")
-    attack_restarts: Count = Field(default=1, description="starts of the attack")
-    attack_samples: Count | None = Field(default=1000, description="test samples attacked; null for all")
-    confidence: Annotated[Positive, Field(lt=1)] = Field(default=0.95, description="of the Clopper-Pearson intervals")
-    batch_size: Count = Field(default=256, description="samples evaluated at once")
-    delta: NotNegative = Field(
-        default=0.1, description="regression: l2 deviation of the input for which output deviations are certified"
-    )
-    search_restarts: Count = Field(default=64, description="regression: starts of the search for steep secants")
-    search_steps: Count = Field(default=200, description="regression: steps of that search")
+    attack_eps: Radii | None = option(None, "l2 radii of the attack; null for those of eps")
+    attack_steps: Count = option(50, "gradient steps of the attack")
+    attack_restarts: Count = option(1, "starts of the attack")
+    attack_samples: Count | None = option(1000, "test samples attacked; null for all")
+    confidence: Annotated[Positive, Field(lt=1)] = option(0.95, "of the Clopper-Pearson intervals")
+    batch_size: Count = option(256, "samples evaluated at once")
+    delta: NotNegative = option(0.1, "regression: l2 deviation of the input for which output deviations are certified")
+    search_restarts: Count = option(64, "regression: starts of the search for steep secants")
+    search_steps: Count = option(200, "regression: steps of that search")
 
 
 class Recipe(Section):
@@ -195,16 +180,16 @@ class Recipe(Section):
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] = Field(
         description="of the run's folder: letters, digits, _, . and -"
     )
-    description: StrictStr = Field(default="", description="one line about the run")
-    task: Literal["classification", "regression"] = Field(default="classification", description="what the targets are")
+    description: StrictStr = option("", "one line about the run")
+    task: Literal["classification", "regression"] = option("classification", "what the targets are")
     data: DataSection = Field(description="which data")
     model: ModelSection = Field(description="which network")
-    augment: AugmentSection = Field(default=AugmentSection(), description="random changes of the images")
-    loss: LossSection = Field(default=LossSection(), description="what is minimised")
-    penalty: PenaltySection | None = Field(default=None, description="Lipschitz regularisation; null for none")
-    adversary: AdversarySection | None = Field(default=None, description="adversarial training; null for none")
+    augment: AugmentSection = option(AugmentSection(), "random changes of the images")
+    loss: LossSection = option(LossSection(), "what is minimised")
+    penalty: PenaltySection | None = option(None, "Lipschitz regularisation; null for none")
+    adversary: AdversarySection | None = option(None, "adversarial training; null for none")
     train: TrainSection = Field(description="how it is trained")
-    certify: CertifySection = Field(default=CertifySection(), description="what is certified and attacked")
+    certify: CertifySection = option(CertifySection(), "what is certified and attacked")
 
     @model_validator(mode="after")
     def _loss_of_task(self) -> Self:
@@ -229,3 +214,23 @@ class Recipe(Section):
     def plain(self) -> dict[str, Any]:
         """The whole recipe, defaults included, as values of JSON and YAML."""
         return self.model_dump(mode="json")
+
+
+Path = tuple[str, ...]
+"""The name of a key after those of the sections that it is in."""
+
+
+def keys(
+    model: type[BaseModel] = Recipe, prefix: Path = ()
+) -> Iterator[tuple[Path, type[BaseModel], FieldInfo, type[BaseModel] | None]]:
+    """Every key of a recipe, sections before theirs: path, the section that it is in, its field, the one that it holds.
+
+    >>> [path for path, *_ in keys()][:3]
+    [('name',), ('description',), ('task',)]
+    """
+    for name, field in model.model_fields.items():
+        kinds = typing.get_args(field.annotation) or (field.annotation,)  # a section, or one that may be null
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        yield (*prefix, name), model, field, section
+        if section is not None:
+            yield from keys(section, (*prefix, name))

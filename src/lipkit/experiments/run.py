@@ -28,7 +28,7 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import augmentation, build_model, check_eps, load_data
+from lipkit.experiments.build import augmentation, build_model, load_data, outputs
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
@@ -37,12 +37,11 @@ from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
+from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, TrainOptions, checkpoints, fit, losses, schedules
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
-from lipkit.training.options import Numbers
-
-NETWORK = "network"
-PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
+from lipkit.training.loop import check
+from lipkit.training.options import PLACEMENT, Numbers
 
 
 def train(
@@ -77,10 +76,12 @@ def train(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     for spec in recipe.code().values():
         display.note(f"importing {spec}: this runs the code of its module")
-    data = load_data(recipe)
-    check_eps(recipe, data, large_eps)
+    data = load_data(recipe, large_eps)
     model = build_model(recipe, data)
     fabric = fabric or make_fabric(recipe.train)
+    options = training_options(recipe, data).changed(progress=display.progress)
+    if resume is None:
+        check(model, options, fabric)  # what will be refused leaves no folder
     folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
     if resume is not None and (folder / RECORD).exists():
         if not fabric.is_global_zero:
@@ -99,11 +100,10 @@ def train(
     section = recipe.train
     again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
     with ExitStack() as held:
-        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
+        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))  # until all is written
         held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
         start = time.perf_counter()
         try:
-            options = training_options(recipe, data).changed(progress=display.progress)
             run = fit(model, data.train, options, run_dir=folder, resume=resume is not None, fabric=fabric)
         except KeyboardInterrupt:
             display.note(f"interrupted: {again} continues")
@@ -116,11 +116,12 @@ def train(
                 f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
             )
             return None
+        # Of a resumed run, what its earlier parts took counts, too.
         seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
         display.note(_pace(run.history, seconds))
 
         network = export(run.result, data.input_shape)
-        network.input_range = data.input_range
+        network.input_range = data.input_range  # attacks of this network stay in it
         modules.save(network, folder / NETWORK)
         facts: Facts = {
             "claimed": float(lipschitz(run.result, data.input_shape).detach()),
@@ -172,18 +173,12 @@ def certify(
     """
     folder, where = Path(folder), device_here(device)
     network = load_network(folder)
-    data = load_data(recipe)
-    check_eps(recipe, data, large_eps)
+    data = load_data(recipe, large_eps)
     facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
     if (folder / RECORD).exists():
         before = read_record(folder)
-        times = {key: value for key, value in before.times.items() if key == "train"}
-        facts |= {
-            "claimed": before.lipschitz.claimed,
-            "parameters": before.parameters,
-            "seen": before.seen,
-            "times": times,
-        }
+        facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "seen": before.seen}
+        facts["times"] = {key: value for key, value in before.times.items() if key == "train"}
     return finish(folder, recipe, network, data, facts, display or Silent(), where)
 
 
@@ -196,25 +191,20 @@ def certify_network(
     display: Display | None = None,
     large_eps: bool = False,
 ) -> Outcome:
-    """Certify and attack a network that was trained elsewhere, without training it; writes a new run in ``out``.
+    """Certify and attack a network that was trained elsewhere, as `certify` does; writes a new run in ``out``.
 
-    The recipe names data and network, and says how to certify; its ``train`` is not read.
-
-    Raises:
-        ShapeError: the network does not take the samples of the data, or has other outputs.
-        OptionError, CertificateViolation: see `certify`.
+    The recipe names data and network, and says how to certify; its ``train`` is not read. A network that does not take
+    the samples of the data, or has other outputs, is a ShapeError.
     """
-    data = load_data(recipe)
-    check_eps(recipe, data, large_eps)
-    outputs = modules.output_shape(network, network.input_shape)
-    if network.input_shape != data.input_shape or outputs != (len(data.classes),):
+    data = load_data(recipe, large_eps)
+    found = modules.output_shape(network, network.input_shape)
+    if network.input_shape != data.input_shape or found != (outputs(data),):
         raise ShapeError(
             f"expected a network from inputs of shape {data.input_shape} to {len(data.classes)} classes, as the data "
-            f"{data.name}, got one from {network.input_shape} to {outputs}"
+            f"{data.name}, got one from {network.input_shape} to {found}"
         )
     network.input_range = data.input_range
     folder = checkpoints.create(Path(out), recipe.name)
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
     modules.save(network, folder / NETWORK)
     facts: Facts = {
@@ -229,11 +219,7 @@ def certify_network(
 
 
 def load_network(folder: Path) -> modules.Network:
-    """The exported network of a run.
-
-    Raises:
-        RunError: there is none in the folder.
-    """
+    """The exported network of a run; ``RunError`` if there is none in the folder."""
     if not (folder / NETWORK).is_dir():
         raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
     return modules.load(folder / NETWORK)
@@ -272,14 +258,15 @@ def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Pa
         if unplaced(read_recipe(resume, allow_code=True)) != unplaced(recipe):
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         return resume
-    folder = ""
-    if fabric.is_global_zero:
-        made = checkpoints.create(out, run_name(recipe)) if asked is None else Path(asked)
-        checkpoints.check_new(made, NETWORK, RECORD)
-        made.mkdir(parents=True, exist_ok=True)
-        write_atomic(made / RECIPE, to_yaml(recipe).encode())
-        folder = str(made)
-    return Path(fabric.broadcast(folder, src=0))
+
+    def make() -> Path:
+        folder = checkpoints.create(out, run_name(recipe)) if asked is None else Path(asked)
+        checkpoints.check_new(folder, NETWORK, RECORD)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / RECIPE, to_yaml(recipe).encode())
+        return folder
+
+    return on_first(fabric, make)
 
 
 def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:
@@ -288,7 +275,7 @@ def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, f
 
     def measure(model: nn.Module) -> Mapping[str, float]:
         model.eval()
-        network = export(model, data.input_shape)
+        network = export(model, data.input_shape)  # figures of what the run would ship now
         if recipe.task == "regression":
             return {"test_mse": _mse(network, split)}
         device = next(model.parameters()).device
@@ -306,7 +293,7 @@ def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> floa
     with torch.no_grad():
         for index in torch.arange(len(split)).split(batch_size):
             x, y = split.batch(index)
-            parameter = next(iter(network.state_dict().values()), x)
+            parameter = next(iter(network.state_dict().values()), x)  # its device and dtype are the network's
             total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
 
@@ -317,8 +304,7 @@ def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
     >>> _pace([{"epoch": 1, "samples_per_second": 512.3, "memory_mib": 300}], 61)
     'trained in 1:01, 512 samples per second, at most 300 MiB'
     """
-    paces = [row["samples_per_second"] for row in history if "samples_per_second" in row]
-    memory = [row["memory_mib"] for row in history if "memory_mib" in row]
+    paces, memory = ([row[key] for row in history if key in row] for key in ("samples_per_second", "memory_mib"))
     parts = [f"trained in {duration(seconds)}"]
     parts += [f"{statistics.median(paces):.0f} samples per second"] if paces else []
     return ", ".join([*parts, *([f"at most {max(memory)} MiB"] if memory else [])])
@@ -343,6 +329,7 @@ def changed(recipe: Recipe) -> dict[str, str]:
     """
     if recipe.name not in names():
         return {}
+    # With the same seed, device and limits, so that what is left are changes of what is trained.
     before, now = (dict(flatten(unplaced(seeded(r, 0)).plain())) for r in (load_recipe(recipe.name), recipe))
     return {key: value for key, value in now.items() if before.get(key) != value and key != "data.root"}
 
@@ -356,7 +343,7 @@ def run_name(recipe: Recipe) -> str:
     words = [recipe.name]
     for key, value in changed(recipe).items():
         if key.startswith(("model.", "loss.")) and value != "{}":
-            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")
+            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")  # a number: width2
     return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60]
 
 

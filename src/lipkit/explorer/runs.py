@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,86 +23,75 @@ from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
 from lipkit.report.examples import class_name, data_uri, is_image
-from lipkit.report.run_files import RADII, read_radii
+from lipkit.report.run_files import NETWORK, RADII, Radii, read_radii
 from lipkit.text import printable
 
 # Gradient steps of one attack: a fraction of a second on a small network.
 ATTACK_STEPS = 40
-NETWORK = "network"
 
 
 @dataclass(frozen=True, eq=False)
 class ExploredRun:
-    """A finished classification of images, opened to be looked at.
-
-    ``network`` is the exported network, ``exact`` its float64 copy, ``split`` the test samples, and ``correct``,
-    ``prediction``, ``radius`` and ``margin`` (N,) what its certificate says of them.
-    """
+    """A finished classification of images, opened to be looked at."""
 
     name: str
     record: Record
-    network: modules.Network
-    exact: modules.Network
-    split: Split
+    network: modules.Network  # the exported one, in float32, which is attacked
+    exact: modules.Network  # its float64 copy, which confirms what an attack found
+    split: Split  # the test samples
     classes: tuple[str, ...]
-    correct: Tensor
-    prediction: Tensor
-    radius: Tensor
-    margin: Tensor
+    radii: Radii  # what the certificate says of the samples
 
     def __len__(self) -> int:
-        return len(self.radius)
+        return len(self.radii)
 
     @property
     def largest(self) -> float:
         """End of the radius slider: above the largest certified radius and every radius of the record, in 1/255."""
-        finite = self.radius[self.radius.isfinite()]
+        finite = self.radii.radius[np.isfinite(self.radii.radius)]
         top = max([*(row.eps for row in self.record.certified), *finite.tolist(), 1 / 255])
-        return math.ceil(top * 1.25 * 255) / 255
+        return math.ceil(top * 1.25 * 255) / 255  # a whole number of steps of the slider
 
     def summary(self, largest: float) -> dict[str, Any]:
         """Facts of the run and its certified accuracy at every position of the slider, up to ``largest``."""
-        eps = torch.arange(round(255 * largest) + 1, dtype=torch.float64) / 255
-        held = self.radius[self.correct].sort().values
-        above = len(held) - torch.searchsorted(held, eps, right=True)
+        eps = np.arange(round(255 * largest) + 1) / 255
         return {
             "name": self.name,
             "data": printable(self.record.data.name),
             "samples": len(self),
-            "clean": float(self.correct.double().mean()),
+            "clean": float(self.radii.correct.mean()),
             "constant": self.record.lipschitz.computed,
-            "curve": {"eps": eps.tolist(), "certified": (above.double() / max(len(self), 1)).tolist()},
+            "curve": {"eps": eps.tolist(), "certified": self.radii.certified(eps).tolist()},
         }
 
     def sample(self, index: int) -> dict[str, Any]:
         """One test sample: picture, label, prediction, margin and certified radius."""
         x, y = self._at(index)
+        radius = float(self.radii.radius[index])
         return {
             "index": index,
             "image": data_uri(x[0]),
-            "label": self._name(int(y[0])),
-            "prediction": self._name(int(self.prediction[index])),
-            "correct": bool(self.correct[index]),
-            "margin": float(self.margin[index]),
-            "radius": _finite(float(self.radius[index])),
-            "radius_text": format_radius(float(self.radius[index])),
+            "label": class_name(self.classes, int(y[0])),
+            "prediction": class_name(self.classes, int(self.radii.prediction[index])),
+            "correct": bool(self.radii.correct[index]),
+            "margin": float(self.radii.margin[index]),
+            "radius": _finite(radius),
+            "radius_text": format_radius(radius),
         }
 
     def attack(self, index: int, eps: float) -> dict[str, Any]:
-        """The point that l2 PGD finds within ``eps`` of a sample, confirmed in float64, beside what is certified there.
-
-        Raises:
-            OptionError: an index or radius out of range.
-        """
+        """The point that l2 PGD finds within ``eps`` of a sample, confirmed in float64, and what is certified there."""
         x, y = self._at(index)
         if not (0 <= eps <= 1e6):
             raise OptionError(f"expected a radius between 0 and 1000000, got {eps}")
-        certified = bool(self.correct[index]) and float(self.radius[index]) > eps
+        correct = bool(self.radii.correct[index])
+        certified = correct and float(self.radii.radius[index]) > eps
         result = {"index": index, "eps": eps, "eps_text": format_radius(eps), "certified": certified, "found": False}
-        if not bool(self.correct[index]):
+        if not correct:
             return result | {"verdict": "wrong"}
         found = x
         if eps > 0:
+            # Networks without a range: images in [0, 1] stay there.
             box = self.network.input_range or ((0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None)
             found = pgd(self.network, x, y, eps=eps, steps=ATTACK_STEPS, restarts=2, box=box)
         with torch.no_grad():
@@ -118,7 +108,7 @@ class ExploredRun:
         if broken:
             # Grey is no change; the largest change of this example is black or white.
             result |= {
-                "prediction": self._name(int(logits.argmax(1)[0])),
+                "prediction": class_name(self.classes, int(logits.argmax(1)[0])),
                 "image": data_uri(found[0]),
                 "difference": data_uri(0.5 + difference / (2 * max(size, 1e-12))),
             }
@@ -126,13 +116,14 @@ class ExploredRun:
 
     def page(self, start: int, count: int) -> list[dict[str, Any]]:
         """Pictures of up to 64 samples from ``start`` on."""
-        index = torch.arange(len(self))[max(start, 0) : max(start + min(count, 64), 0)]
-        if not len(index):
+        shown = range(len(self))[max(start, 0) : max(start + min(count, 64), 0)]
+        if not shown:
             return []
-        x, _ = self.split.batch(index)
+        x, _ = self.split.batch(torch.tensor(shown))
+        correct, radius = self.radii.correct.tolist(), self.radii.radius.tolist()
         return [
-            {"index": int(i), "image": data_uri(image), "correct": bool(self.correct[i]), "radius": _finite(float(r))}
-            for i, image, r in zip(index, x, self.radius[index], strict=True)
+            {"index": i, "image": data_uri(image), "correct": correct[i], "radius": _finite(radius[i])}
+            for i, image in zip(shown, x, strict=True)
         ]
 
     def _at(self, index: int) -> tuple[Tensor, Tensor]:
@@ -141,16 +132,9 @@ class ExploredRun:
         x, y = self.split.batch(torch.tensor([index]))
         return x.float(), y
 
-    def _name(self, label: int) -> str:
-        return class_name(self.classes, label)
-
 
 def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
-    """Open one run folder beside its test data.
-
-    Raises:
-        RunError: not a finished classification of images, or files that do not belong together.
-    """
+    """Open one run folder beside its test data; ``RunError`` for files that do not belong together."""
     record = read_record(folder)
     if not isinstance(record, Record) or not is_image(tuple(record.data.input_shape)):
         raise RunError(f"{folder}: expected a run that classifies images, got {record.task} of {record.data.name}")
@@ -171,10 +155,7 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
         exact=float64_copy(network),
         split=split,
         classes=tuple(map(printable, classes)),
-        correct=torch.from_numpy(radii.correct),
-        prediction=torch.from_numpy(radii.prediction),
-        radius=torch.from_numpy(radii.radius),
-        margin=torch.from_numpy(radii.margin),
+        radii=radii,
     )
 
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import ipaddress
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from lipkit.errors import LipkitError, OptionError
 from lipkit.text import visible
 
 if TYPE_CHECKING:
     from lipkit.explorer.runs import ExploredRun
-import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping
-from urllib.parse import urlsplit
 
 HEADERS = {
     "content-security-policy": (
@@ -53,11 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, allow_remote: bool) -> None:
-    """Refuse to listen where other machines could connect, unless told to.
-
-    Raises:
-        OptionError: an address beyond loopback without ``allow_remote``.
-    """
+    """Raise OptionError for a host where other machines could connect, unless told to listen there."""
     if not is_loopback(host) and not allow_remote:
         raise OptionError(
             f"host: expected a loopback address such as 127.0.0.1, got {host!r}: the explorer has no passwords; "
@@ -86,7 +81,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return
+            return  # a web socket: closed without an answer
         if status := self._refused(scope.get("headers", [])):
             await _refuse(send, status)
             return
@@ -106,7 +101,7 @@ class Guard:
         try:
             origins = [urlsplit(origin) for origin in found[1]]
         except ValueError:
-            return 400
+            return 400  # no address at all
         # The site is another one for a link or an image on a foreign page, which need not say its Origin.
         own = len(found[0]) == 1 and found[0][0] in self.allowed and {"same-origin", "none"}.issuperset(found[2])
         return 0 if own and all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
@@ -210,7 +205,7 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose server ended just now
         listener.bind(address)
         listener.listen()
     except (OSError, OverflowError) as error:
@@ -219,12 +214,7 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
 
 
 def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127.0.0.1") -> None:
-    """Serve until interrupted; the listener is closed then.
-
-    Args:
-        runs: from `lipkit.explorer.open_runs`.
-        listener: from `listen`.
-        host: as `listen` got it.
+    """Serve ``runs`` from `open_runs` until interrupted; the ``listener`` of `listen`, on ``host``, is closed then.
 
     Raises:
         OptionError: fastapi or jinja2 is not installed.
@@ -233,6 +223,7 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
 
     with listener:
         app = make_app(runs, authorities(host, listener.getsockname()[1]), lambda: server.should_exit)
+        # The lambda above finds this name once the first attack asks.
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off"))
         server.run(sockets=[listener])
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic_core import to_json
 from safetensors.torch import save
 from torch import Tensor
 
@@ -53,12 +55,8 @@ def save_attack(
     settings: dict[str, Any] = {
         "attack": attack.name,
         "norm": attack.norm,
-        "eps": list(attack.eps or ()),
-        "steps": attack.steps,
-        "restarts": attack.restarts,
-        "samples": attack.samples,
-        "seed": attack.seed,
-        "box": list(attack.box) if isinstance(attack.box, tuple) else attack.box,
+        "eps": attack.eps or (),
+        **{name: getattr(attack, name) for name in ("steps", "restarts", "samples", "seed", "box")},
         "data": data,
         "network_sha256": certificate.network_sha256,
     }
@@ -66,41 +64,39 @@ def save_attack(
     stem = folder / f"attack_{attack.name}_{attack.norm}_{key}"
     place = {int(number): row for row, number in enumerate(numbers)}
     examples = attempt.examples
-    rows = [
-        {
-            "sample": int(number),
-            "label": int(certificate.label[place[int(number)]]),
-            "prediction": int(examples.prediction[i]),
-            "l2": float(examples.l2[i]),
-            "linf": float(examples.linf[i]),
-            "radius": float(certificate.radius[place[int(number)]]),
-        }
-        for i, number in enumerate(examples.index)
-    ]
-
-    def ratio(i: int) -> float:
-        return rows[i]["l2"] / rows[i]["radius"] if rows[i]["radius"] > 0 else math.inf
-
-    order = sorted(range(len(rows)), key=ratio)[:images]
+    at = torch.tensor([place[i] for i in examples.index.tolist()], dtype=torch.int64)  # rows of x, one an example
+    columns = {
+        "sample": examples.index,
+        "label": certificate.label[at],
+        "prediction": examples.prediction,
+        "l2": examples.l2,
+        "linf": examples.linf,
+        "radius": certificate.radius[at],
+    }
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*map(Tensor.tolist, columns.values()), strict=True)]
+    ratio = torch.where(columns["radius"] > 0, examples.l2 / columns["radius"], math.inf)
+    order = ratio.sort(stable=True).indices[:images]
     record = {
         "schema_version": SCHEMA_VERSION,
         "run": folder.name,
         "created": now(),
         **settings,
-        "ran": list(attempt.ran),
+        "ran": attempt.ran,
         "clean": vars(attempt.clean),
         "attacked": [
             {"eps": row.eps, "robust": vars(row.share), "certified": vars(row.certified)} for row in attempt.rows
         ],
         "compared": attempt.cross_check.compared,
-        "closest": _number(attempt.cross_check.closest),
-        "examples": [{name: _number(value) for name, value in row.items()} for row in rows],
-        "seconds": _number(seconds),
+        "closest": attempt.cross_check.closest,
+        "examples": rows,
+        "seconds": seconds,
         "device": device,
         "versions": versions(),
         "kept": len(order),
     }
-    told = json.loads(json.dumps({name: value for name, value in record.items() if name not in _INCIDENTAL}))
+    # JSON lacks NaN and infinities: they become texts, as in the record of a run.
+    record = json.loads(to_json(record, inf_nan_mode="strings"))
+    told = {name: value for name, value in record.items() if name not in _INCIDENTAL}
     for number in itertools.count(1):
         path = stem.with_name(stem.name + (f"-{number}" if number > 1 else "") + ".json")
         if not path.exists():
@@ -112,14 +108,11 @@ def save_attack(
         if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
             return path
     tensors = {
-        "image": x[[place[int(examples.index[i])] for i in order]].cpu().float(),
+        "image": x[at[order]].cpu().float(),
         "adversarial": examples.point[order],
         "index": examples.index[order],
-        "label": certificate.label[[place[int(examples.index[i])] for i in order]],
-        "prediction": examples.prediction[order],
-        "l2": examples.l2[order],
-        "linf": examples.linf[order],
     }
+    tensors |= {name: columns[name][order] for name in ("label", "prediction", "l2", "linf")}
     shown = [rows[i] for i in order]
     write_atomic(path.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))
     page = render(record, shown, tensors["image"], tensors["adversarial"], classes)
@@ -146,10 +139,3 @@ def render(
         for row in record["attacked"]
     ]
     return environment().get_template("attack.html.j2").render(record=record, rows=rows, figures=figures)
-
-
-def _number(value: float) -> float | str:
-    """The value; NaN and infinities, which JSON lacks, as texts, as in the record of a run."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -19,28 +19,20 @@ from lipkit.report.run_files import read_radii
 from lipkit.report.schema import AnyRecord
 from lipkit.shown import upper
 from lipkit.text import csv_text, table
+from lipkit.training.options import PLACEMENT
 
 # Keys in which runs of one setting may differ, and the most columns of keys: beyond, runs go by their names.
-SAME = re.compile(
-    r"name|description|data\.root|train\.(seed|accelerator|devices|nodes|strategy|max_minutes|checkpoint_seconds|"
-    r"tensorboard)"
-)
+SAME = re.compile(rf"name|description|data\.root|train\.(seed|{'|'.join(PLACEMENT)})")
 MOST_KEYS = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in the seed alone.
+    """Runs that differ in the seed alone."""
 
-    Attributes:
-        keys: what sets them apart from the other settings: names of the recipe and their values.
-        runs: their folders.
-        records: their records, in the same order.
-    """
-
-    keys: dict[str, str]
-    runs: tuple[Path, ...]
-    records: tuple[AnyRecord, ...]
+    keys: dict[str, str]  # what sets them apart from the other settings: names of the recipe and their values
+    runs: tuple[Path, ...]  # their folders
+    records: tuple[AnyRecord, ...]  # in the same order
 
     def values(self, figure: str) -> list[float]:
         """One figure of every run that has it."""
@@ -48,11 +40,7 @@ class Setting:
 
 
 def settings(paths: Sequence[Path]) -> list[Setting]:
-    """The runs in these folders, or in folders of such, grouped by setting, in the order of their first run.
-
-    Raises:
-        RunError: a folder holds no run, or a record cannot be read.
-    """
+    """The runs in these folders, or in folders of such, grouped by setting, in the order of their first run."""
     runs = [run for path in paths for run in _runs(path)]
     records = [read_record(run) for run in runs]
     recipes = [{k: v for k, v in flatten(record.recipe) if not SAME.fullmatch(k)} for record in records]
@@ -61,6 +49,7 @@ def settings(paths: Sequence[Path]) -> list[Setting]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, recipe in enumerate(recipes):
         groups.setdefault(tuple(recipe.get(name, "") for name in differing), []).append(number)
+    # The name of a run without its number, where it belongs to one setting alone.
     bare = [re.sub(r"-\d+$", "", records[members[0]].name) for members in groups.values()]
     result = []
     for (values, members), name in zip(groups.items(), bare, strict=True):
@@ -80,10 +69,16 @@ def _runs(path: Path) -> list[Path]:
     return found
 
 
+def _columns(found: Sequence[Setting]) -> tuple[list[str], list[str]]:
+    """The keys and the figures that any of the settings has, in the order of the first one that has it."""
+    keys = dict.fromkeys(key for one in found for key in one.keys)
+    figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
+    return list(keys), list(figures)
+
+
 def rows(found: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: the keys in which settings differ, number of runs, mean and standard deviation of figures."""
-    figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
-    keys = list(dict.fromkeys(key for one in found for key in one.keys))
+    keys, figures = _columns(found)
     header = [*(key.rpartition(".")[2] for key in keys), "runs"]
     header += ["L <=" if name == "lipschitz" else name for name in figures]
     body = []
@@ -116,13 +111,13 @@ def to_text(found: Sequence[Setting]) -> str:
 
 def to_csv(found: Sequence[Setting]) -> str:
     """CSV with a line for each run: run, the keys in which settings differ, seed, figures that read back exactly."""
-    figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
-    keys = dict.fromkeys(key for one in found for key in one.keys)
-    lines: list[list[object]] = [["run", *(key for key in keys if key != "run"), "seed", *figures]]
+    keys, figures = _columns(found)
+    apart = [key for key in keys if key != "run"]  # the folder says that one
+    lines: list[list[object]] = [["run", *apart, "seed", *figures]]
     for one in found:
+        values = [one.keys.get(key, "") for key in apart]
         for run, record in zip(one.runs, one.records, strict=True):
-            apart = [one.keys.get(key, "") for key in keys if key != "run"]
-            lines.append([run, *apart, record.seed, *(record.metrics().get(name, "") for name in figures)])
+            lines.append([run, *values, record.seed, *(record.metrics().get(name, "") for name in figures)])
     return csv_text(lines).rstrip("\n")
 
 
@@ -140,13 +135,14 @@ def _latex(cell: str) -> str:
     >>> print(_latex("cayley_bcop: 98.0 ± 1.4 %, L <= 1"))
     cayley\_bcop: 98.0 $\pm$ 1.4 \%, L $\le$ 1
     """
+    # What has a meaning in LaTeX is escaped, and replaced where an escape would be a command.
     cell = re.sub(r"([&%#_{}$])", r"\\\1", cell.replace("\\", "/").replace("~", " ").replace("^", " "))
     return cell.replace("±", r"$\pm$").replace("<=", r"$\le$")
 
 
 def to_html(found: Sequence[Setting]) -> str:
     """The table and the curves of certified accuracy as a page that loads nothing."""
-    curves = {}
+    curves = {}  # name of the setting -> radii of its runs, and where the curve ends
     for one in found:
         radii = [each for each in map(read_radii, filter(Path.is_dir, one.runs)) if each is not None]
         if radii:

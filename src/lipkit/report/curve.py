@@ -36,11 +36,11 @@ _GRID_POINTS, _ZOOM_POINTS = 801, 401
 class Curve:
     """The columns of ``curve.safetensors``."""
 
-    x: Tensor
-    y: Tensor
-    sample_x: Tensor
-    sample_y: Tensor
-    centre: Tensor
+    x: Tensor  # (M,) ascending
+    y: Tensor  # (M, d)
+    sample_x: Tensor  # (N,)
+    sample_y: Tensor  # (N, d)
+    centre: Tensor  # (1,)
 
     def __post_init__(self) -> None:
         pairs = ((self.x, self.y), (self.sample_x, self.sample_y))
@@ -57,16 +57,11 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
     sample_x = split.batch(torch.arange(len(split)))[0].cpu().double()[:, 0]
     sample_y = evaluation.certificate.target
     low, high = (float(v) for v in torch.aminmax(sample_x))
-    margin = 0.05 * (high - low) or 1.0
+    margin = 0.05 * (high - low) or 1.0  # of one sample alone
     centre = (evaluation.search.x + evaluation.search.y).double() / 2
     reach = zoom(float(sample_y.max() - sample_y.min()), evaluation.certificate.constant, high - low)
-    x = torch.cat(
-        (
-            torch.linspace(low - margin, high + margin, _GRID_POINTS, dtype=torch.float64),
-            torch.linspace(float(centre) - reach, float(centre) + reach, _ZOOM_POINTS, dtype=torch.float64),
-        )
-    )
-    x = x.sort().values
+    ends = (low - margin, high + margin, _GRID_POINTS), (float(centre) - reach, float(centre) + reach, _ZOOM_POINTS)
+    x = torch.cat([torch.linspace(*grid, dtype=torch.float64) for grid in ends]).sort().values
     with torch.no_grad():
         y = float64_copy(network)(x[:, None])
     return Curve(x, y, sample_x, sample_y, centre.reshape(1))
@@ -88,11 +83,7 @@ def save_curve(folder: Path, curve: Curve) -> None:
 
 
 def load_curve(folder: Path) -> Curve | None:
-    """Read ``curve.safetensors``; None if there is none.
-
-    Raises:
-        RunError: the file is corrupt or its tensors do not fit together.
-    """
+    """Read ``curve.safetensors``; None if there is none, RunError if its tensors do not fit together."""
     path = folder / CURVE
     tensors = read_tensors(path, [field.name for field in dataclasses.fields(Curve)])
     try:
@@ -112,9 +103,10 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     x, y = curve.x.numpy(), curve.y.numpy()
     outputs = y.shape[1]
     steepest = max(range(outputs), key=lambda j: record.outputs[j].steepest)
-    rise = float(curve.sample_y.max() - curve.sample_y.min())
-    reach = zoom(rise, record.lipschitz.computed, float(curve.sample_x.max() - curve.sample_x.min()))
+    rise, width = (float(values.max() - values.min()) for values in (curve.sample_y, curve.sample_x))
+    reach = zoom(rise, record.lipschitz.computed, width)
     near = np.abs(x - centre) <= reach
+    # The cone that the steepest output cannot leave: top +- slope |x - centre|.
     slope, top = record.outputs[steepest].constant, float(np.interp(centre, x, y[:, steepest]))
     ends = np.array([centre - reach, centre, centre + reach])
     lower, upper = top - slope * np.abs(ends - centre), top + slope * np.abs(ends - centre)
@@ -122,24 +114,23 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     close.fill_between(ends, lower, upper, color=SERIES[2], alpha=0.15, linewidth=0, label=proved, gid="cone")
     for sign in (-1, 1):
         close.plot(ends, top + sign * slope * (ends - centre), color=SERIES[2], linewidth=0.8, linestyle="--")
-    for axis, chosen in ((whole, np.ones_like(near)), (close, near)):
+    sample_x, sample_y = curve.sample_x.numpy(), curve.sample_y.numpy()
+    inside = np.abs(sample_x - centre) <= reach
+    for axis, chosen, samples in ((whole, np.ones_like(near), np.ones_like(inside)), (close, near, inside)):
         for j in range(outputs):
             colour = SERIES[j % len(SERIES)]
             name = "network" if outputs == 1 else f"network, output {j}"
-            inside = np.ones(len(curve.sample_x), dtype=bool)
-            if axis is close:
-                inside = np.abs(curve.sample_x.numpy() - centre) <= reach
             data = SERIES[1] if outputs == 1 else colour
             label = "test data" if j == 0 else None
-            points = curve.sample_x.numpy()[inside], curve.sample_y.numpy()[inside, j]
+            points = sample_x[samples], sample_y[samples, j]
             axis.plot(*points, ".", color=data, markersize=4, alpha=0.7, label=label)
             axis.plot(x[chosen], y[chosen, j], color=colour, linewidth=1.4, label=name)
         axis.set_xlabel("input")
         axis.set_ylabel("output")
     whole.axvline(centre, color=GRID, linewidth=1.2, linestyle="--")
     close.set_xlim(centre - reach, centre + reach)
-    shown = np.concatenate((y[near, steepest], curve.sample_y.numpy()[:, steepest]))
-    margin = 0.08 * (float(shown.max() - shown.min()) or 1.0)
+    shown = np.concatenate((y[near, steepest], sample_y[:, steepest]))
+    margin = 0.08 * (float(shown.max() - shown.min()) or 1.0)  # 1 for a constant
     close.set_ylim(float(shown.min()) - margin, float(shown.max()) + margin)
     legend(whole)
     legend(close)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = "examples.safetensors"
 GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wrong, with the largest margin")
-_KEYS = ("image", "index", "label", "prediction", "group", "radius", "margin")
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
@@ -45,16 +44,13 @@ def is_image(shape: tuple[int, ...]) -> bool:
 def png(image: Tensor) -> bytes:
     """An 8-bit greyscale or RGB PNG of (H, W), (1, H, W) or (3, H, W), clipped to [0, 1]; NaN becomes 0.
 
-    Raises:
-        ShapeError: another shape.
-
     >>> png(torch.zeros(1, 2, 2))[:8]
     b'\\x89PNG\\r\\n\\x1a\\n'
     """
     if not is_image(tuple(image.shape)):
         raise ShapeError(f"expected an image of shape (H, W), (1, H, W) or (3, H, W), got {tuple(image.shape)}")
     pixels = image.detach().cpu().float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
-    array = pixels if pixels.ndim == 2 else pixels.movedim(0, -1).squeeze(-1)
+    array = pixels if pixels.ndim == 2 else pixels.movedim(0, -1).squeeze(-1)  # (H, W, 3), (H, W)
     buffer = io.BytesIO()
     Image.fromarray(array.numpy()).save(buffer, "PNG")
     return buffer.getvalue()
@@ -76,13 +72,13 @@ def data_uri(image: Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One kept sample."""
+    """One kept sample; its fields are the tensors of the file, in this order."""
 
     image: Tensor
-    index: int
+    index: int  # in the test set
     label: int
     prediction: int
-    group: int
+    group: int  # of GROUPS
     radius: float
     margin: float
 
@@ -90,10 +86,10 @@ class Example:
 def choose(certificate: Certificate, count: int = 8) -> list[Tensor]:
     """Sample indices of each group, most extreme first, at most ``count`` of each, none twice."""
     radius, margin, correct = certificate.radius, certificate.margin, certificate.correct
-    margin = torch.where(margin.isnan(), -torch.inf, margin)
+    margin = torch.where(margin.isnan(), -torch.inf, margin)  # NaN would sort last, as if it were certain
     right, wrong = correct.nonzero()[:, 0], (~correct).nonzero()[:, 0]
     easiest = right[torch.sort(radius[right], descending=True, stable=True).indices][:count]
-    rest = right[~torch.isin(right, easiest)]
+    rest = right[~torch.isin(right, easiest)]  # of few samples: none in two groups
     hardest = rest[torch.sort(margin[rest], stable=True).indices][:count]
     mistakes = wrong[torch.sort(margin[wrong], stable=True).indices][:count]
     return [easiest, hardest, mistakes]
@@ -106,23 +102,16 @@ def save_examples(folder: Path, certificate: Certificate, split: Split, count: i
     tensors = {
         "image": split.batch(index)[0].float(),
         "index": index,
-        "label": certificate.label[index],
-        "prediction": certificate.prediction[index],
         "group": torch.cat([torch.full_like(group, number) for number, group in enumerate(groups)]),
-        "radius": certificate.radius[index],
-        "margin": certificate.margin[index],
+        **{name: getattr(certificate, name)[index] for name in ("label", "prediction", "radius", "margin")},
     }
     write_atomic(folder / EXAMPLES, save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}))
 
 
 def load_examples(folder: Path) -> list[Example]:
-    """Read ``examples.safetensors``; an absent file is no example.
-
-    Raises:
-        RunError: the file is corrupt or its tensors do not fit together.
-    """
+    """Read ``examples.safetensors``; an absent file is no example, RunError if its tensors do not fit together."""
     path = folder / EXAMPLES
-    tensors = read_tensors(path, _KEYS)
+    tensors = read_tensors(path, [field.name for field in dataclasses.fields(Example)])
     if tensors is None:
         return []
     columns = list(tensors.values())

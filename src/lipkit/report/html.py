@@ -64,9 +64,9 @@ def environment() -> jinja2.Environment:
     """The jinja environment of a run's pages: their templates, and how figures are written in them."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("lipkit.report"),
-        autoescape=True,
+        autoescape=True,  # names come from outside
         undefined=jinja2.StrictUndefined,
-        finalize=visible,
+        finalize=visible,  # control characters in names show as such
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -85,7 +85,7 @@ def environment() -> jinja2.Environment:
 
 def _breakable(name: str) -> markupsafe.Markup:
     """A dotted name that may go on in the next line after each of its parts."""
-    escaped = markupsafe.escape(printable(name))
+    escaped = markupsafe.escape(printable(name))  # before the marks, which are markup
     for mark in "._":
         escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
     return escaped
@@ -138,18 +138,17 @@ def _shown(name: str, value: object) -> str:
 
 
 def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]]]]:
-    names = record.data.classes
-    groups: list[tuple[str, list[dict[str, Any]]]] = [(title, []) for title in GROUPS]
+    """The groups of examples that can be shown, each with its title."""
+    names, groups = record.data.classes, [(title, list[dict[str, Any]]()) for title in GROUPS]
     for example in load_examples(folder):
         if is_image(tuple(example.image.shape)):
-            groups[example.group][1].append(
-                {
-                    "uri": data_uri(example.image),
-                    "index": example.index,
-                    "label": class_name(names, example.label),
-                    "prediction": class_name(names, example.prediction),
-                    "wrong": example.label != example.prediction,
-                    "radius": f"{example.radius:.3f}",
-                }
-            )
+            figure = {
+                "uri": data_uri(example.image),
+                "index": example.index,
+                "label": class_name(names, example.label),
+                "prediction": class_name(names, example.prediction),
+                "wrong": example.label != example.prediction,
+                "radius": f"{example.radius:.3f}",
+            }
+            groups[example.group][1].append(figure)
     return [group for group in groups if group[1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -55,14 +56,14 @@ def dress(axis: Axes) -> None:
     axis.tick_params(which="both", colors=INK, length=3, labelsize=9)
     axis.xaxis.label.set_color(INK)
     axis.yaxis.label.set_color(INK)
-    for side, spine in axis.spines.items():
+    for side, spine in axis.spines.items():  # a corner in place of a frame
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
 
 
 def legend(axis: Axes, above: float = 3) -> None:
     """Put a legend ``above`` points over the axes, where it hides no curve; none if no curve has a label."""
-    handles, labels = axis.get_legend_handles_labels()
+    handles, labels = axis.get_legend_handles_labels()  # of the curves that have one
     figure, grid = axis.get_figure(root=True), axis.get_gridspec()
     if not handles or figure is None or grid is None:
         return
@@ -97,6 +98,7 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
     spoken = f'class="plot" role="img" aria-label="plot: {name.partition("-")[0]}"'
+    # The page gives the size: the element keeps its viewBox alone.
     text = re.sub(r'<svg ([^>]*?)width="[^"]*"', rf"<svg \1{spoken}", text, count=1)
     text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
     text = text.replace('id="', f'id="{name}-').replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
@@ -119,7 +121,7 @@ def accuracy_curve(record: Record, radii: Radii | None = None) -> str:
 def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
     figure, (axis,) = figure_of(1, narrow)
     marked = [row.eps for row in record.certified] + [row.eps for row in record.attacked]
-    right = 1.15 * max([*marked, 1e-3])
+    right = 1.15 * max([*marked, 1e-3])  # the end of the axis
     if radii is not None and radii.correct.any():
         finite = radii.radius[radii.correct & np.isfinite(radii.radius)]
         # to the end of the curve, unless a few samples with huge radii would squeeze the rest
@@ -137,23 +139,16 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
         rows = sorted(rows, key=lambda row: row.eps)
         values = np.array([row.share.value for row in rows])
         bars = [values - [row.share.low for row in rows], [row.share.high for row in rows] - values]
-        axis.errorbar(
-            [row.eps for row in rows],
-            values,
-            yerr=np.clip(bars, 0, 1),
-            color=colour,
-            marker="o",
-            markersize=4,
-            linestyle="none",  # nothing is known between two radii
-            capsize=3,
-            label=label or None,
-        )
-    axis.set_xlim(0, right)
-    axis.set_ylim(0, 1.02)
-    axis.set_xlabel("l2 radius")
-    axis.set_ylabel("fraction of test samples")
+        dots: dict[str, Any] = {
+            "marker": "o",
+            "markersize": 4,
+            "linestyle": "none",
+        }  # nothing is known between two radii
+        at = [row.eps for row in rows]
+        axis.errorbar(at, values, yerr=np.clip(bars, 0, 1), color=colour, capsize=3, label=label or None, **dots)
+    axis.set(xlim=(0, right), ylim=(0, 1.02), xlabel="l2 radius", ylabel="fraction of test samples")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    top = axis.secondary_xaxis("top")
+    top = axis.secondary_xaxis("top")  # the radii of the record as k/255
     ticks = sorted({row.eps for row in record.certified if row.eps > 0})
     top.set_xticks(ticks, _apart([format_radius(eps) for eps in ticks], [eps / right for eps in ticks], narrow))
     top.tick_params(colors=INK, length=3, labelsize=9)
@@ -167,12 +162,17 @@ def certified_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str
     return both(lambda narrow: _certified(curves, narrow), "comparison")
 
 
+def _look(number: int, name: str) -> dict[str, Any]:
+    """Colour, line and label of the curve of this number; once the colours are used up, the next line begins."""
+    line = ("-", "--", ":", "-.")[number // len(SERIES) % 4]
+    label = printable(name, 40).replace("$", r"\$")  # matplotlib sets what is between dollars as mathematics
+    return {"color": SERIES[number % len(SERIES)], "linestyle": line, "label": label}
+
+
 def _certified(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], narrow: bool) -> Figure:
     figure, (axis,) = figure_of(1, narrow)
     for number, (name, (eps, values)) in enumerate(curves.items()):
-        line = ("-", "--", ":", "-.")[number // len(SERIES) % 4]
-        label = printable(name, 40).replace("$", r"\$")
-        axis.plot(eps, values, color=SERIES[number % len(SERIES)], linestyle=line, label=label)
+        axis.plot(eps, values, **_look(number, name))
     axis.set(xlim=(0, None), ylim=(0, 1.02), xlabel="l2 radius", ylabel="certified accuracy")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     legend(axis)
@@ -185,7 +185,7 @@ def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list
     for label, place in zip(labels, places, strict=True):
         half = (0.013 if narrow else 0.006) * (len(label) + 1)  # half the label, in widths of the axes
         kept.append(label if place - half >= end else "")
-        end = place + half if kept[-1] else end
+        end = place + half if kept[-1] else end  # a blank one takes no room
     return kept
 
 
@@ -210,16 +210,9 @@ def _training(
     for axis, (title, names) in zip(axes, panels, strict=True):
         for number, name in enumerate(names):
             epochs, values = zip(*series[name], strict=True)
-            axis.plot(
-                epochs,
-                values,
-                color=SERIES[number % len(SERIES)],
-                linestyle=("-", "--", ":", "-.")[number // len(SERIES) % 4],
-                marker="o" if len(epochs) == 1 else None,
-                label=printable(name.replace("_", " "), 40).replace("$", r"\$"),
-            )
-        axis.set_xlabel("epoch")
-        axis.set_ylabel(title)
+            marker = "o" if len(epochs) == 1 else None  # a line of one point is invisible
+            axis.plot(epochs, values, marker=marker, **_look(number, name.replace("_", " ")))
+        axis.set(xlabel="epoch", ylabel=title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if title == "accuracy":
             axis.yaxis.set_major_formatter(PercentFormatter(1.0))

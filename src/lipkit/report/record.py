@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -21,33 +20,14 @@ from pydantic import ValidationError
 
 import lipkit
 from lipkit import modules
-from lipkit.certificates import Certificate, RegressionCertificate
-from lipkit.certificates.intervals import Share
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
-from lipkit.files import MAX_TEXT, read_bytes, write_atomic
+from lipkit.files import write_atomic
 from lipkit.report.curve import curve_of, save_curve
 from lipkit.report.examples import save_examples
 from lipkit.report.run_files import RADII
-from lipkit.report.schema import (
-    AnyRecord,
-    AttackedRecord,
-    AttackRecord,
-    CertifiedRecord,
-    ClassRecord,
-    DataRecord,
-    HardwareRecord,
-    LatencyRecord,
-    LipschitzRecord,
-    MeasurementRecord,
-    OutputRecord,
-    Record,
-    RegressionRecord,
-    RoundingRecord,
-    SearchRecord,
-    SeenRecord,
-    ShareRecord,
-)
+from lipkit.report.schema import AnyRecord, HardwareRecord, MeasurementRecord, Record, RegressionRecord, SeenRecord
+from lipkit.training.checkpoints import read_json
 
 if TYPE_CHECKING:
     from lipkit.data import Split
@@ -61,35 +41,26 @@ def from_evaluation(
     evaluation: Evaluation, *, name: str, data: str, classes: Sequence[str] = (), **facts: Unpack[Facts]
 ) -> Record:
     """The record of a classification and of the run that led to it."""
-    certificate, attack = evaluation.certificate, evaluation.attack
+    attack, check = evaluation.attack, evaluation.cross_check
     ignored = evaluation.certified_ignored or (None,) * len(evaluation.eps)
-    return Record(
-        **_common(name, data, certificate, facts, evaluation.times, classes),
-        confidence=evaluation.confidence,
-        clean=_share(evaluation.clean),
-        certified=[
-            CertifiedRecord(eps=eps, share=_share(share), ignored=None if other is None else _share(other))
+    found = {
+        "confidence": evaluation.confidence,
+        "clean": evaluation.clean,
+        "certified": [
+            {"eps": eps, "share": share, "ignored": other}
             for eps, share, other in zip(evaluation.eps, evaluation.certified, ignored, strict=True)
         ],
-        attacked=[
-            AttackedRecord(eps=row.eps, share=_share(row.share), certified=_share(row.certified))
-            for row in evaluation.attacked
-        ],
-        attack=AttackRecord(
-            name="PGD l2, margin loss" if attack.name == "pgd" else f"{attack.name} {attack.norm}",
-            steps=attack.steps,
-            restarts=attack.restarts,
-            samples=attack.samples,
-            seed=attack.seed,
-            box=None if attack.box == "auto" else attack.box,
-            compared=evaluation.cross_check.compared,
-            closest=evaluation.cross_check.closest,
-        ),
-        per_class=[
-            ClassRecord(name=row.name, clean=_share(row.clean), certified=[_share(s) for s in row.certified])
-            for row in evaluation.per_class
-        ],
-    )
+        "attacked": evaluation.attacked,
+        "attack": {
+            "name": "PGD l2, margin loss" if attack.name == "pgd" else f"{attack.name} {attack.norm}",
+            **{key: getattr(attack, key) for key in ("steps", "restarts", "samples", "seed")},
+            "box": None if attack.box == "auto" else attack.box,
+            "compared": check.compared,
+            "closest": check.closest,
+        },
+        "per_class": evaluation.per_class,
+    }
+    return Record.model_validate(_common(name, data, evaluation, facts, classes) | found)
 
 
 def from_regression(
@@ -99,97 +70,73 @@ def from_regression(
 
     ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
     """
-    certificate, found = evaluation.certificate, evaluation.search
-    columns = (
-        evaluation.rmse,
-        certificate.output_constants.tolist(),
-        certificate.output_deviation.tolist(),
-        evaluation.output_slopes,
-    )
-    short = found.x.numel() <= _MOST_NUMBERS
-    return RegressionRecord(
-        **_common(name, data, certificate, facts, evaluation.times),
-        mse=evaluation.mse,
-        delta=certificate.delta,
-        deviation=certificate.deviation,
-        lower=evaluation.lower,
-        tightness=evaluation.tightness,
-        outputs=[
-            OutputRecord(rmse=rmse, constant=constant, deviation=deviation, steepest=steepest)
-            for rmse, constant, deviation, steepest in zip(*columns, strict=True)
-        ],
-        search=SearchRecord(
-            **search, x=found.x.flatten().tolist() if short else [], y=found.y.flatten().tolist() if short else []
-        ),
-    )
+    certificate, pair = evaluation.certificate, evaluation.search
+    columns = {
+        "rmse": evaluation.rmse,
+        "constant": certificate.output_constants.tolist(),
+        "deviation": certificate.output_deviation.tolist(),
+        "steepest": evaluation.output_slopes,
+    }
+    short = pair.x.numel() <= _MOST_NUMBERS  # the pair itself
+    found = {
+        "mse": evaluation.mse,
+        "delta": certificate.delta,
+        "deviation": certificate.deviation,
+        "lower": evaluation.lower,
+        "tightness": evaluation.tightness,
+        "outputs": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
+        "search": {**search, **({"x": pair.x.flatten().tolist(), "y": pair.y.flatten().tolist()} if short else {})},
+    }
+    return RegressionRecord.model_validate(_common(name, data, evaluation, facts) | found)
 
 
 class Facts(TypedDict, total=False):
-    """Facts of a run that its record holds in addition to the evaluation.
+    """Facts of a run that its record holds in addition to the evaluation."""
 
-    Attributes:
-        train_samples: size of the training split.
-        recipe: the complete recipe of the run, as plain values.
-        seed: of the training.
-        claimed: Lipschitz constant of the model before export (``lipschitz(model)``).
-        parameters: number of trained parameters.
-        seen: counts of steps, samples and epochs, from `seen`.
-        times: seconds by name; those of the evaluation are added.
-        device: of the training.
-        latency: from `lipkit.evaluation.latency`.
-        changed: dotted keys in which the recipe differs from the packaged one of the same name.
-    """
-
-    train_samples: int | None
-    recipe: Mapping[str, Any] | None
-    seed: int | None
-    claimed: float | None
-    parameters: int | None
-    seen: SeenRecord | None
-    times: Mapping[str, float] | None
-    device: str
-    latency: Latency | None
-    changed: Sequence[str]
+    train_samples: int | None  # size of the training split
+    recipe: Mapping[str, Any] | None  # the complete one, as plain values
+    seed: int | None  # of the training
+    claimed: float | None  # Lipschitz constant of the model before export
+    parameters: int | None  # number of trained ones
+    seen: SeenRecord | None  # from `seen`
+    times: Mapping[str, float] | None  # seconds by name; those of the evaluation are added
+    device: str  # of the training
+    latency: Latency | None  # from `lipkit.evaluation.latency`
+    changed: Sequence[str]  # dotted keys in which the recipe differs from the packaged one of the same name
 
 
 def _common(
-    name: str,
-    data: str,
-    certificate: Certificate | RegressionCertificate,
-    facts: Facts,
-    times: Mapping[str, float],
-    classes: Sequence[str] = (),
+    name: str, data: str, evaluation: Evaluation | RegressionEvaluation, facts: Facts, classes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The fields of `RunRecord`."""
-    latency = facts.get("latency")
+    certificate = evaluation.certificate
+    certificate.evaluator.check()  # refuses settings of torch that are not those of the evaluator
+    evaluator = dataclasses.asdict(certificate.evaluator)
     return {
         "name": name,
         "created": now(),
-        "recipe": dict(facts.get("recipe") or {}),
-        "changed": list(facts.get("changed") or ()),
+        "recipe": facts.get("recipe") or {},
+        "changed": facts.get("changed") or (),
         "versions": versions(),
-        "seed": facts.get("seed"),
         "hardware": hardware(facts.get("device", "cpu")),
-        "data": DataRecord(
-            name=data,
-            input_shape=certificate.input_shape,
-            classes=list(classes),
-            train_samples=facts.get("train_samples"),
-            test_samples=len(certificate),
-        ),
-        "parameters": facts.get("parameters"),
-        "seen": facts.get("seen"),
-        "lipschitz": LipschitzRecord(
-            claimed=facts.get("claimed"),
-            computed=certificate.constant,
-            body=getattr(certificate, "body_constant", None),
-            method=certificate.method,
-            dtype=certificate.dtype,
-        ),
-        "rounding": _rounding(certificate),
+        "data": {
+            "name": data,
+            "input_shape": certificate.input_shape,
+            "classes": classes,
+            "train_samples": facts.get("train_samples"),
+            "test_samples": len(certificate),
+        },
+        **{key: facts.get(key) for key in ("seed", "parameters", "seen", "latency")},
+        "lipschitz": {
+            "claimed": facts.get("claimed"),
+            "computed": certificate.constant,
+            "body": getattr(certificate, "body_constant", None),
+            "method": certificate.method,
+            "dtype": certificate.dtype,
+        },
+        "rounding": {"rounding": certificate.rounding, "evaluator": evaluator.pop("name"), **evaluator},
         "network_sha256": certificate.network_sha256,
-        "latency": None if latency is None else LatencyRecord(**dataclasses.asdict(latency)),
-        "times": {**(facts.get("times") or {}), **times},
+        "times": {**(facts.get("times") or {}), **evaluation.times},
     }
 
 
@@ -206,28 +153,7 @@ def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord
         steps=steps,
         samples=samples,
         epochs=round(samples / train_samples, 3),
-        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),
-    )
-
-
-def measurement_record(
-    name: str, measure: str, options: Mapping[str, Any], seed: int, figures: Mapping[str, float], seconds: float
-) -> MeasurementRecord:
-    """The record of a measurement on this machine, made now.
-
-    >>> measurement_record("a", "kernel_bounds", {}, 0, {"ratio": 1.0}, 0.1).metrics()
-    {'ratio': 1.0}
-    """
-    return MeasurementRecord(
-        name=name,
-        created=now(),
-        measure=measure,
-        options=dict(options),
-        seed=seed,
-        figures=dict(figures),
-        versions=versions(),
-        hardware=hardware(),
-        times={"measure": seconds},
+        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),  # cpu_seconds have three decimals
     )
 
 
@@ -249,42 +175,20 @@ def read_record(path: str | os.PathLike[str]) -> AnyRecord:
 
 
 def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementRecord:
-    """Read the record of a run or of a measurement; see `read_record`.
-
-    Raises:
-        RunError: there is no record, or not of this schema.
-    """
+    """Read the record of a run or of a measurement; ``RunError`` as in `read_record`."""
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
-    try:
-        found = json.loads(read_bytes(path, MAX_TEXT))
-    except OSError as error:
-        raise RunError(f"{path}: expected a record, got {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: expected a JSON record, got {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("schema_version"), str):
+    found = read_json(path)
+    if not isinstance(found.get("schema_version"), str):
         raise RunError(f"{path}: expected a record with a schema_version, got none")
-    kinds: dict[Any, type[AnyRecord | MeasurementRecord]]
+    kinds: dict[str, type[AnyRecord | MeasurementRecord]]
     kinds = {"regression": RegressionRecord, "measurement": MeasurementRecord}
-    task = found.get("task")
     try:
-        return kinds.get(task if isinstance(task, str) else None, Record).model_validate(found)
+        return kinds.get(str(found.get("task")), Record).model_validate(found)  # the first records name no task
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"]))  # the key, with the sections that it is in
         raise RunError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
-
-
-def _rounding(certificate: Certificate | RegressionCertificate) -> RoundingRecord:
-    """The rounding statement of a certificate; ``OptionError`` if torch's settings are not those of its evaluator."""
-    made = certificate.evaluator
-    made.check()
-    values = {key: value for key, value in dataclasses.asdict(made).items() if key != "name"}
-    return RoundingRecord(rounding=certificate.rounding, evaluator=made.name, **values)
-
-
-def _share(share: Share) -> ShareRecord:
-    return ShareRecord(value=share.value, **dataclasses.asdict(share))
 
 
 def now() -> str:
@@ -311,9 +215,10 @@ def hardware(device: str = "cpu") -> HardwareRecord:
     >>> hardware().cores >= 1
     True
     """
-    index = torch.device(device)
+    index = torch.device(device)  # cuda or cuda:1
     cuda = index.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(index) if cuda else index.type
+    # The cores that this process may use; not every system knows them.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return HardwareRecord(
         cpu=_processor(),
@@ -341,8 +246,7 @@ def save_evaluation(
 
     Args:
         folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate`.
-        split: the samples that were evaluated.
+        evaluation: from `lipkit.evaluation.evaluate`, of the samples of ``split``.
         record: from `lipkit.report.record.from_evaluation`.
         examples: images kept of each group.
 
@@ -366,9 +270,7 @@ def save_regression(
 
     Args:
         folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate_regression`.
-        network: that was evaluated.
-        split: the samples that were evaluated.
+        evaluation: from `lipkit.evaluation.evaluate_regression`, of ``network`` on the samples of ``split``.
         record: from `lipkit.report.record.from_regression`.
 
     Raises:

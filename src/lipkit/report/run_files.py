@@ -20,7 +20,7 @@ from lipkit.files import read_bytes, read_text
 from lipkit.text import printable
 from lipkit.training.checkpoints import read_metrics
 
-RADII = "radii.csv"
+NETWORK, RADII = "network", "radii.csv"
 PACKED = "certificate.jsonl.gz"
 
 
@@ -44,18 +44,14 @@ class Radii:
         >>> radii.certified(np.array([0.0, 0.1, 0.2]))
         array([0.66666667, 0.33333333, 0.33333333])
         """
-        ordered = np.sort(self.radius[self.correct])
+        ordered = np.sort(self.radius[self.correct])  # a wrong prediction is certified at no radius
         return (len(ordered) - np.searchsorted(ordered, eps, side="right")) / max(len(self), 1)
 
 
 def read_radii(folder: Path) -> Radii | None:
     """Read ``radii.csv`` as `lipkit.certificates.Certificate.save_csv` writes it; None if there is none.
 
-    Networks of the package have their compressed certificate in its place.
-
-    Raises:
-        RunError: a column is missing or a cell is not a number.
-        DataError: the certificate is not one.
+    Networks of the package have their compressed certificate in its place. Files that are neither are refused.
     """
     path = folder / RADII
     if not path.exists() and (folder / PACKED).exists():
@@ -78,11 +74,7 @@ def read_radii(folder: Path) -> Radii | None:
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, Tensor] | None:
-    """Read the tensors of these names from a safetensors file; None if there is none.
-
-    Raises:
-        RunError: the file is corrupt, or one is missing.
-    """
+    """Read the tensors of these names from a safetensors file; None if there is no file, RunError for a corrupt one."""
     if not path.exists():
         return None
     try:

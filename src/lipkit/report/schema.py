@@ -16,7 +16,8 @@ SCHEMA_VERSION = "1.0"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings")
+    # from_attributes: a record is made of the results themselves, whose attributes have the names of its fields
+    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings", from_attributes=True)
 
 
 class ShareRecord(_Model):
@@ -63,7 +64,7 @@ class AttackRecord(_Model):
     seed: int
     box: tuple[float, float] | None
     compared: int
-    closest: float
+    closest: float  # infinite where nothing was compared
 
 
 class LipschitzRecord(_Model):
@@ -71,9 +72,9 @@ class LipschitzRecord(_Model):
 
     claimed: float | None
     computed: float
-    body: float | None
-    method: str
-    dtype: str
+    body: float | None  # of what comes before the last linear layer
+    method: str  # of the radii
+    dtype: str  # of the exported numbers
 
 
 class RoundingRecord(_Model):
@@ -82,10 +83,10 @@ class RoundingRecord(_Model):
     rounding: str
     evaluator: str
     dtype: str
-    block: int | None
+    block: int | None  # terms that are summed at a time
     device: str
-    torch: str
-    settings: dict[str, str]
+    torch: str  # its version
+    settings: dict[str, str]  # of torch, about arithmetic
 
 
 class DataRecord(_Model):

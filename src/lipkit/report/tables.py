@@ -45,10 +45,11 @@ def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
     level = f"{100 * record.confidence:g} % interval"
     attacked = {row.eps: row for row in record.attacked}
     total, part = record.clean.total, min((row.share.total for row in record.attacked), default=record.clean.total)
+    # Counts stand in the header only where the attack saw a part.
     whole, some = (f" (all {total})", f" ({part} of them)") if part < total else ("", "")
     header = ["l2 radius", f"certified{whole}", level, f"PGD{some}", level]
     rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
-    both = any(row.ignored is not None for row in record.certified)
+    both = any(row.ignored is not None for row in record.certified)  # with and without rounding
     if both:
         header.append("rounding ignored")
         rows[0].append(percent(record.clean.value))

@@ -90,6 +90,7 @@ class PgdAdversary:
             raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
         attacked = frozen(model, tuple(x.shape[1:]))
         dtype = next((p.dtype for p in (*attacked.parameters(), *attacked.buffers()) if p.is_floating_point()), x.dtype)
+        # PGD works in the dtype of the samples; the network gets its own.
         return pgd(
             lambda points: attacked(points.to(dtype)).to(points.dtype),
             x,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, first_line, lacks_memory
+from lipkit.training.epoch import Step
 from lipkit.training.options import TrainOptions
 from lipkit.training.session import Session
 
 # Steps of each kind that run as usual before one is recorded: they make the optimiser's state and choose algorithms.
 WARM = 3
-Step = Callable[..., Tensor]
 
 
 def check_recordable(fabric: Any, options: TrainOptions) -> None:
@@ -40,46 +40,42 @@ class CapturedStep:
     which moves large matrices every second step. Python does not run again: steps are recorded anew where an attribute
     of the network, of the loss or of the penalty has changed between them. What closures and globals hold is not seen.
 
-    Args:
-        step: what is recorded, called with (session, objective, x, y) and keywords.
-        session: its network, on a CUDA device; the groups of its optimiser are changed in place.
-        options: of the training.
+    ``session`` has its network on a CUDA device; the groups of its optimiser are changed in place.
 
     Raises:
-        OptionError: see `check_recordable`. When it is called: a network whose steps wait for numbers from the device,
-            or change attributes.
+        OptionError: when called, a network whose steps wait for numbers from the device, or change attributes.
     """
 
-    def __init__(self, step: Step, session: Session, options: TrainOptions) -> None:
+    def __init__(self, step: Step, session: Session) -> None:
         self.step, self.parts = step, getattr(session.optimizer, "parts", [session.optimizer])
         for group in session.optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(session.fabric.device)
-            group["capturable"] = True
-        self.warmed: dict[Any, int] = {}
+            group["capturable"] = True  # Adam then counts its steps on the device
+        self.warmed: dict[Any, int] = {}  # usual steps made of each kind
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
-        self.holders = {"network": session.model, "loss": options.loss, "penalty": options.penalty}
+        self.holders = {"network": session.model, "loss": session.loss, "penalty": session.options.penalty}
         self._look()
 
-    def __call__(self, session: Session, objective: Any, x: Tensor, y: Tensor, **more: Any) -> Tensor:
+    def __call__(self, session: Session, x: Tensor, y: Tensor, **more: Any) -> Tensor:
         """As the step itself."""
-        if _read(self.places) != self.seen:
+        if _read(self.places) != self.seen:  # changed by a callback between two steps
             self.graphs.clear()
             self.warmed.clear()
             self._look()
         counters = [s for part in self.parts for s in part.state.values() if isinstance(s.get("step"), int)]
         every = max(group.get("every", 1) for part in self.parts for group in part.param_groups)
-        phases = tuple(state["step"] % every for state in counters)
+        phases = tuple(state["step"] % every for state in counters)  # whether large matrices move in this step
         key = (x.shape, x.dtype, y.shape, y.dtype, more["size"], more["counted"], phases)
         if key not in self.graphs:
             self.warmed[key] = self.warmed.get(key, 0) + 1
             if self.warmed[key] <= WARM:
-                sums = self._beside(session, objective, x, y, more)
+                sums = self._beside(session, x, y, more)
                 if self.warmed[key] == WARM:
-                    self._check_attributes()
+                    self._check_attributes()  # earlier ones may change some once, as lazy modules do
                 self._look()
                 return sums
-            held = x.clone(), y.clone()
-            self.graphs[key] = (*_recorded(lambda: self.step(session, objective, *held, **more)), *held)
+            held = x.clone(), y.clone()  # where later batches are copied to
+            self.graphs[key] = (*_recorded(lambda: self.step(session, *held, **more)), *held)
             self._check_attributes()
         else:
             for state in counters:  # what Python counted while the step was recorded
@@ -88,7 +84,7 @@ class CapturedStep:
         held_x.copy_(x)
         held_y.copy_(y)
         graph.replay()
-        return sums.clone()
+        return sums.clone()  # the next replay writes there
 
     def _look(self) -> None:
         """Take note of the attributes that a recorded step holds fixed."""
@@ -100,12 +96,12 @@ class CapturedStep:
             if now != before:
                 raise OptionError(f"cuda_graph: expected steps that change tensors in place, got a new value of {name}")
 
-    def _beside(self, session: Session, objective: Any, x: Tensor, y: Tensor, more: dict[str, Any]) -> Tensor:
+    def _beside(self, session: Session, x: Tensor, y: Tensor, more: dict[str, Any]) -> Tensor:
         """A step on a stream of its own, as torch asks for before a backward pass is recorded."""
         stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
-            sums = self.step(session, objective, x, y, **more)
+            sums = self.step(session, x, y, **more)
         main.wait_stream(stream)
         return sums
 
@@ -130,7 +126,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
     found = []
     for root, holder in holders.items():
         for name, part in holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]:
-            own = getattr(part, "__dict__", {})
+            own = getattr(part, "__dict__", {})  # of a module its tensors and parts lie one level deeper
             for values in (own, *(own[key] for key in ("_parameters", "_buffers", "_modules") if key in own)):
                 for key, value in values.items():
                     if value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module):

@@ -42,8 +42,6 @@ _FORMAT = 1
 def create(parent: Path, name: str) -> Path:
     """Make a new folder ``parent/name-001`` with the first number that is free, and return it.
 
-    Making the folder is the test whether it is free, so two runs started at once get two folders.
-
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     [create(Path(folder) / "runs", "digits").name for _ in range(2)]
@@ -55,7 +53,7 @@ def create(parent: Path, name: str) -> Path:
     while True:
         folder = parent / f"{name}-{number:03d}"
         try:
-            folder.mkdir()
+            folder.mkdir()  # also the test whether it is free: two runs started at once get two folders
         except FileExistsError:
             number += 1
         else:
@@ -64,11 +62,7 @@ def create(parent: Path, name: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder: no other process, and no other thread, trains in it meanwhile.
-
-    Raises:
-        RunError: another one holds it.
-    """
+    """Hold a run's folder: no other process, and no other thread, trains in it meanwhile; ``RunError`` if one does."""
     try:  # a singleton: `fit` inside of a run takes it again
         lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
     except Timeout:
@@ -78,34 +72,22 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Start a run in ``folder``.
-
-    Raises:
-        RunError: a run was started there before.
-    """
+    """Start a run in ``folder``, which must hold none."""
     check_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / SETTINGS, dict(settings))
 
 
 def check_new(folder: Path, *names: str) -> None:
-    """Refuse a folder with a run in it, or with one of the files ``names``.
-
-    Raises:
-        RunError: a run was started there before.
-    """
+    """Raise RunError for a folder with a run in it, or with one of the files ``names``."""
     if any((folder / name).exists() for name in (SETTINGS, METRICS, CHECKPOINTS, *names)):
         raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to resume with other settings than the run was started with.
-
-    Raises:
-        RunError: there is no run in ``folder``, or a setting differs.
-    """
+    """Raise RunError unless a run was started in ``folder``, with these settings."""
     before = read_json(folder / SETTINGS)
-    now = json.loads(json.dumps(dict(settings)))
+    now = json.loads(json.dumps(dict(settings)))  # as a file holds them: a tuple is a list
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             raise RunError(
@@ -120,11 +102,7 @@ def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics, one dict per epoch. A last line torn by a power failure is left out.
-
-    Raises:
-        RunError: another line is not a JSON object, or the file is no regular one.
-    """
+    """The metrics, one dict per epoch. A last line torn by a power failure is left out; others raise RunError."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -140,7 +118,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
                 raise ValueError
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
-                break
+                break  # torn
             raise RunError(f"expected a JSON object on line {number} of {path}, got {line[:60]!r}") from error
         rows.append(row)
     return rows
@@ -159,11 +137,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 
-    The model's tensors go to safetensors. ``state`` is plain containers, numbers and tensors: what
-    ``torch.load(weights_only=True)`` accepts. Returns the checkpoint's folder.
-
-    Raises:
-        RunError: the model's state_dict holds something that is not a tensor.
+    The model's tensors go to safetensors; its state_dict must hold nothing else. ``state`` is plain containers, numbers
+    and tensors: what ``torch.load(weights_only=True)`` accepts. Returns the checkpoint's folder.
     """
     weights = {}
     for name, value in model.state_dict().items():
@@ -180,9 +155,10 @@ def save_checkpoint(
     for name, content in contents.items():
         write_atomic(target / name, content)
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    # The manifest comes last: before it is there, nobody takes the others for a checkpoint.
     write_json(target / MANIFEST, {"format": _FORMAT, "epoch": epoch, "sha256": sha256})
     for old in _checkpoints(folder)[keep:]:
-        (old / MANIFEST).unlink(missing_ok=True)
+        (old / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder is no checkpoint
         shutil.rmtree(old)
     return target
 
@@ -190,34 +166,23 @@ def save_checkpoint(
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
     """The newest whole checkpoint as (epochs done, weights, state); None if there is none yet.
 
-    A checkpoint whose writing was interrupted, or whose bytes do not have the recorded hashes, is passed
-    over.
-
-    Raises:
-        RunError: there are complete checkpoints, but none of them is intact.
+    A checkpoint whose writing was interrupted, or whose bytes do not have the recorded hashes, is passed over. If none
+    of the complete ones is intact, that is a RunError.
     """
     damaged = None
     for path in _checkpoints(folder):
         if not (path / MANIFEST).exists():
-            continue
+            continue  # interrupted
         try:
-            manifest = json.loads(read_bytes(path / MANIFEST, MAX_TEXT))
+            manifest = read_json(path / MANIFEST)
             contents = {name: read_bytes(path / name) for name in ("model.safetensors", "state.pt")}
             for name, content in contents.items():
                 if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
                     raise ValueError(f"{name} is damaged")
             state = torch.load(io.BytesIO(contents["state.pt"]), weights_only=True, map_location="cpu")
             return int(manifest["epoch"]), load(contents["model.safetensors"]), state
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RuntimeError,  # RecursionError among them
-            UnpicklingError,
-            SafetensorError,
-        ) as error:
-            damaged = f"{path}: {error}"
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, UnpicklingError, SafetensorError) as error:
+            damaged = f"{path}: {error}"  # a RecursionError is a RuntimeError
     if damaged is not None:
         raise RunError(f"expected an intact checkpoint in {folder / CHECKPOINTS}, got damaged ones only ({damaged})")
     return None
@@ -229,15 +194,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
-    """Load a checkpoint's weights into ``model``, every name and shape matched.
-
-    Raises:
-        RunError: they do not fit.
-    """
+    """Load a checkpoint's weights into ``model``, every name and shape matched; ``RunError`` if they do not fit."""
     try:
         model.load_state_dict(dict(weights), strict=True)
     except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
+        problem = " ".join(str(error).split())[:300]  # torch lists every tensor
         raise RunError(
             f"expected the model that the run in {origin} was started with, got another: {problem}"
         ) from error
@@ -249,11 +210,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        RunError: the file is missing or is not a JSON object.
-    """
+    """Read a JSON object; ``RunError`` if the file is missing or is none."""
     try:
         content = json.loads(read_bytes(path, MAX_TEXT))
     except FileNotFoundError as error:

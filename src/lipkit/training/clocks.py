@@ -15,21 +15,16 @@ _SAMPLES = re.compile(r"(\d+(?:\.\d*)?)\s*([kM]?)\s*(?:images|samples)", re.ASCI
 
 
 def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
-    """A budget as (seconds, clock) or (samples, "samples").
+    """A budget as (seconds, clock) or (samples, "samples"); ``ValueError`` for another text, or less than one sample.
 
-    Args:
-        text: a time or a number of samples. A time is a number, a unit (s, min or h; seconds by default) and a clock:
-            cpu (CPU time of this process, the default) or wall. A number of samples is such as 1.5M images; k and M are
-            thousands and millions, images and samples mean the same.
-
-    Raises:
-        ValueError: another text, a time of 0, or less than one sample.
+    A time is a number, a unit (s, min or h; seconds by default) and a clock: cpu (CPU time of this process, the
+    default) or wall. A number of samples is such as 1.5M images; images and samples mean the same.
 
     >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall"), parse_budget("1.5M images")
     ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'), (1500000.0, 'samples'))
     """
     if match := _SAMPLES.fullmatch(text.strip()):
-        amount = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]]
+        amount = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]]  # thousands, millions
         if 1 <= amount < math.inf:
             return amount, "samples"
     elif match := _TIME.fullmatch(text.strip()):
@@ -46,9 +41,8 @@ class Budget:
     Time counts between `start` and `charge` only, so evaluations and checkpoints are free. Steps after the last
     checkpoint of an interrupted part do not count, because they are made again.
 
-    Args:
-        text: see `parse_budget`. used: by earlier parts, of what it names.
-        now: the clock, in seconds; None for the one that ``text`` names.
+    ``text`` is as `parse_budget` reads it, None without a limit; ``used`` is what earlier parts took of it, and ``now``
+    the clock, in seconds, in place of the one that it names.
 
     >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
     >>> budget.start()
@@ -57,11 +51,16 @@ class Budget:
     0.5
     """
 
-    def __init__(self, text: str, used: float = 0.0, now: Any = None) -> None:
-        self.amount, self.unit = parse_budget(text)
-        self.used = used
+    def __init__(self, text: str | None, used: float = 0.0, now: Any = None) -> None:
+        self.amount, self.unit = (math.inf, "") if text is None else parse_budget(text)
+        self.used = used  # 0 without a limit
         self._now = now or (time.process_time if self.unit == "cpu" else time.monotonic)
         self._since = 0.0
+
+    @property
+    def timed(self) -> bool:
+        """True for a budget of time, of which the fraction at the end of a step is not known before."""
+        return self.unit in ("cpu", "wall")
 
     def start(self) -> None:
         """Count time from now on."""
@@ -74,7 +73,7 @@ class Budget:
 
     def charge(self) -> None:
         """Count the time that has passed since the last call."""
-        if self.unit != "samples":
+        if self.timed:
             now = self._now()
             self.used, self._since = self.used + now - self._since, now
 
@@ -98,8 +97,8 @@ class Clock:
 
     def __init__(self, max_minutes: float | None, checkpoint_seconds: float | None) -> None:
         self._limited = max_minutes is not None or checkpoint_seconds is not None
-        self._end = time.monotonic() + 60 * max_minutes if max_minutes is not None else math.inf
-        self._pause = checkpoint_seconds if checkpoint_seconds is not None else math.inf
+        self._end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._pause = math.inf if checkpoint_seconds is None else checkpoint_seconds
         self._saved = time.monotonic()
 
     def own_request(self) -> Request:
@@ -112,7 +111,7 @@ class Clock:
     def request(self, fabric: Any) -> Request:
         """The first process' `own_request`, in all processes: they must save and stop together."""
         if not self._limited:
-            return ""
+            return ""  # without a broadcast, for which processes would wait
         mine = self.own_request()
         return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
 

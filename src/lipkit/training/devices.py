@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipkit.errors import LipkitError, OptionError, RunError, first_line
-from lipkit.training.options import Numbers, check_precision
+from lipkit.training.options import Numbers
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +21,9 @@ def make_fabric(options: Numbers) -> Any:
     """A launched Fabric; what it refuses becomes an OptionError.
 
     Under torchrun the number of processes is torchrun's: ``devices`` and ``nodes`` may then be left at 1.
-
-    Raises:
-        OptionError: what Fabric refuses, or a precision in which constraints do not hold.
     """
     from lightning_fabric import Fabric  # two seconds to import: paid by those who train
 
-    check_precision(options.precision)
     devices, nodes, strategy = under_torchrun(options.devices, options.nodes, options.strategy)
     chosen: dict[str, Any] = {
         "accelerator": options.accelerator, "devices": devices, "num_nodes": nodes, "strategy": strategy,
@@ -62,16 +58,12 @@ def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.Abstra
 
 
 def device_here(name: str) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        OptionError: this machine has no such device.
-    """
+    """The device of this name; ``OptionError`` if this machine has none."""
     import torch
 
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device)  # a name alone is accepted of any device
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"expected a device of this machine, got {name!r}: {first_line(error)}") from error
     return device
@@ -86,7 +78,7 @@ def launch(fabric: Any) -> None:
     """
     import torch.distributed as dist
 
-    given = dist.is_available() and dist.is_initialized()
+    given = dist.is_available() and dist.is_initialized()  # a group of the caller's
     fabric.launch()
     if not given and dist.is_available() and dist.is_initialized():
         atexit.register(_end_group)
@@ -104,7 +96,7 @@ def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) ->
     if not (os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE")):
         return devices, nodes, strategy
     local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    if devices in (1, "1", "auto"):
+    if devices in (1, "1", "auto"):  # left at the default
         devices = local
     if nodes == 1:
         nodes = world // local
@@ -114,8 +106,7 @@ def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) ->
 def on_first(fabric: Any, act: Callable[[], T]) -> T:
     """The result of ``act()`` in the first process, handed to all; its error is raised in all, so that none waits.
 
-    Raises:
-        what ``act`` raises in the first process; RunError with its message in the others.
+    In the others it is a RunError with the same message.
     """
     if fabric.world_size == 1:
         return act()
@@ -125,6 +116,7 @@ def on_first(fabric: Any, act: Callable[[], T]) -> T:
             result = act()
         except LipkitError as error:
             failure = error
+    # Not the error itself: what is broadcast is pickled, and not every exception can be.
     result, message = fabric.broadcast((result, None if failure is None else str(failure)), src=0)
     if failure is not None:
         raise failure

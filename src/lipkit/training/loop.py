@@ -6,7 +6,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,15 @@ from torch import nn
 
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
-from lipkit.layers import after_step
-from lipkit.layers.steps import after_step_layers
-from lipkit.modules import Shape
 from lipkit.shown import Shown, axes
-from lipkit.training import checkpoints, losses, saving, schedules
-from lipkit.training import session as sessions
+from lipkit.training import checkpoints, saving
 from lipkit.training.captured import CapturedStep, check_recordable
-from lipkit.training.clocks import Budget, Clock
 from lipkit.training.devices import make_fabric, on_first
-from lipkit.training.epoch import Objective, Plan, run_epoch, take_step
+from lipkit.training.epoch import Step, run_epoch, take_step
 from lipkit.training.options import TrainOptions, check_precision
 from lipkit.training.progress import Divergence, Totals, finite, peak_memory, tensorboard
-from lipkit.training.session import Session
-from lipkit.training.sources import Augment, Source, derived_seed, kept_random_state, own_random_state, source
+from lipkit.training.session import Session, check_whole, optimizer_of, prepare
+from lipkit.training.sources import NETWORK, Source, derived_seed, kept_random_state, own_random_state, source
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +56,7 @@ class Run(Shown):
     def describe(self) -> str:
         """Epochs and last figures; no constant, since a trained model's is a claim until its export is proved."""
         last = self.history[-1] if self.history else {}
+        # What a figure costs is in the history; the last line is for results.
         costs = ("lr", "seconds", "cpu_seconds", "samples_per_second", "memory_mib")
         figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in costs]
         seconds, early = sum(row.get("seconds", 0.0) for row in self.history), ", stopped before the last one"
@@ -86,6 +82,7 @@ class Run(Shown):
         """
         ax = axes(ax, "epoch", "loss")
         ax.plot([row["epoch"] for row in self.history], [row["loss"] for row in self.history], "k", label="loss")
+        # Not every row was evaluated, so the names are those of any row.
         right, names = ax.twinx(), dict.fromkeys(name for row in self.history for name in row)
         for name in names:
             if name in ("accuracy", "clean") or name.startswith("certified("):
@@ -154,104 +151,90 @@ def fit(
     for name, wanted in (("resume", resume), ("tensorboard", options.tensorboard)):
         if wanted and run_dir is None:
             raise OptionError(f"expected run_dir with {name}=True, got None")
-    if options.tensorboard:
-        tensorboard(Path(str(run_dir)))  # refused before training
     train = source(data)
     if changes.get("batch_size", 0) > len(train):
         warnings.warn(f"batch_size: {options.batch_size} for {len(train)} samples is one step an epoch", stacklevel=2)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
     fabric = fabric or make_fabric(options)
-    check_precision(fabric.strategy.precision.precision)
+    check(model, options, fabric)
     train = _near(train, fabric.device)
-    if options.batch_size < fabric.world_size:
-        raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
-    sessions.check_whole(fabric)
-    if options.cuda_graph:
-        check_recordable(fabric, options)
     folder = None if run_dir is None else Path(run_dir)
     with ExitStack() as held:
         done, state, history = saving.open_run(held, fabric, model, folder, resume, options.settings(len(train)))
-        plan = _plan(model, train, options, folder, fabric.device, state)
-        held.enter_context(own_random_state(fabric.device, derived_seed(options.seed, 0, 2, fabric.global_rank)))
-        network = sessions.prepare(fabric, model, options)
-        saving.restore(network, state)
-        if options.cuda_graph:
-            plan = replace(plan, step=CapturedStep(take_step, network, options))
-        done, stopped = _epochs(network, plan, done, state, history)
-        average = None if options.ema is None else _measured(network, plan, done)
+        seed = derived_seed(options.seed, 0, NETWORK, fabric.global_rank)
+        held.enter_context(own_random_state(fabric.device, seed))
+        session = prepare(fabric, model, options, train, folder, state.get("used", 0.0))
+        saving.restore(session, state)
+        take = CapturedStep(take_step, session) if options.cuda_graph else take_step
+        done, stopped = _epochs(session, take, done, state, history)
+        average = None if options.ema is None else session.measured(done)
     model.eval()
     return Run(model, history, folder, done, average, not stopped)
 
 
-def _plan(
-    model: nn.Module,
-    data: Source,
-    options: TrainOptions,
-    folder: Path | None,
-    device: torch.device,
-    state: Mapping[str, Any],
-) -> Plan:
-    loss = losses.build(options.loss) if isinstance(options.loss, str) else options.loss
-    rate = schedules.build(options.schedule) if isinstance(options.schedule, str) else options.schedule
-    objective = Objective(loss, options.penalty, options.adversary, options.grad_clip, options.accumulate)
-    clock = Clock(options.max_minutes, options.checkpoint_seconds)
-    budget = None if options.budget is None else Budget(options.budget, state.get("used", 0.0))
-    shape = _input_shape(data, options.augment, device) if after_step_layers(model) else None
-    return Plan(options, data, rate, objective, folder, clock, budget, shape)
+def check(model: nn.Module, options: TrainOptions, fabric: Any) -> None:
+    """Raise OptionError for what `fit` refuses before a run has its folder."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
+    if options.tensorboard:
+        tensorboard(Path())  # nothing is written before the first numbers
+    check_precision(fabric.strategy.precision.precision)
+    if options.batch_size < fabric.world_size:
+        raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
+    check_whole(fabric)
+    if options.cuda_graph:
+        check_recordable(fabric, options)
+    optimizer_of(options, model)  # made anew once the model is on its device
 
 
 def _epochs(
-    network: Session, plan: Plan, done: int, state: Mapping[str, Any], history: list[dict[str, Any]]
+    session: Session, take: Step, done: int, state: Mapping[str, Any], history: list[dict[str, Any]]
 ) -> tuple[int, bool]:
     """Train from epoch ``done`` on, and add its row to ``history``: (epochs done, whether the clock ended it)."""
-    fabric, options, folder = network.fabric, plan.options, plan.folder
+    fabric, options, folder = session.fabric, session.options, session.folder
     events = tensorboard(folder, done) if options.tensorboard and folder is not None else None
     try:
-        last = plan.fraction(fabric, done * plan.steps) >= 1
+        last = session.fraction(done * session.steps) >= 1
         while not last:
-            totals, ended = run_epoch(network, plan, done, state)
-            state = {}
+            totals, ended = run_epoch(session, take, done, state)
+            state = {}  # later epochs start at their first step
             if ended == "stop":
                 return done, True
             done, last = done + 1, ended == "end"
-            row = _row(network, plan, done, totals, last or done % options.evaluate_every == 0)
+            row = _row(session, done, totals, last or done % options.evaluate_every == 0)
             history.append(row)
             if folder is not None and fabric.is_global_zero:
                 checkpoints.append_metrics(folder, row)
                 if events is not None:
                     events.log_metrics(finite(row), done)
-            request = plan.clock.request(fabric)
+            request = session.clock.request(fabric)
             if last or done % options.checkpoint_every == 0 or request:
-                saving.save(network, folder, epoch=done, used=plan.used, final=last)
-                plan.clock.saved()
-            totals.report(plan.steps, row)
+                saving.save(session, epoch=done, final=last)
+                session.clock.saved()
+            totals.report(session.steps, row)
             if request == "stop" and not last:
                 return done, True
     except Divergence as error:
-        raise RunError(f"{error}: training stopped, {_kept(folder)}; a smaller lr may help") from None
+        newest = None if folder is None else checkpoints.newest_checkpoint(folder)
+        kept = "no checkpoint was written" if newest is None else f"the last good checkpoint is kept in {newest}"
+        raise RunError(f"{error}: training stopped, {kept}; a smaller lr may help") from None
     finally:
         if events is not None:
             events.finalize("")
     return done, False
 
 
-def _row(network: Session, plan: Plan, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
+def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
     """The line of metrics of ``epoch``, counted from 1."""
-    fabric, pace, evaluate = network.fabric, totals.pace(), plan.options.evaluate
-    nonfinite = sessions.nonfinite_parameter(network)  # the last step may spoil them after a finite loss
+    fabric, pace, options = session.fabric, totals.pace(), session.options  # the pace before the evaluation
+    nonfinite = session.nonfinite_parameter()  # the last step may spoil them after a finite loss
     if nonfinite is not None:
         raise Divergence(f"expected finite weights, got NaN or infinity in {nonfinite} at the end of epoch {epoch}")
-    row: dict[str, Any] = {
-        "epoch": epoch,
-        **totals.row(),
-        **totals.seen(),
-        "lr": float(network.optimizer.param_groups[0]["lr"]),
-    }
-    if plan.objective.penalty is not None:
-        row["penalty"] = float(plan.objective.penalty(network.model).detach())
-    if evaluated and evaluate is not None:
-        measured = _measured(network, plan, epoch)
+    rate = float(session.optimizer.param_groups[0]["lr"])
+    row: dict[str, Any] = {"epoch": epoch, **totals.row(), **totals.seen(), "lr": rate}
+    if options.penalty is not None:
+        row["penalty"] = float(options.penalty(session.model).detach())
+    if evaluated and options.evaluate is not None:
+        measured, evaluate = session.measured(epoch), options.evaluate
 
         def values() -> dict[str, float]:
             with torch.no_grad(), kept_random_state(fabric.device):  # measuring must not change what is trained
@@ -264,33 +247,9 @@ def _row(network: Session, plan: Plan, epoch: int, totals: Totals, evaluated: bo
     return row if memory is None else row | {"memory_mib": round(memory)}
 
 
-def _measured(network: Session, plan: Plan, epochs: int) -> nn.Module:
-    """The network, or the copy with its averages, finished as the network was at the end of an epoch."""
-
-    def finish(twin: nn.Module) -> None:
-        if plan.input_shape is not None:
-            after_step(twin, plan.input_shape)
-        if plan.options.post_step is not None:
-            plan.options.post_step(twin, epochs * plan.steps, True)
-
-    return sessions.measured_model(network, finish)
-
-
 def _near(data: Source, device: torch.device) -> Source:
     """A split on the GPU where it takes less than a quarter of what is free there: batches are then gathered there."""
-    held = getattr(data, "x", None)
+    held = getattr(data, "x", None)  # image files have no tensor
     if device.type != "cuda" or not isinstance(data, Split) or not isinstance(held, torch.Tensor):
         return data
     return data.to(device) if 4 * held.nbytes < torch.cuda.mem_get_info(device)[0] else data
-
-
-def _input_shape(data: Source, augment: Augment | None, device: torch.device) -> Shape:
-    """The shape of one input as the model gets it: the first sample's, augmented."""
-    with kept_random_state(device):
-        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)
-        return tuple((x if augment is None else augment(x, torch.Generator().manual_seed(0))).shape[1:])
-
-
-def _kept(folder: Path | None) -> str:
-    newest = None if folder is None else checkpoints.newest_checkpoint(folder)
-    return "no checkpoint was written" if newest is None else f"the last good checkpoint is kept in {newest}"

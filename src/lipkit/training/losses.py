@@ -2,8 +2,9 @@ r"""Training losses: pure functions of (outputs, targets), and the table that na
 
 Notation: ``y`` (N, K) outputs, ``t`` (N,) labels, ``M_n = y_nt - max_{i != t} y_ni`` the margin of sample
 n, L = ``lipschitz`` > 0 the Lipschitz constant that the network was built for, ``eps`` or ``eps0`` > 0 the l2 radius
-to train for, in units of the input. K is at least 2. None of these takes part in a certificate: they only decide what
-is learnt.
+to train for, in units of the input, T = ``temperature`` > 0. Of the HKR losses, ``alpha`` in [0, 1] is the share of the
+hinge (0 keeps the Wasserstein part only), and m = ``min_margin`` > 0. K is at least 2. None of these takes part in a
+certificate: they only decide what is learnt.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
     >>> round(hinge(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), eps0=2**0.5).item(), 6)
     0.5
 
-    Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021,
-    Sec. 5.
+    Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021, Sec. 5.
     """
     _positive(eps0=eps0, lipschitz=lipschitz)
     return F.multi_margin_loss(outputs, targets, margin=math.sqrt(2) * lipschitz * eps0)
@@ -67,7 +67,6 @@ def offset_cross_entropy(
 
     Args:
         outputs: (N, K), or (N, 1) for two classes: of the class 1 against 0, which is the logistic loss.
-        temperature: T, positive.
         offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0 (``L eps0`` of one
             output).
 
@@ -75,14 +74,13 @@ def offset_cross_entropy(
     >>> round(offset_cross_entropy(y, torch.tensor([0]), temperature=1.0, offset=2.0).item(), 4)
     0.6931
 
-    Source: Prach, Lampert, "Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz Networks",
-    ECCV 2022; Wang, Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023 (T
-    = 0.25, u = 1.5 sqrt 2).
+    Source: Prach, Lampert, "Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz Networks", ECCV 2022; and
+    Wang, Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023 (T = 1/4, u = 1.5 sqrt 2).
     """
     _positive(temperature=temperature)
     _not_negative(offset=offset)
     if outputs.shape[-1] == 1:
-        outputs = F.pad(outputs, (1, 0))
+        outputs = F.pad(outputs, (1, 0))  # a class 0 whose output is 0
     shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
     return temperature * F.cross_entropy((outputs - shift) / temperature, targets)
 
@@ -106,10 +104,7 @@ def certificate_regularized_cross_entropy(
 ) -> Tensor:
     r"""Cross-entropy minus the mean certified radius.
 
-        CE(y, t) - weight mean_n max(0, M_n) / (sqrt(2) L)
-
-    Args:
-        weight: of the radius; not negative.
+        CE(y, t) - weight mean_n max(0, M_n) / (sqrt(2) L),     weight >= 0
 
     >>> y, t = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     >>> gain = cross_entropy(y, t) - certificate_regularized_cross_entropy(y, t, weight=1.0)
@@ -135,9 +130,6 @@ def emma(
 
     A class that an attack of radius eps could not raise to the true one is raised by its whole reach; a nearer one only
     until they tie, so that samples beyond reach do not dominate. No gradient flows through e.
-
-    Args:
-        temperature: T, positive.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> round(emma(y, t, eps=2.0).item(), 4) == round(math.log(2), 4)  # in reach: raised to a tie
@@ -188,7 +180,6 @@ def logit_annealing(
         p = \mathrm{softmax}\Bigl(\frac{y - \xi\,\mathrm{onehot}(t)}{T}\Bigr)_t
 
     Args:
-        temperature: T, positive.
         offset: xi, in units of the outputs; not negative.
         power: beta; 0 is the offset cross-entropy.
 
@@ -218,11 +209,6 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
     with s_nk = 1, v_nk = K - 1 where t_n = k, and s_nk = -1, v_nk = 1 elsewhere. With one output (N, 1), labels 1, 0:
     one class against the other, v = 1. Means are over the batch; a side without samples has mean 0.
 
-    Args:
-        outputs: (N, K), or (N, 1) for two classes, of a network with a known constant.
-        alpha: weight of the hinge, in [0, 1]; 0 keeps the Wasserstein part only.
-        min_margin: m, positive.
-
     >>> y = torch.tensor([[2.0], [-1.0]])
     >>> hkr(y, torch.tensor([1, 0]), alpha=0.0).item(), hkr(y, torch.tensor([1, 0]), alpha=1.0, min_margin=5.0).item()
     (-3.0, 1.0)
@@ -231,14 +217,14 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
     Regularization", CVPR 2021; weights and halves as in deel-torchlip.
     """
     _positive(min_margin=min_margin)
-    _share(alpha)
+    _share(alpha=alpha)
     classes = outputs.shape[-1]
-    own = F.one_hot(targets, classes) > 0 if classes > 1 else targets[:, None] > 0
+    own = F.one_hot(targets, classes) > 0 if classes > 1 else targets[:, None] > 0  # (N, K)
     sides = (own, ~own)
     means = [torch.where(side, outputs, 0).sum(0) / side.sum(0).clamp_min(1) for side in sides]
     half = min_margin / 2
     short = torch.where(own, max(classes - 1, 1) * F.relu(half - outputs), F.relu(half + outputs))
-    return alpha * short.mean() - (1 - alpha) * (means[0] - means[1]).mean()
+    return alpha * short.mean() - (1 - alpha) * (means[0] - means[1]).mean()  # both means also divide by K
 
 
 def soft_hkr(
@@ -252,10 +238,7 @@ def soft_hkr(
     The own class has s = 1 and w = 1. The others have s = -1, and w is their softmax at the inverse temperature
     :math:`\tau m / \max(m, \text{mean} |y|)`, which gets no gradient.
 
-    Args:
-        alpha: share of the hinge, in [0, 1].
-        min_margin: m, positive.
-        temperature: tau, positive; a larger one puts more weight on the strongest rival.
+    A larger ``temperature`` tau puts more weight on the strongest rival.
 
     >>> y, t = torch.tensor([[2.0, 1.0, 1.0]]), torch.tensor([0])
     >>> soft_hkr(y, t, alpha=0.0).item(), soft_hkr(y, t, alpha=1.0).item()
@@ -265,12 +248,12 @@ def soft_hkr(
     deel-torchlip keeps a running mean of |y|, this is the mean of the batch, so no state is kept between calls.
     """
     _positive(min_margin=min_margin, temperature=temperature)
-    _share(alpha)
+    _share(alpha=alpha)
     own = F.one_hot(targets, outputs.shape[-1]) > 0
     with torch.no_grad():
         inverse = temperature * min_margin / outputs.abs().mean().clamp_min(min_margin)
     weights = torch.where(own, 1, (inverse * outputs).masked_fill(own, -math.inf).softmax(1))
-    signed = torch.where(own, outputs, -outputs)
+    signed = torch.where(own, outputs, -outputs)  # s y
     each = alpha * F.relu(min_margin / 2 - signed) - (1 - alpha) * signed
     return (weights * each).sum(1).mean()
 
@@ -293,9 +276,7 @@ def lse_hkr(
 
     Args:
         outputs: (N, K), K >= 3.
-        alpha: share of the hinge, in [0, 1].
-        min_margin: m, positive.
-        temperature: factor of the outputs, positive.
+        temperature: factor of the outputs.
         penalty: p, positive.
 
     >>> y, t = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([0])
@@ -305,9 +286,10 @@ def lse_hkr(
     Source: deel-torchlip 1.0's LseHKRMulticlassLoss.
     """
     _positive(min_margin=min_margin, temperature=temperature, penalty=penalty)
-    _share(alpha)
+    _share(alpha=alpha)
     outputs = temperature * outputs
     rivals = outputs.scatter(1, targets[:, None], -math.inf)
+    # c; two classes have no rivals to average, and log(1) would divide by zero
     sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)
     rival = torch.logsumexp(sharpness * rivals, 1) / sharpness
     own, half = outputs.gather(1, targets[:, None])[:, 0], min_margin / 2
@@ -332,8 +314,7 @@ def cosine(
     Source: orthogonium 0.0's CosineLoss and Cosine_VRA_Loss (its "classwise" constant L is sqrt(2) L here).
     """
     _positive(eps=eps, lipschitz=lipschitz)
-    if not 0 <= share <= 1:
-        raise OptionError(f"expected share in [0, 1], got {share}")
+    _share(share=share)
     own = outputs.gather(1, targets[:, None])
     missing = F.relu(eps - (own - outputs) / (math.sqrt(2) * lipschitz))
     others = F.one_hot(targets, outputs.shape[-1]) == 0
@@ -366,7 +347,7 @@ def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
             f"trades: expected samples and as many adversarial examples after them, got {len(outputs)} outputs: set "
             "adversary.beside"
         )
-    clean, moved = outputs.chunk(2)
+    clean, moved = outputs.chunk(2)  # the samples come first
     change = F.kl_div(moved.log_softmax(1), clean.log_softmax(1), reduction="batchmean", log_target=True)
     return F.cross_entropy(clean, targets[: len(clean)]) + beta * change
 
@@ -402,14 +383,7 @@ REGRESSION = frozenset({"mse"})
 
 
 def build(name: str, **options: float) -> Loss:
-    """The loss called ``name`` with its options bound, checked now rather than at the first step.
-
-    Args:
-        name: a key of `LOSSES`.
-        options: keyword arguments of that function.
-
-    Raises:
-        OptionError: the name or an option is unknown, or a value is out of range.
+    """The loss of this name in `LOSSES`, its keyword arguments bound; a wrong one is refused now, not at a step.
 
     >>> build("hinge", eps0=36 / 255)(torch.tensor([[1.0, 0.0]]), torch.tensor([0])).item()
     0.0
@@ -425,13 +399,14 @@ def build(name: str, **options: float) -> Loss:
 
 def _positive(**values: float) -> None:
     for name, value in values.items():
-        if not value > 0:
+        if not value > 0:  # NaN is refused, too
             raise OptionError(f"expected {name} > 0, got {value}")
 
 
-def _share(alpha: float) -> None:
-    if not 0 <= alpha <= 1:
-        raise OptionError(f"expected alpha in [0, 1], got {alpha}")
+def _share(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise OptionError(f"expected {name} in [0, 1], got {value}")
 
 
 def _not_negative(**values: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class _ManifoldOptimizer(Optimizer):
         raise NotImplementedError
 
 
-# Entries from which the products of a step of spectral descent cost as much as those of a layer.
+# Number of entries from which the products of a step of spectral descent cost as much as those of a layer.
 LARGE = 2**17
 
 
@@ -100,7 +100,7 @@ class SpectralDescent(_ManifoldOptimizer):
         waits = group["every"] if w.numel() >= LARGE else 1
         state["step"] = state.get("step", 0) + 1
         if state["step"] % waits:
-            return w
+            return w  # its turn comes with the k-th gradient
         return spectral_step(w, torch.lerp(average, g, 1 - beta), waits * group["lr"], group["steps"])
 
 
@@ -149,6 +149,7 @@ class RiemannianAdam(_ManifoldOptimizer):
         state["step"] = state.get("step", 0) + 1
         # The momentum is a tangent of the point before: its part along the new one is carried over.
         mean = g * (1 - one) if state["step"] == 1 else tangent(w, state["exp_avg"]).lerp(g, 1 - one)
+        # zero at the start: the division below by 1 - two ** step takes the bias out
         square = two * state.get("exp_avg_sq", torch.zeros((), device=g.device)) + (1 - two) * g.square().mean()
         state["exp_avg"], state["exp_avg_sq"] = mean, square
         size = (square / (1 - two ** state["step"])).sqrt() + group["eps"]
@@ -179,7 +180,7 @@ class Together(Optimizer):
         """One step of every part."""
         loss = None if closure is None else closure()
         for part in self.parts:
-            part.step()
+            part.step()  # the gradients are there already
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,17 +201,6 @@ class Together(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def on_manifold(model: nn.Module) -> list[nn.Parameter]:
-    """The semi-orthogonal parameters of ``model`` that are trained.
-
-    >>> from lipkit.layers import StiefelLinear
-    >>> [tuple(p.shape) for p in on_manifold(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]
-    [(2, 3)]
-    """
-    found = [m.free for m in model.modules() if isinstance(m, OnManifold)]
-    return [p for p in found if isinstance(p, nn.Parameter) and p.requires_grad]
-
-
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The trained parameters of ``model`` in two lists: semi-orthogonal ones, for an optimiser of this file; others.
 
@@ -218,6 +208,7 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     >>> [len(part) for part in split(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]
     [1, 3]
     """
-    first = on_manifold(model)
-    known: Iterable[int] = {id(p) for p in first}
+    free = [m.free for m in model.modules() if isinstance(m, OnManifold)]
+    first = [p for p in free if isinstance(p, nn.Parameter) and p.requires_grad]
+    known = {id(p) for p in first}  # parameters compare entry by entry
     return first, [p for p in model.parameters() if p.requires_grad and id(p) not in known]

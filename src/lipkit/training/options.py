@@ -55,10 +55,10 @@ def parse_number(value: Any) -> Any:
     """
     if isinstance(value, str):
         match = NUMBER.fullmatch(value)
-        denominator = float(match[2]) if match and match[2] else 1.0
+        denominator = float(match[2]) if match and match[2] else 1.0  # 36/255 is what Python makes of it
         if match and denominator != 0:
             return float(match[1]) / denominator
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float) and not isinstance(value, bool):  # True is an int
         return value
     raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
 
@@ -102,9 +102,9 @@ Count = Annotated[StrictInt, Field(ge=1)]
 
 def _budget(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = f"{value}s"
+        value = f"{value}s"  # a bare number is of seconds
     if isinstance(value, str):
-        parse_budget(value)
+        parse_budget(value)  # refuses here; the text is what a run records
     return value
 
 
@@ -117,108 +117,90 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
-class Numbers(Section):
-    """The options that a recipe can set. A new one is a line here, and a line where it acts."""
+def option(default: Any, description: str) -> Any:
+    """A key of a section: its default, and what `lipkit recipe show` says of it."""
+    return Field(default=default, description=description)
 
-    epochs: Count | None = Field(
-        default=None, description="passes over the training data; null: until the budget is used"
-    )
-    budget: Budgeted | None = Field(
-        default=None,
-        description="time for training, such as 400s, 10min, 1h (of the processor) or 1h wall, or samples seen, such "
+
+class Numbers(Section):
+    """The options that a recipe can set. A new one is an entry here, and a line where it acts."""
+
+    epochs: Count | None = option(None, "passes over the training data; null: until the budget is used")
+    budget: Budgeted | None = option(
+        None,
+        "time for training, such as 400s, 10min, 1h (of the processor) or 1h wall, or samples seen, such "
         "as 1.5M images, which is the same on every machine: the learning rate follows the fraction used; null for no "
         "limit. With epochs, training stops at whichever comes first",
     )
-    batch_size: Count = Field(default=128, description="samples of one step, all devices together")
-    lr: Positive = Field(default=0.001, description="peak learning rate")
-    optimizer: Literal["adam", "adamw", "sgd", "spectral", "riemannian_adam"] = Field(
-        default="adam",
-        description="adam, adamw or sgd; spectral or riemannian_adam moves Stiefel layers along their manifold and all "
+    batch_size: Count = option(128, "samples of one step, all devices together")
+    lr: Positive = option(0.001, "peak learning rate")
+    optimizer: Literal["adam", "adamw", "sgd", "spectral", "riemannian_adam"] = option(
+        "adam",
+        "adam, adamw or sgd; spectral or riemannian_adam moves Stiefel layers along their manifold and all "
         "else by adam",
     )
-    manifold_lr: Positive | None = Field(
-        default=None,
-        description="peak learning rate of Stiefel layers: with spectral an angle in radians per step, null for 0.02; "
+    manifold_lr: Positive | None = option(
+        None,
+        "peak learning rate of Stiefel layers: with spectral an angle in radians per step, null for 0.02; "
         "with riemannian_adam a rate, null for lr",
     )
-    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="momentum of sgd; others ignore it")
-    weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
-    schedule: Any = Field(default="piecewise_linear", description="of the learning rate")
-    grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
-    accumulate: Count = Field(
-        default=1, description="number of pieces into which each device splits its part of a batch, to save memory"
-    )
-    ema: Annotated[Positive, Field(lt=1)] | None = Field(
-        default=None,
-        description="decay of a moving average of the parameters, such as 0.999, which is then evaluated "
+    momentum: Annotated[NotNegative, Field(lt=1)] = option(0.9, "momentum of sgd; others ignore it")
+    weight_decay: NotNegative = option(0.0, "as the optimiser defines it")
+    schedule: Any = option("piecewise_linear", "of the learning rate")
+    grad_clip: Positive | None = option(None, "largest l2 norm of the gradient; null for no limit")
+    accumulate: Count = option(1, "number of pieces into which each device splits its part of a batch, to save memory")
+    ema: Annotated[Positive, Field(lt=1)] | None = option(
+        None,
+        "decay of a moving average of the parameters, such as 0.999, which is then evaluated "
         "and exported in place of the last ones; null for none",
     )
-    seed: Annotated[StrictInt, Field(ge=0)] = Field(
-        default=0, description="seed of initial weights, shuffling, augmentation"
+    seed: Annotated[StrictInt, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
+    evaluate_every: Count = option(1, "epochs between evaluations; the last epoch always has one")
+    evaluate_samples: Count = option(
+        1000,
+        "test samples of each evaluation during a recipe's training, certified accuracy included",
     )
-    evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
-    evaluate_samples: Count = Field(
-        default=1000,
-        description="test samples of each evaluation during a recipe's training, certified accuracy included",
+    checkpoint_every: Count = option(
+        1, "epochs between checkpoints, of which the last two are kept; the last epoch has one"
     )
-    checkpoint_every: Count = Field(
-        default=1, description="epochs between checkpoints, of which the last two are kept; the last epoch has one"
+    checkpoint_seconds: Positive | None = option(
+        None, "seconds between checkpoints within an epoch, besides those; null for none there"
     )
-    checkpoint_seconds: Positive | None = Field(
-        default=None, description="seconds between checkpoints within an epoch, besides those; null for none there"
+    max_minutes: Positive | None = option(
+        None, "minutes after which training stops at a checkpoint, to be resumed; null for none"
     )
-    max_minutes: Positive | None = Field(
-        default=None, description="minutes after which training stops at a checkpoint, to be resumed; null for none"
+    tensorboard: StrictBool = option(False, "TensorBoard events in the run's folder (needs the package tensorboard)")
+    accelerator: StrictStr = option("auto", "auto, cpu, cuda or mps")
+    devices: StrictInt | StrictStr | list[StrictInt] = option(
+        1, "number of devices on each machine, auto, or a list of device numbers"
     )
-    tensorboard: StrictBool = Field(
-        default=False, description="TensorBoard events in the run's folder (needs the package tensorboard)"
-    )
-    accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
-    devices: StrictInt | StrictStr | list[StrictInt] = Field(
-        default=1, description="number of devices on each machine, auto, or a list of device numbers"
-    )
-    nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
-    strategy: StrictStr = Field(default="auto", description="Lightning Fabric's strategy for several devices: ddp")
-    precision: StrictStr = Field(
-        default="32-true", description="Lightning Fabric's precision: 32-true, 64-true, bf16-mixed or 16-mixed"
-    )
-    compile: StrictBool = Field(default=False, description="compile the forward pass of training by torch.compile")
-    cuda_graph: StrictBool = Field(
-        default=False,
-        description="record the step of a network on one GPU as a CUDA graph: small networks train faster; refused "
+    nodes: Count = option(1, "number of machines; torchrun sets it")
+    strategy: StrictStr = option("auto", "Lightning Fabric's strategy for several devices: ddp")
+    precision: StrictStr = option("32-true", "Lightning Fabric's precision: 32-true, 64-true, bf16-mixed or 16-mixed")
+    compile: StrictBool = option(False, "compile the forward pass of training by torch.compile")
+    cuda_graph: StrictBool = option(
+        False,
+        "record the step of a network on one GPU as a CUDA graph: small networks train faster; refused "
         "with an adversary, sgd, riemannian_adam, 16-mixed, ddp, and for networks whose steps wait for numbers from "
         "the GPU or change attributes",
     )
-    channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
+    channels_last: StrictBool = option(False, "store images and kernels channels last")
 
     @model_validator(mode="after")
-    def _ends(self) -> Self:
+    def _consistent(self) -> Self:
         if self.epochs is None and self.budget is None:
             raise ValueError("expected epochs, or a budget, got neither")
-        return self
-
-    @model_validator(mode="after")
-    def _precision_keeps_constraints(self) -> Self:
-        try:
-            check_precision(self.precision)
-        except OptionError as error:
-            raise ValueError(str(error)) from None
+        check_precision(self.precision)
         return self
 
 
+PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
+"""Where, how long and how watched a run is: options that say nothing about its results."""
 # How a run is carried out, not what it computes: these may differ when it is resumed.
 _NOT_RECORDED = {
-    *(
-        "evaluate",
-        "evaluate_every",
-        "evaluate_samples",
-        "post_step",
-        "progress",
-        "checkpoint_every",
-        "checkpoint_seconds",
-        "max_minutes",
-    ),
-    *("tensorboard", "accelerator", "devices", "nodes", "strategy", "compile", "channels_last"),
+    *PLACEMENT,
+    *("evaluate", "evaluate_every", "evaluate_samples", "post_step", "progress"),
+    *("checkpoint_every", "compile", "channels_last"),
 }
 
 
@@ -240,10 +222,7 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on what it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, budget, batch_size, lr, optimizer, manifold_lr, momentum, weight_decay, grad_clip, accumulate, ema,
-        seed, evaluate_every, evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard,
-        accelerator, devices, nodes, strategy, precision, compile, cuda_graph, channels_last: as ``lipkit recipe show``
-        describes the keys of ``train``.
+        epochs, ..., channels_last: numbers and names, as ``lipkit recipe show`` describes the keys of ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.
@@ -270,21 +249,16 @@ class TrainOptions(Numbers):
         except ValidationError as error:
             raise OptionError(_sentence(error, list(type(self).model_fields))) from None
         # Names are looked up here, so that a wrong one is refused before anything is loaded.
-        if isinstance(self.loss, str):
-            losses.build(self.loss)
-        if isinstance(self.schedule, str):
-            schedules.build(self.schedule)
+        for build, named in ((losses.build, self.loss), (schedules.build, self.schedule)):
+            if isinstance(named, str):
+                build(named)
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some options replaced, checked again."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
-        """The options that a run records: all that decides which weights come out.
-
-        Args:
-            samples: of the training set.
-        """
+        """The options that a run records: all that decides which weights come out of a training set of ``samples``."""
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
         if not values["cuda_graph"]:
             del values["cuda_graph"]  # runs from before there was one resume
@@ -294,7 +268,7 @@ class TrainOptions(Numbers):
 
 def _sentence(error: ValidationError, known: list[str]) -> str:
     """One sentence about the first thing that is wrong."""
-    found = error.errors()[0]
+    found = error.errors()[0]  # the others may follow from it
     key = str(found["loc"][0]) if found["loc"] else ""
     if found["type"] == "missing":
         return f"expected the option {key}, got none"
@@ -309,7 +283,7 @@ def worded(key: str, message: str, got: Any) -> str:
     >>> worded("lr", "Input should be greater than 0", -1.0)
     'lr: expected greater than 0, got -1.0'
     """
-    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)  # pydantic's words
     if not key:
         return message
     shown = "" if ", got " in message else f", got {printable(repr(got), 80)}"

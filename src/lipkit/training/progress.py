@@ -69,27 +69,22 @@ class Totals:
         before: Mapping[str, float] | None = None,
     ) -> None:
         self.fabric, self.epoch, self.steps = fabric, epoch, steps
-        self.epochs = epoch + 1
+        self.epochs = epoch + 1  # of the training, estimated from the fraction done
         self.labelled, self.progress = False, progress
-        before = before or {}
-        self.loss, self.correct = float(before.get("loss", 0.0)), float(before.get("correct", 0.0))
-        self.samples, self.seconds_before = int(before.get("samples", 0)), float(before.get("seconds", 0.0))
-        self.step, self.cpu_before, self.cpu = 0, float(before.get("cpu", 0.0)), time.process_time()
-        self.pending: list[Tensor] = []
+        sums = {"loss": 0.0, "correct": 0.0, "samples": 0, "seconds": 0.0, "cpu": 0.0} | dict(before or {})
+        self.loss, self.correct, self.samples = sums["loss"], sums["correct"], int(sums["samples"])
+        self.seconds_before, self.cpu_before = sums["seconds"], sums["cpu"]  # of the part before an interruption
+        self.step, self.cpu = 0, time.process_time()
+        self.pending: list[Tensor] = []  # sums of the steps that still lie on the device
         self.samples_before, self.start = self.samples, time.perf_counter()
-        self.read = self.start
+        self.read = self.start  # time of the last reading
 
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
-        """Add one step; True if the sums were read back from the device.
+        """Add one step, counted from 1; True if the sums were read back from the device.
 
-        Args:
-            step: counted from 1. size: of the batch over all processes.
-            sums: (2,), sum of the losses and number of correct answers in this process.
-            labelled: whether targets are labels, so that there is an accuracy.
-            fraction: of training done, 1 at its last step.
-
-        Raises:
-            Divergence: a loss read back is NaN or infinite; in all processes.
+        ``sums`` (2,) are the sum of the losses and the number of correct answers in this process, of a batch of
+        ``size`` over all; ``labelled``: targets are labels, so that there is an accuracy; ``fraction`` of training is
+        done. A loss that is read back as NaN or infinite is a `Divergence` in all processes.
         """
         self.labelled = labelled
         self.pending.append(sums)
@@ -100,7 +95,7 @@ class Totals:
         if len(self.pending) < READ_EVERY and not last and not overdue:
             return False
         self._read(step)
-        done = self.epoch + step / self.steps
+        done = self.epoch + step / self.steps  # epochs
         self.epochs = max(self.epoch + 1, round(done / fraction)) if fraction > 0 else self.epoch + 1
         if not last:
             self.report(step)
@@ -110,7 +105,7 @@ class Totals:
         pending = torch.stack(self.pending)
         if self.fabric.world_size > 1:  # a NaN on one device then shows on all, and all stop together
             pending = self.fabric.all_reduce(pending, reduce_op="sum")
-        first = step - len(self.pending) + 1
+        first = step - len(self.pending) + 1  # the step of the oldest sums
         for number, (loss, correct) in enumerate(pending.tolist(), first):
             if not math.isfinite(loss):
                 raise Divergence(
@@ -127,6 +122,7 @@ class Totals:
 
     def pace(self) -> float:
         """Samples per second since training started or continued in this epoch, all devices together."""
+        # A coarse clock may not have moved yet.
         return (self.samples - self.samples_before) / max(time.perf_counter() - self.start, 1e-9)
 
     def row(self) -> dict[str, float]:
@@ -151,7 +147,7 @@ class Totals:
         if self.progress is None or not self.fabric.is_global_zero:
             return
         mean, pace = self.row(), float(row["samples_per_second"]) if row else self.pace()
-        steps_left = (self.epochs - self.epoch) * self.steps - step
+        steps_left = (self.epochs - self.epoch) * self.steps - step  # of training
         left = steps_left * self.samples / step / pace if pace > 0 else math.nan
         self.progress(
             Progress(self.epoch + 1, self.epochs, step, self.steps, mean["loss"], mean.get("accuracy"), row, pace, left)
@@ -172,18 +168,13 @@ def peak_memory(device: torch.device) -> float | None:
     except ImportError:  # Windows
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most / (2**20 if sys.platform == "darwin" else 2**10)
+    return most / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
 
 
 def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
-    """Fabric's logger of TensorBoard events, in the run's folder ``tensorboard``.
+    """Fabric's logger of TensorBoard events, in the run's ``folder``; nothing is written before the first numbers.
 
-    Args:
-        folder: the run's folder; nothing is written before the first numbers.
-        epochs_done: events of later epochs, which a resume repeats, are hidden.
-
-    Raises:
-        OptionError: the package tensorboard is not installed.
+    Events of epochs after ``epochs_done``, which a resume repeats, are hidden.
     """
     from lightning_fabric.loggers import TensorBoardLogger
 

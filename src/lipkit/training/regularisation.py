@@ -18,8 +18,7 @@ from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.proof.roundoff import to_double
 
-_PLAIN = (nn.Conv1d, nn.Conv2d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _REFUSED = (nn.Conv3d, nn.ConvTranspose3d)
 # The logarithm of a layer of zeros, with a gradient of zero.
@@ -105,9 +104,6 @@ class LipschitzPenalty:
 def regularised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The penalised layers with their names, each once, in the order of registration; without the last linear layer.
 
-    Raises:
-        NoRuleError: a 3-D convolution, which has no bound here.
-
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4), nn.Linear(4, 2))
     >>> [name for name, _ in regularised(net)]
     ['0', '3']
@@ -118,7 +114,7 @@ def regularised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             raise NoRuleError(
                 f"penalty: expected convolutions of one or two dimensions, got {type(module).__name__} at {name!r}"
             )
-        if isinstance(module, (*_PLAIN, *_TRANSPOSED, nn.Linear, *_NORMS)) and module not in dense[-1:]:
+        if isinstance(module, (*_CONVOLUTIONS, nn.Linear, *_NORMS)) and module not in dense[-1:]:
             yield name, module
 
 
@@ -134,9 +130,6 @@ def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:
     It holds for zero padding of any width and for any stride and dilation. With reflected or replicated borders the
     norm can be larger.
 
-    Raises:
-        NoRuleError: a batch norm without running statistics.
-
     >>> layer_bound(nn.BatchNorm1d(3, eps=0.0), "lipbound").item()
     1.0
     """
@@ -149,7 +142,8 @@ def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:
         return (scale if module.weight is None else scale * to_double(module.weight).abs()).amax()
     weight = module.weight
     assert isinstance(weight, Tensor)
-    # A dense layer is a 1 x 1 convolution; a transposed convolution is the adjoint of the one with the same kernel.
+    # A dense layer is a 1 x 1 convolution, a row of pixels an image of height or width 1; a transposed convolution is
+    # the adjoint of the one with the same kernel.
     kernel = weight[(..., *[None] * (4 - weight.ndim))]
-    groups = module.groups if isinstance(module, (*_PLAIN, *_TRANSPOSED)) else 1
+    groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
     return PENALTIES[method](kernel, groups=groups)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.training import checkpoints, session
+from lipkit.training import checkpoints
 from lipkit.training.devices import on_first
 from lipkit.training.progress import Divergence
 from lipkit.training.session import Session
@@ -20,47 +20,40 @@ Generators = Mapping[str, torch.Generator]
 
 
 def save(
-    network: Session,
-    folder: Path | None,
+    session: Session,
     *,
     epoch: int,
     step: int = 0,
-    used: float = 0.0,
     final: bool = False,
     totals: Mapping[str, float] | None = None,
     generators: Generators | None = None,
 ) -> Path | None:
-    """Write a checkpoint; all processes must call it. The first one gets its folder.
+    """Write a checkpoint; all processes must call it, and get its folder. None without a folder of the run.
 
-    Args:
-        folder: the run's; None writes nothing.
-        epoch: epochs done.
-        step: steps done in the unfinished epoch after those; ``totals`` and ``generators`` belong to it.
-        used: seconds of the budget.
-        final: training is over: optimiser and random numbers are left out, older checkpoints deleted.
+    ``step`` are steps done in the unfinished epoch after ``epoch`` whole ones, to which ``totals`` and ``generators``
+    belong. ``final``: training is over; optimiser and random numbers are left out, older checkpoints deleted.
 
     Raises:
         Divergence: a weight is NaN or infinite; nothing is then written.
     """
+    folder, fabric = session.folder, session.fabric
     if folder is None:
         return None
-    nonfinite = session.nonfinite_parameter(network)
+    nonfinite = session.nonfinite_parameter()
     if nonfinite is not None:
         raise Divergence(
             f"expected finite weights, got NaN or infinity in {nonfinite} before the checkpoint after "
             f"epoch {epoch} and {step} steps"
         )
-    fabric = network.fabric
-    average = session.average_by_name(network)
-    state: dict[str, Any] = {"step": step, "totals": dict(totals or {}), "used": used}
-    if average is not None:
-        state["average"] = {name: value.cpu() for name, value in average.items()}
+    state: dict[str, Any] = {"step": step, "totals": dict(totals or {}), "used": session.budget.used}
+    if session.average is not None:
+        state["average"] = {name: value.cpu() for name, value in session.average.items()}
     if not final:
-        state["optimizer"] = dict(network.optimizer.state_dict())
+        state["optimizer"] = dict(session.optimizer.state_dict())
         state["precision"] = fabric.strategy.precision.state_dict()
         state["random"] = random_state(fabric, generators or {})
-    keep = {"keep": 1} if final else {}
-    return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, network.model, state, step=step, **keep))
+    keep = {"keep": 1} if final else {}  # of a finished run nothing is continued
+    return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, session.model, state, step=step, **keep))
 
 
 def open_run(
@@ -73,7 +66,7 @@ def open_run(
     """
     if folder is None:
         return 0, {}, []
-    if resume:
+    if resume:  # before the lock, which would make a file in somebody's folder
         on_first(fabric, lambda: checkpoints.check_settings(folder, settings))
     on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
     if not resume:
@@ -86,21 +79,22 @@ def open_run(
     return done, state, history
 
 
-def restore(network: Session, state: dict[str, Any]) -> None:
+def restore(session: Session, state: dict[str, Any]) -> None:
     """Continue optimiser, averages and precision from a checkpoint's state. All processes must call it."""
     if "optimizer" in state:
-        network.optimizer.load_state_dict(state["optimizer"])
+        session.optimizer.load_state_dict(state["optimizer"])
     if state.get("precision"):
-        network.fabric.strategy.precision.load_state_dict(state["precision"])
-    if "average" in state:
-        session.load_average(network, state["average"])
+        session.fabric.strategy.precision.load_state_dict(state["precision"])
+    if "average" in state and session.average is not None:
+        for name, value in session.average.items():
+            value.copy_(state["average"][name])
 
 
-def restore_random(network: Session, state: Mapping[str, Any], generators: Generators) -> None:
+def restore_random(session: Session, state: Mapping[str, Any], generators: Generators) -> None:
     """Continue the random numbers from a checkpoint's state.
 
     A checkpoint of another number of processes cannot be continued: the random numbers of this epoch then start anew.
     """
     random = state.get("random")
-    if random is not None and len(random["rng_cpu"]) == network.fabric.world_size:
-        set_random_state(network.fabric, random, generators if state.get("step") else {})
+    if random is not None and len(random["rng_cpu"]) == session.fabric.world_size:
+        set_random_state(session.fabric, random, generators if state.get("step") else {})

@@ -30,9 +30,8 @@ def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors
     >>> [round(piecewise_linear(e / 10), 3) for e in (0, 2, 4, 6, 8, 9, 10)]
     [0.0, 0.5, 1.0, 0.525, 0.05, 0.025, 0.0]
 
-    Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021,
-    Sec. 5; Wang, Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023, App.
-    E.
+    Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021, Sec. 5; Wang,
+    Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023, App. E.
     """
     if len(knots) != len(factors) or len(knots) < 2:
         raise OptionError(f"expected as many factors as knots, at least 2, got {len(factors)} and {len(knots)}")
@@ -58,7 +57,7 @@ def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), ga
         raise OptionError(f"expected gamma > 0, got {gamma}")
     if list(milestones) != sorted(milestones) or any(not 0 < m < 1 for m in milestones):
         raise OptionError(f"expected ascending milestones in (0, 1), got {list(milestones)}")
-    return gamma ** sum(fraction >= m for m in milestones)
+    return gamma ** sum(fraction >= m for m in milestones)  # a milestone counts from its own step on
 
 
 def cosine(fraction: float, *, warmup: float = 0.0, floor: float = 0.0) -> float:
@@ -100,20 +99,13 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 
 
 def build(name: str, **options: Any) -> Schedule:
-    """The schedule called ``name`` with its options bound, checked now rather than at the first step.
-
-    Args:
-        name: a key of `SCHEDULES`.
-        options: keyword arguments of that function.
-
-    Raises:
-        OptionError: the name or an option is unknown, or a value is out of range.
+    """The schedule of this name in `SCHEDULES`, its keyword arguments bound; a wrong one is refused now, not at a step.
 
     >>> build("multistep", milestones=[0.5])(0.75)
     0.1
     """
     bound: Schedule = named("schedule", SCHEDULES, name, options)
-    bound(0.5)
+    bound(0.5)  # runs the range checks
     return bound
 
 
@@ -121,6 +113,7 @@ def named(kind: str, table: Mapping[str, Callable[..., Any]], name: str, options
     """The function of this name in a table of losses or schedules, its keywords bound; ``OptionError`` for others."""
     if name not in table:
         raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
+    # The keyword-only parameters are the options; the others are the fraction, or outputs and targets.
     known = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:

@@ -24,23 +24,23 @@ from lipkit.training.losses import LOSSES
 def derived_seed(seed: int, *stream: int) -> int:
     """A 63-bit seed for one stream of random numbers: a function of ``seed`` and the stream's numbers alone.
 
-    Neighbouring seeds and streams give unrelated numbers, which ``seed + epoch`` would not: epoch 1 of seed
-    0 would repeat epoch 0 of seed 1.
+    Neighbouring seeds and streams give unrelated numbers. With ``seed + epoch``, epoch 1 of seed 0 would repeat epoch
+    0 of seed 1.
 
     >>> derived_seed(0, 1) == derived_seed(1, 0), derived_seed(0, 1) == derived_seed(0, 1)
     (False, True)
     """
-    return int(np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    state = np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0]
+    return int(state >> np.uint64(1))  # 63 bits: torch's seeds are int64
 
 
-def augment_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """The generator, on the CPU, of one epoch's augmentation; independent of shuffling and of other ranks."""
-    return torch.Generator().manual_seed(derived_seed(seed, epoch, 1, rank))
+# The streams of random numbers of an epoch; the network's (torch's global ones) are seeded once, at epoch 0.
+SHUFFLE, AUGMENT, NETWORK, ATTACK = range(4)
 
 
-def attack_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """The generator, on the CPU, of one epoch's adversarial examples; independent of all others."""
-    return torch.Generator().manual_seed(derived_seed(seed, epoch, 3, rank))
+def generator(seed: int, *stream: int) -> torch.Generator:
+    """A generator on the CPU for one stream of random numbers, independent of all others."""
+    return torch.Generator().manual_seed(derived_seed(seed, *stream))
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
 def _rows(fabric: Any, own: Tensor) -> Tensor:
     """A row for each process: a sum of tables with one row each."""
     table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
-    table[fabric.global_rank] = own.to(fabric.device)
+    table[fabric.global_rank] = own.to(fabric.device)  # bytes: the sum with zeros is exact
     return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()
 
 
@@ -104,9 +104,6 @@ class DatasetSource:
     """A map-style torch Dataset of (x, y) items, collated one batch at a time in this process.
 
     It has ``len`` and integer indexing; its items are pairs (x, y). uint8 x is divided by 255, as in data.Split.
-
-    Raises:
-        DataError: it is empty, has no length, or its items are not pairs.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -136,14 +133,10 @@ class DatasetSource:
 
 
 def source(train: object) -> Source:
-    """Wrap what ``fit`` was given.
+    """Wrap what ``fit`` was given, or raise DataError.
 
-    Args:
-        train: a `data.Split`; a pair (x, y) of tensors or arrays, see `data.as_split`; or a map-style torch
-            Dataset of items (x, y), read anew in every epoch, so that its own augmentation takes effect.
-
-    Raises:
-        DataError: it is none of these, or its content is not what it should be.
+    It is a `data.Split`; a pair (x, y) of tensors or arrays, see `data.as_split`; or a map-style torch Dataset of items
+    (x, y), read anew in every epoch, so that its own augmentation takes effect.
 
     >>> len(source((torch.rand(5, 3), torch.arange(5))))
     5
@@ -178,18 +171,17 @@ def mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
 def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
     """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut in batches and among the ranks.
 
-    Every rank draws the same permutation and takes every ``ranks``-th index of each batch, so the union
-    over the ranks is the batch that one device would see, each index once; see `own_part`. If a last batch has no
-    index left for a rank, the rank gets its first index, uncounted: all ranks must take the same number of steps.
-    ``batch_size`` counts all ranks together; the last batch of an epoch may be smaller.
+    Every rank draws the same permutation and takes every ``ranks``-th index of each batch of ``batch_size``, so the
+    union over the ranks is the batch that one device would see, each index once; see `own_part`. If a last batch, which
+    may be smaller, has no index left for a rank, the rank gets its first index, uncounted: all ranks must take the same
+    number of steps.
 
     >>> [len(b) for b in batches(10, 4, seed=0, epoch=0)]
     [4, 4, 2]
     >>> torch.cat(list(batches(10, 4, seed=0, epoch=0))).sort().values.tolist() == list(range(10))
     True
     """
-    generator = torch.Generator().manual_seed(derived_seed(seed, epoch, 0))
-    for batch in torch.randperm(length, generator=generator).split(batch_size):
+    for batch in torch.randperm(length, generator=generator(seed, epoch, SHUFFLE)).split(batch_size):
         yield batch[rank::ranks] if rank < len(batch) else batch[:1]
 
 
