@@ -42,6 +42,7 @@ from lipkit.report.record import (
 )
 from lipkit.text import table as aligned
 from lipkit.training.checkpoints import SETTINGS
+from lipkit.training.options import PLACEMENT
 from papers import measures
 from papers.measures import ATTACKED
 from papers.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
@@ -292,9 +293,9 @@ def _shown(run: TableRun) -> str:
 
 # Keys that say where, how fast and under which name a run was made, not what was run.
 _INCIDENTAL = {
-    "name", "description", "data.root", "train.accelerator", "train.devices", "train.strategy", "train.seed",
-    "train.evaluate_every", "train.evaluate_samples", "certify.batch_size",
-}  # fmt: skip
+    *("name", "description", "data.root", "certify.batch_size"),
+    *(f"train.{key}" for key in (*PLACEMENT, "seed", "evaluate_every", "evaluate_samples")),
+}
 
 
 @dataclass(frozen=True)
