@@ -26,6 +26,7 @@ from lipkit.conv.patches import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
+from lipkit.linalg.table import function_name
 from lipkit.linalg.transforms import is_empty, with_zeros
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
@@ -119,6 +120,21 @@ def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[
     return call
 
 
+def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int) -> tuple[tuple[int, int], int]:
+    """(kh, kw) and the stride of a convolution without dilation and groups; ``OptionError`` for any other."""
+    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+    if len(kernel) != 2:
+        raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
+    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    if len(set(steps)) != 1:
+        raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
+    check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
+    for name, value in (("dilation", dilation), ("groups", groups)):
+        if value not in (1, (1, 1)):
+            raise OptionError(f"{name}: expected 1, got {value!r}: use lipkit.layers.NativeConv2d")
+    return kernel, steps[0]
+
+
 def slope_activation(activation: str | nn.Module) -> nn.Module:
     """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
 
@@ -195,19 +211,28 @@ class Biased(nn.Module):
         return None if self.bias is None else self.bias.to(weight.dtype)
 
 
-class ConstrainedLinear(Biased, ABC):
-    """A dense layer ``y = Q x + b`` whose matrix Q obeys a constraint by construction.
+class Constrained(Biased, ABC):
+    """What dense layers and convolutions share: free parameters, made once, and a bias."""
 
-    A subclass makes its parameters in :meth:`make_parameters` and returns Q from :meth:`weight`.
+    shape: tuple[int, ...]  # of a weight: (outputs, inputs), for convolutions after downsampling and with the taps
+    shown: tuple[str, ...] = ()  # options in ``repr``
 
-    Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
-        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+    @abstractmethod
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
-    Raises:
-        OptionError: sizes below 1, another dtype.
-    """
+    def bias_sizes(self) -> tuple[int, int]:
+        """Number of biases (one for each output, unless the bias sits inside the layer), and inputs of each output."""
+        return self.shape[0], math.prod(self.shape[1:])
+
+    def extra_repr(self) -> str:
+        values = {name: getattr(self, name) for name in self.shown}
+        options = "".join(f", {k}={function_name(v) if callable(v) else repr(v)}" for k, v in values.items())
+        return f"bias={self.bias is not None}{options}"
+
+
+class DenseLayer(Constrained):
+    """A layer from ``(..., in_features)`` to ``(..., out_features)``; arguments: see :class:`ConstrainedLinear`."""
 
     def __init__(
         self,
@@ -221,13 +246,27 @@ class ConstrainedLinear(Biased, ABC):
         super().__init__()
         check_positive(in_features=in_features, out_features=out_features)
         check_dtype(dtype)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.shape = in_features, out_features, (out_features, in_features)
         self.make_parameters(device, dtype, **options)
-        self.register_parameter("bias", new_bias(out_features, in_features, bias, device, dtype))
+        self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
-    @abstractmethod
-    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
-        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"
+
+
+class ConstrainedLinear(DenseLayer):
+    """A dense layer ``y = Q x + b`` whose matrix Q obeys a constraint by construction.
+
+    A subclass makes its parameters in :meth:`make_parameters` and returns Q from :meth:`weight`.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+
+    Raises:
+        OptionError: sizes below 1, another dtype.
+    """
 
     @abstractmethod
     def weight(self) -> Tensor:
@@ -239,11 +278,8 @@ class ConstrainedLinear(Biased, ABC):
             q = self.weight()
         return F.linear(x, q, self.bias_as(q))
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
-
-class ConstrainedConv2d(Biased, ABC):
+class ConstrainedConv2d(Constrained):
     """A circular, size-preserving convolution with emulated stride whose norm is constrained by construction.
 
     A subclass makes its parameters in :meth:`make_parameters` and computes its output in ``forward``.
@@ -284,35 +320,15 @@ class ConstrainedConv2d(Biased, ABC):
         **options: Any,
     ) -> None:
         super().__init__()
-        kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-        if len(kernel) != 2:
-            raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
-        steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
-        if len(set(steps)) != 1:
-            raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
-        step = steps[0]
-        check_positive(in_channels=in_channels, out_channels=out_channels, stride=step)
-        check_positive(**{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
+        kernel, step = simple_geometry(kernel_size, stride, dilation, groups)
+        check_positive(in_channels=in_channels, out_channels=out_channels)
         check_dtype(dtype)
         self.check_padding(kernel, padding, padding_mode)
-        if dilation not in (1, (1, 1)):
-            raise OptionError(f"dilation: expected 1, got {dilation!r}")
-        if groups != 1:
-            raise OptionError(f"groups: expected 1, got {groups!r}")
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride = kernel, step
-        self.inner_channels = in_channels * step**2
-        fan_in = self.inner_channels * kernel[0] * kernel[1]
+        self.kernel_size, self.stride, self.inner_channels = kernel, step, in_channels * step**2
+        self.shape = (out_channels, self.inner_channels, *kernel)
         self.make_parameters(device, dtype, **options)
-        self.register_parameter("bias", new_bias(self.bias_channels(), fan_in, bias, device, dtype))
-
-    @abstractmethod
-    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
-        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
-
-    def bias_channels(self) -> int:
-        """Number of biases: one for each output channel, unless the bias sits inside the layer."""
-        return self.out_channels
+        self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
@@ -328,10 +344,8 @@ class ConstrainedConv2d(Biased, ABC):
             raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"bias={self.bias is not None}" + f", padding_mode={self.padding_mode!r}" * (len(self.padding_modes) > 1)
-        )
+        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        return f"{sizes}, {super().extra_repr()}"
 
     @property
     def pointwise(self) -> bool:

@@ -15,7 +15,7 @@ from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import BjorckLinear, orthogonal_free
 from lipkit.layers.export import export_kernel_conv
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.proof.roundoff import up
 
@@ -55,6 +55,7 @@ class BcopConv2d(KernelConv2d):
     """
 
     projectors: nn.Parameter | None
+    shown = ("orthogonalize",)
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
@@ -73,9 +74,6 @@ class BcopConv2d(KernelConv2d):
 
     def kernel(self) -> Tensor:
         return bcop_kernel(*self.factors(), self.kernel_size)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 def cayley_bcop(*conv: Any, **named: Any) -> BcopConv2d:

@@ -13,7 +13,14 @@ from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthes
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError
 from lipkit.layers import definitions
-from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, check_positive, half_through_float32
+from lipkit.layers.base import (
+    Constrained,
+    ConstrainedLinear,
+    Family,
+    SymbolConv2d,
+    check_positive,
+    half_through_float32,
+)
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, block_reflector
 from lipkit.linalg.cholesky import reflect
@@ -40,27 +47,33 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
     return torch.eye(n, m, dtype=noise.dtype, device=noise.device)[:, :, None, None] * tap + scale * noise / depth**0.5
 
 
-def residual_parameters(shape: tuple[int, int, int, int], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
+def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """N and g of :func:`near_identity`: noise of variance 1 / (n kh kw), and ones."""
     n, _, kh, kw = shape
     noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)
     return nn.Parameter(noise), nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
 
-def _rank(rank: int | None, n: int) -> int:
-    rank = max(1, n // 2) if rank is None else rank
-    check_positive(rank=rank)
-    if rank > max(1, n - 1):
-        raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
-    return rank
+class Reflector(Constrained):
+    """What both layers share: the parameters of V, a kernel of one tap in the dense layer."""
+
+    shown = ("rank",)
+
+    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
+        n = max(self.shape[:2])
+        self.rank, self.depth = max(1, n // 2) if rank is None else rank, depth
+        check_positive(depth=depth, rank=self.rank)
+        if self.rank > max(1, n - 1):
+            raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
+        taps = self.shape[2:] or (1, 1)
+        self.free, self.scale = residual_parameters((n, self.rank, *taps), device, dtype)
+
+    def directions(self) -> Tensor:
+        """V, (n, m, kh, kw), in float32 or better."""
+        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
-def _directions(layer: BroLinear | BroConv2d) -> Tensor:
-    """V, (n, m, kh, kw), in float32 or better."""
-    return near_identity(at_least_float32(layer.free), at_least_float32(layer.scale), layer.depth)
-
-
-class BroLinear(ConstrainedLinear):
+class BroLinear(Reflector, ConstrainedLinear):
     r"""Dense layer by one block reflector: ``y = W x + b``, :math:`W = I - 2V(V^\top V)^{-1}V^\top`, cut to size.
 
     Args:
@@ -86,22 +99,11 @@ class BroLinear(ConstrainedLinear):
         Lai et al., ICML 2025, section 4.
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
-        check_positive(depth=depth)
-        n = max(self.in_features, self.out_features)
-        self.rank, self.depth = _rank(rank, n), depth
-        self.free, self.scale = residual_parameters((n, self.rank, 1, 1), device, dtype)
-
-    directions = _directions
-
     def weight(self) -> Tensor:
-        return block_reflector(self.directions().flatten(1), self.out_features, self.in_features)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}"
+        return block_reflector(self.directions().flatten(1), *self.shape)
 
 
-class BroConv2d(SymbolConv2d):
+class BroConv2d(Reflector, SymbolConv2d):
     r"""Orthogonal circular convolution: a block reflector of low rank at each frequency, cut to size.
 
     .. math:: \hat y(f) = \big[I - 2\hat V (\hat V^*\hat V)^{-1}\hat V^*\big]_{:c_{out},\,:s^2 c_{in}}\, \hat x(f) + b
@@ -138,18 +140,11 @@ class BroConv2d(SymbolConv2d):
         ICML 2025, section 4 (there on images padded with zeros by one pixel and cropped again).
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
-        check_positive(depth=depth)
-        n = max(self.inner_channels, self.out_channels)
-        self.rank, self.depth = _rank(rank, n), depth
-        self.free, self.scale = residual_parameters((n, self.rank, *self.kernel_size), device, dtype)
-
-    directions = _directions
-
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(self.directions(), height, width)
-        sizes = self.out_channels, self.inner_channels
-        return Symbol(block_reflector(raw.real, *sizes), as_pair(block_reflector(as_complex(raw.pair), *sizes)))
+        outputs, inputs = self.shape[:2]
+        pair = block_reflector(as_complex(raw.pair), outputs, inputs)
+        return Symbol(block_reflector(raw.real, outputs, inputs), as_pair(pair))
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -165,9 +160,6 @@ class BroConv2d(SymbolConv2d):
         real = reflect(rows.real, raw.real, self.out_channels)
         pair = as_pair(reflect(as_complex(rows.pair), as_complex(raw.pair), self.out_channels))
         return self.add_bias(synthesise(Spectrum(real, pair), h, w, matrices))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}"
 
 
 register_one_lipschitz(BroLinear, BroConv2d)

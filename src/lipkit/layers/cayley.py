@@ -125,7 +125,7 @@ class CayleyLinear(ConstrainedLinear):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        self.free, self.scale = free_and_scale((self.out_features, self.in_features), device, dtype)
+        self.free, self.scale = free_and_scale(self.shape, device, dtype)
 
     def weight(self) -> Tensor:
         return cayley(rescaled(self.free, self.scale))
@@ -177,8 +177,7 @@ class CayleyConv2d(SymbolConv2d):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        shape = (self.out_channels, self.inner_channels, *self.kernel_size)
-        self.free, self.scale = free_and_scale(shape, device, dtype)
+        self.free, self.scale = free_and_scale(self.shape, device, dtype)
 
     def matrix(self) -> Tensor:
         return cayley(rescaled(self.free, self.scale).flatten(1))

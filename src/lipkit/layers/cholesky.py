@@ -9,19 +9,23 @@ from torch import Tensor
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
 from lipkit.errors import OptionError
 from lipkit.layers import definitions
-from lipkit.layers.base import ConstrainedLinear, Family, KernelConv2d
+from lipkit.layers.base import Constrained, ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.dense import orthogonal_free
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import cholesky
 
 
-def _share(share: float) -> float:
-    if not 0 < share < float("inf"):
-        raise OptionError(f"share: expected a positive finite number, got {share}")
-    return float(share)
+class Shared(Constrained):
+    """What both layers share: W and e."""
+
+    def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
+        if not 0 < share < float("inf"):
+            raise OptionError(f"share: expected a positive finite number, got {share}")
+        self.share = float(share)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
 
-class CholeskyLinear(ConstrainedLinear):
+class CholeskyLinear(Shared, ConstrainedLinear):
     r"""Dense layer ``y = Q x + b`` with :math:`Q = L^{-1}W`, :math:`LL^\top = WW^\top + eI`: a contraction.
 
     Args:
@@ -48,15 +52,11 @@ class CholeskyLinear(ConstrainedLinear):
         Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024.
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
-        self.share = _share(share)
-        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
-
     def weight(self) -> Tensor:
         return cholesky(self.free, self.share)
 
 
-class CholeskyConv2d(KernelConv2d):
+class CholeskyConv2d(Shared, KernelConv2d):
     r"""Convolution whose reshaped kernel is divided by its Cholesky factor and the root of its taps: a contraction.
 
     .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, L^{-1} W, \qquad LL^\top = WW^\top + eI, \qquad
@@ -81,10 +81,6 @@ class CholeskyConv2d(KernelConv2d):
     References:
         As :class:`CholeskyLinear`; Li et al., NeurIPS 2019, section 4.1 for the reshaped kernel.
     """
-
-    def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
-        self.share = _share(share)
-        self.free = orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
 
     def kernel(self) -> Tensor:
         return contraction_from_matrix(cholesky(kernel_to_matrix(self.free), self.share), *self.kernel_size)

@@ -13,13 +13,25 @@ from lipkit.layers.base import ConstrainedLinear, check_positive
 from lipkit.layers.export import export_linear, register_one_lipschitz
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.bjorck import bjorck
-from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
     """A free weight that starts semi-orthogonal as a matrix ``(shape[0], the rest)``."""
     return nn.Parameter(nn.init.orthogonal_(torch.empty(shape, device=device, dtype=dtype)))
+
+
+def delta_orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
+    """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap.
+
+    >>> delta_orthogonal_free((1, 1, 1, 3), None, None).detach().abs().flatten().tolist()
+    [0.0, 1.0, 0.0]
+    """
+    cout, cin, kh, kw = shape
+    kernel = torch.zeros(shape, device=device, dtype=dtype)
+    kernel[:, :, (kh - 1) // 2, (kw - 1) // 2] = nn.init.orthogonal_(torch.empty(cout, cin, device=device, dtype=dtype))
+    return nn.Parameter(kernel)
 
 
 class BjorckLinear(ConstrainedLinear):
@@ -52,16 +64,15 @@ class BjorckLinear(ConstrainedLinear):
         Anil, Lucas & Grosse, ICML 2019, section 4.2; Björck & Bowie, SIAM J. Numer. Anal. 8 (1971).
     """
 
+    shown = ("iterations", "order")
+
     def make_parameters(self, device: Any, dtype: Any, *, iterations: int = 20, order: int = 1) -> None:
         check_positive(iterations=iterations, order=order)
         self.iterations, self.order = iterations, order
-        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def weight(self) -> Tensor:
         return bjorck(self.free, self.iterations, self.order)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, iterations={self.iterations}, order={self.order}"
 
 
 class OrthogonalLinear(ConstrainedLinear):
@@ -87,15 +98,14 @@ class OrthogonalLinear(ConstrainedLinear):
     True
     """
 
+    shown = ("orthogonalize",)
+
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "exponential") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def weight(self) -> Tensor:
         return orthogonalized(self.orthogonalize, self.free)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 def unit_rows(v: Tensor) -> Tensor:
@@ -128,7 +138,7 @@ class NormalizedLinear(ConstrainedLinear):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        free = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        free = torch.empty(self.shape, device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))
 
     def weight(self) -> Tensor:

@@ -188,15 +188,9 @@ class EcoConv2d(ConstrainedConv2d):
 
     def extra_repr(self) -> str:
         made = "taylor" if self.orthogonalize is None else function_name(self.orthogonalize)
-        terms = (
-            f", train_terms={self.train_terms}, eval_terms={self.eval_terms}, squarings={self.squarings}"
-            if made == "taylor"
-            else ""
-        )
-        return (
-            f"{super().extra_repr()}, orthogonalize={made}{terms}, complex_p0={self.complex_p0}, square={self.square}, "
-            f"evaluation={self.evaluation}"
-        )
+        of_taylor = ("train_terms", "eval_terms", "squarings") * (self.orthogonalize is None)
+        shown = [f"{name}={getattr(self, name)}" for name in (*of_taylor, "complex_p0", "square", "evaluation")]
+        return ", ".join((super().extra_repr(), f"orthogonalize={made}", *shown))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -63,12 +63,12 @@ class LiResConv2d(KernelConv2d):
     """
 
     padding_modes = ("circular", "zeros")
+    shown = ("padding_mode",)
 
     def make_parameters(self, device: Any, dtype: Any, *, depth: int = 1) -> None:
         check_positive(depth=depth)
         self.depth = depth
-        shape = (self.out_channels, self.inner_channels, *self.kernel_size)
-        self.free, self.scale = residual_parameters(shape, device, dtype)
+        self.free, self.scale = residual_parameters(self.shape, device, dtype)
 
     def kernel(self) -> Tensor:
         """The kernel of norm at most 1; zero stays zero."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
@@ -15,7 +15,7 @@ from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, SymbolConv2d
-from lipkit.layers.dense import OrthogonalLinear
+from lipkit.layers.dense import OrthogonalLinear, delta_orthogonal_free
 from lipkit.layers.export import export_symbol_conv, resampled_size
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
@@ -58,24 +58,21 @@ class LotConv2d(SymbolConv2d):
         equation 4 and algorithm 1.
     """
 
+    shown = ("orthogonalize",)
+
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "polar") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        kh, kw = self.kernel_size
-        shape = (self.out_channels, self.inner_channels)
+        cout, cin, kh, kw = self.shape
         # The symbol of noise of variance v has singular values of up to sqrt(v kh kw) (sqrt(cout) + sqrt(cin)).
-        size = math.sqrt(kh * kw) * (math.sqrt(shape[0]) + math.sqrt(shape[1]))
-        free = torch.randn(*shape, kh, kw, device=device, dtype=dtype) / (3 * size)
-        centre = nn.init.orthogonal_(torch.empty(shape, device=device, dtype=dtype))
-        free[:, :, (kh - 1) // 2, (kw - 1) // 2] += centre
-        self.free = nn.Parameter(free)
+        size = math.sqrt(kh * kw) * (math.sqrt(cout) + math.sqrt(cin))
+        noise = torch.randn(self.shape, device=device, dtype=dtype) / (3 * size)
+        self.free = delta_orthogonal_free(self.shape, device, dtype)
+        self.free.data += noise
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(at_least_float32(self.free), height, width)
         pair = orthogonalized(self.orthogonalize, as_complex(raw.pair))
         return Symbol(orthogonalized(self.orthogonalize, raw.real), as_pair(pair))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 @lipschitz_rule(LotConv2d)

@@ -18,7 +18,7 @@ from lipkit.conv.circular import circular_pad
 from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import definitions
-from lipkit.layers.aol import safe_rsqrt
+from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.dense import BjorckLinear
 from lipkit.layers.export import exactly, filled
@@ -142,7 +142,7 @@ class Aol(Construction):
     def forward(self) -> Tensor:
         free = at_least_float32(self.free)
         # A scale for each input and tap, the same for all outputs.
-        return free * safe_rsqrt(aol_scales(free, self.classes))[:, None]
+        return free * where_positive(torch.rsqrt, aol_scales(free, self.classes))[:, None]
 
 
 CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol}

@@ -13,23 +13,11 @@ from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, check_positive, half_through_float32
-from lipkit.layers.dense import BjorckLinear
+from lipkit.layers.dense import BjorckLinear, delta_orthogonal_free
 from lipkit.layers.export import circular_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
-
-
-def delta_orthogonal_free(shape: tuple[int, int, int, int], device: Any, dtype: Any) -> nn.Parameter:
-    """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap.
-
-    >>> delta_orthogonal_free((1, 1, 1, 3), None, None).detach().abs().flatten().tolist()
-    [0.0, 1.0, 0.0]
-    """
-    cout, cin, kh, kw = shape
-    kernel = torch.zeros(shape, device=device, dtype=dtype)
-    kernel[:, :, (kh - 1) // 2, (kw - 1) // 2] = nn.init.orthogonal_(torch.empty(cout, cin, device=device, dtype=dtype))
-    return nn.Parameter(kernel)
 
 
 class OssnConv2d(ConstrainedConv2d):
@@ -70,10 +58,12 @@ class OssnConv2d(ConstrainedConv2d):
         [Cayley] section 5 (the baseline OSSN); Gouk et al., Machine Learning 110 (2021); Miyato et al., ICLR 2018.
     """
 
+    shown = ("iterations",)
+
     def make_parameters(self, device: Any, dtype: Any, *, iterations: int = 16) -> None:
         check_positive(iterations=iterations)
         self.iterations = iterations
-        self.free = delta_orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
+        self.free = delta_orthogonal_free(self.shape, device, dtype)
 
     def kernel(self, height: int, width: int) -> Tensor:
         """The kernel divided by its estimated norm on ``height x width`` (after downsampling); zero stays zero."""
@@ -90,9 +80,6 @@ class OssnConv2d(ConstrainedConv2d):
         with autocast_off(x):
             kernel = self.kernel(*x.shape[-2:])
         return circular_conv2d(x, kernel, self.bias_as(kernel))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, iterations={self.iterations}"
 
 
 @lipschitz_rule(OssnConv2d)

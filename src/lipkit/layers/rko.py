@@ -13,7 +13,7 @@ from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import BjorckLinear, orthogonal_free
 from lipkit.layers.export import export_kernel_conv, resampled_size
-from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
@@ -50,16 +50,15 @@ class RkoConv2d(KernelConv2d):
         Li et al., NeurIPS 2019, section 4.1; [Cayley] section 5 (CRKO).
     """
 
+    shown = ("orthogonalize",)
+
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def kernel(self) -> Tensor:
         matrix = orthogonalized(self.orthogonalize, kernel_to_matrix(self.free))
         return contraction_from_matrix(matrix, *self.kernel_size)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -21,8 +22,16 @@ from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import definitions
-from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32, slope_activation
+from lipkit.layers.base import (
+    Constrained,
+    ConstrainedLinear,
+    Family,
+    SymbolConv2d,
+    half_through_float32,
+    slope_activation,
+)
 from lipkit.layers.cayley import free_and_scale, rescaled
+from lipkit.layers.dense import orthogonal_free
 from lipkit.layers.export import (
     exactly,
     export_linear,
@@ -42,10 +51,6 @@ from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, gua
 from lipkit.modules.activations import slope_restricted
 
 SQRT2 = math.sqrt(2.0)
-# Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
-BALANCED = math.tan(math.pi / 8)
-# The fraction of the usual size that X has at birth: A starts as a moderate rotation.
-BIRTH_TURN = 0.5
 
 
 def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,29 +89,35 @@ def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
         scale.copy_(norm)
 
 
-class CayleyPairLinear(ConstrainedLinear):
-    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
+class CayleyPair(Constrained):
+    r"""Abstract: free :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`, the blocks of a Cayley transform."""
 
-    Parameters ``x_free`` (q, q), ``y_free`` (p, q) and their norms ``x_scale``, ``y_scale``: the free matrices are
-    :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`.
-    """
+    # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are balanced, and the linear form is near an isometry.
+    birth = math.tan(math.pi / 8)
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        p, q = self.in_features, self.out_features
-        self.x_free, size = free_and_scale((q, q), device, dtype)
-        self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
-        self.y_free = nn.Parameter(nn.init.orthogonal_(torch.empty(p, q, device=device, dtype=dtype)))
-        norm = self.birth_value() * math.sqrt(min(p, q))
-        self.y_scale = nn.Parameter(torch.tensor(norm, device=device, dtype=dtype))
+        q, p, *taps = self.shape
+        self.x_free, size = free_and_scale((q, q, *taps), device, dtype)
+        self.x_scale = nn.Parameter(0.5 * size.detach())  # A starts as a moderate rotation
+        shape = (q, p, *taps)
+        self.y_free = free_and_scale(shape, device, dtype)[0] if taps else orthogonal_free((p, q), device, dtype)
+        # Over all frequencies of a convolution, ``birth`` is the root mean square of Y's singular values.
+        self.y_scale = nn.Parameter(torch.tensor(self.birth * math.sqrt(min(p, q)), device=device, dtype=dtype))
 
-    def birth_value(self) -> float:
-        """Singular values of Y in a new layer."""
-        return BALANCED
+    def free_pair(self) -> tuple[Tensor, Tensor]:
+        """X and Y, in float32 or better."""
+        return rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
+
+
+class CayleyPairLinear(CayleyPair, ConstrainedLinear):
+    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
+
+    Parameters ``x_free`` X' (q, q), ``y_free`` Y' (p, q) and their norms ``x_scale`` g, ``y_scale`` h.
+    """
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """:math:`A^\\top` (q, q) and :math:`B` (q, p), in float32 or better."""
-        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)))
-        q = cayley(free)
+        q = cayley(torch.cat(self.free_pair()))
         return q[: self.out_features], q[self.out_features :].mT
 
     def set_factors(self, a: Tensor, b: Tensor) -> None:
@@ -137,8 +148,7 @@ class ContractionLinear(CayleyPairLinear):
         [LBDN] equations 6, 7 and 9.
     """
 
-    def birth_value(self) -> float:
-        return math.tan(math.pi / 6)
+    birth = math.tan(math.pi / 6)
 
     def weight(self) -> Tensor:
         return self.factors()[1]
@@ -147,7 +157,44 @@ class ContractionLinear(CayleyPairLinear):
 register_one_lipschitz(ContractionLinear)
 
 
-class SandwichLinear(CayleyPairLinear):
+class Sandwich(CayleyPair):
+    """Abstract: the layers with an activation inside, or without one in their linear form."""
+
+    log_psi: nn.Parameter | None
+    activation: nn.Module | None
+
+    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
+        super().make_parameters(device, dtype)
+        self.register_module("activation", None if activation is None else slope_activation(activation))
+        zeros = torch.zeros(self.shape[0], device=device, dtype=dtype)  # Psi starts as I
+        self.register_parameter("log_psi", None if activation is None else nn.Parameter(zeros))
+
+    def psi(self) -> Tensor:
+        """The diagonal of Psi, one number for each output, in float32 or better."""
+        assert self.log_psi is not None
+        return at_least_float32(self.log_psi).exp()
+
+    def check_linear_form(self, method: str) -> None:
+        """Raise ``OptionError`` if the layer has an activation: then no single matrix computes it."""
+        if self.activation is not None:
+            raise OptionError(
+                f"{type(self).__name__}.{method}: expected activation=None, where one linear map is the whole layer, "
+                f"got activation={self.activation!r}: use halves(), the two maps around it"
+            )
+
+    def solved(self, x: Tensor, own: Tensor, rest: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer on images, from kernels [X Y], in solve form: neither map is formed."""
+        psi = self.psi()
+        normal = normal_matrices_of(own, rest, *x.shape[-2:], wide=True)
+        factors = factors_for(normal, x, uses=2)  # both maps solve with the same matrices
+        v = solve_form("second", x, normal, factors, self.bias_as(psi), SQRT2 / psi)
+        return solve_form("first adjoint", activation(v), normal, factors, scale=SQRT2 * psi)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", activation=None" * (self.activation is None)
+
+
+class SandwichLinear(Sandwich, CayleyPairLinear):
     r"""Dense layer with its activation inside, :math:`y = \sqrt2 A^\top \Psi\, \sigma(\sqrt2 \Psi^{-1} B x + b)`.
 
     .. math:: [A^\top; B^\top] = \mathrm{cayley}([X; Y]),\quad X = g X'/\|X'\|_F,\quad Y = h Y'/\|Y'\|_F,\quad
@@ -186,27 +233,15 @@ class SandwichLinear(CayleyPairLinear):
         [LBDN] Wang & Manchester, ICML 2023, equations 6, 7, 10 and 11, theorem 3.2, proposition 3.3, Appendix E.
     """
 
-    log_psi: nn.Parameter | None
-    activation: nn.Module | None
-
-    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
-        super().make_parameters(device, dtype)
-        add_activation(self, activation, self.out_features, device, dtype)
-
     def weight(self) -> Tensor:
         """:math:`2 A^\\top B` (out_features, in_features), in the linear form.
 
         Raises:
             OptionError: the layer has an activation, and no matrix computes it.
         """
-        check_linear_form(self, "weight()")
+        self.check_linear_form("weight()")
         at, b = self.factors()
         return 2 * (at @ b)
-
-    def psi(self) -> Tensor:
-        """The diagonal of Psi (out_features,), in float32 or better."""
-        assert self.log_psi is not None
-        return at_least_float32(self.log_psi).exp()
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """The two matrices around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^\\top \\Psi`."""
@@ -226,7 +261,7 @@ class SandwichLinear(CayleyPairLinear):
                 first, second = self.halves()
             else:
                 # A small batch is multiplied by Y and by the inverse in turn: B is not formed.
-                own, y, psi = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale), self.psi()
+                (own, y), psi = self.free_pair(), self.psi()
                 eye = eye_like(own)
                 inverse = torch.linalg.inv(add_gram((own - own.mT + eye)[None], y[None], wide=False)[0])
                 second = (SQRT2 * psi) * (2 * inverse - eye)
@@ -238,20 +273,12 @@ class SandwichLinear(CayleyPairLinear):
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
-        free = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
         # The layer stores the tall [X; Y]; the solve form takes the wide transpose.
-        own, rest = (one.mT[:, :, None, None] for one in free)
-        psi = self.psi()
-        rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(psi.dtype)
-        normal = normal_matrices_of(own, rest, 1, 1, wide=True)
-        factors = factors_for(normal, rows, uses=2)
-        v = solve_form("second", rows, normal, factors, self.bias_as(psi), SQRT2 / psi)
+        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())
+        rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
         # The activation expects the features in the last dimension.
-        inside = activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1)
-        return solve_form("first adjoint", inside, normal, factors, scale=SQRT2 * psi).reshape(*batch, q)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+        y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
+        return y.reshape(*batch, q)
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
@@ -292,66 +319,7 @@ class SandwichLinear(CayleyPairLinear):
         return layer
 
 
-def add_activation(
-    layer: nn.Module, activation: str | nn.Module | None, channels: int, device: Any, dtype: Any
-) -> None:
-    """Give a new layer its activation and ``log_psi`` (channels,) = 0; both are None in its linear form."""
-    chosen = None if activation is None else slope_activation(activation)
-    layer.register_module("activation", chosen)
-    zeros = None if chosen is None else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
-    layer.register_parameter("log_psi", zeros)
-
-
-def check_linear_form(layer: nn.Module, method: str) -> None:
-    """Raise ``OptionError`` if the layer has an activation: then no single matrix computes it."""
-    if layer.activation is not None:
-        raise OptionError(
-            f"{type(layer).__name__}.{method}: expected activation=None, where one linear map is the whole layer, "
-            f"got activation={layer.activation!r}: use halves(), the two maps around it"
-        )
-
-
-def bound_with_activation(layer: nn.Module, input_shape: Shape | None) -> float:
-    """1 for a sandwich layer: its rule.
-
-    Raises:
-        NoRuleError: its activation was replaced by one whose slope leaves [0, 1].
-    """
-    activation = layer.activation
-    if activation is not None:
-        assert isinstance(activation, nn.Module)
-        guard(activation)
-        name = type(layer).__name__
-        if not slope_restricted(activation):
-            raise NoRuleError(f"{name}: expected an activation with slope in [0, 1], got {activation!r}")
-    return 1.0
-
-
-lipschitz_rule(SandwichLinear)(bound_with_activation)
-
-
-@export_rule(SandwichLinear)
-def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
-    if layer.activation is None:
-        return export_linear(layer, input_shape)
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    exact = in_float64(layer)
-    one, two = exactly(layer, SandwichLinear.halves)
-    first, second = linear_module(one, layer.bias), linear_module(two, None)
-    return SandwichBlock(first, plain_activation(layer.activation), second, placed_like(layer, exact.psi().square()))
-
-
-def plain_activation(activation: nn.Module) -> nn.Module:
-    """A copy of the activation for an export, not in place."""
-    guard(activation)
-    plain = copy.deepcopy(activation)
-    if hasattr(plain, "inplace"):
-        setattr(plain, "inplace", False)  # noqa: B010
-    return plain
-
-
-class SandwichConv2d(SymbolConv2d):
+class SandwichConv2d(Sandwich, SymbolConv2d):
     r"""Circular convolution with its activation inside: the sandwich layer at each frequency.
 
     .. math:: \hat v = \sqrt2\, \Psi^{-1} \hat B\, \hat x, \qquad
@@ -388,25 +356,9 @@ class SandwichConv2d(SymbolConv2d):
         [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
     """
 
-    log_psi: nn.Parameter | None
-    activation: nn.Module | None
-
-    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
-        q, p = self.out_channels, self.inner_channels
-        self.x_free, size = free_and_scale((q, q, *self.kernel_size), device, dtype)
-        self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
-        self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
-        # This gives Y's singular values, over all frequencies, the mean square of the dense layer.
-        self.y_scale = nn.Parameter(torch.tensor(BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
-        add_activation(self, activation, q, device, dtype)
-
-    def free_kernels(self) -> tuple[Tensor, Tensor]:
-        """X (out_channels, out_channels, kh, kw), Y (out_channels, s^2 in_channels, kh, kw), in float32 or better."""
-        return rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
-
     def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
         """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
-        raw = kernel_symbol(torch.cat(self.free_kernels(), 1), height, width)
+        raw = kernel_symbol(torch.cat(self.free_pair(), 1), height, width)
         return cayley(raw.real), cayley(as_complex(raw.pair))
 
     def symbol(self, height: int, width: int) -> Symbol:
@@ -415,14 +367,9 @@ class SandwichConv2d(SymbolConv2d):
         Raises:
             OptionError: the layer has an activation, and no symbol computes it.
         """
-        check_linear_form(self, "symbol()")
+        self.check_linear_form("symbol()")
         q = self.out_channels
         return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
-
-    def psi(self) -> Tensor:
-        """The diagonal of Psi (out_channels,), in float32 or better."""
-        assert self.log_psi is not None
-        return at_least_float32(self.log_psi).exp()
 
     def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
         """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
@@ -449,23 +396,48 @@ class SandwichConv2d(SymbolConv2d):
         x = self.resample(x)
         dtype = product_dtype(x, torch.promote_types(self.x_scale.dtype, torch.float32))
         with autocast_off(x):
-            kernels, psi = self.free_kernels(), self.psi()
-            x = x.to(dtype)
-            normal = normal_matrices_of(*kernels, *x.shape[-2:], wide=True)
-            # Both maps solve with the same matrices.
-            factors = factors_for(normal, x, uses=2)
-            v = solve_form("second", x, normal, factors, self.bias_as(psi), SQRT2 / psi)
-            return solve_form("first adjoint", self.activation(v), normal, factors, scale=SQRT2 * psi)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+            return self.solved(x.to(dtype), *self.free_pair(), self.activation)
 
 
 def _symbol(real: Tensor, pair: Tensor) -> Symbol:
     return Symbol(real, as_pair(pair))
 
 
-lipschitz_rule(SandwichConv2d)(bound_with_activation)
+def plain_activation(activation: nn.Module) -> nn.Module:
+    """A copy of the activation for an export, not in place."""
+    guard(activation)
+    plain = copy.deepcopy(activation)
+    if hasattr(plain, "inplace"):
+        setattr(plain, "inplace", False)  # noqa: B010
+    return plain
+
+
+@lipschitz_rule(SandwichLinear, SandwichConv2d)
+def _bound(layer: SandwichLinear | SandwichConv2d, input_shape: Shape | None) -> float:
+    if layer.activation is not None:
+        guard(layer.activation)
+        if not slope_restricted(layer.activation):  # it was replaced
+            raise NoRuleError(
+                f"{type(layer).__name__}: expected an activation with slope in [0, 1], got {layer.activation!r}"
+            )
+    return 1.0
+
+
+def _block(layer: Sandwich, first: nn.Module, second: nn.Module) -> SandwichBlock:
+    """The layer from its two maps, with the multiplier Psi^2 that proves its bound."""
+    assert layer.activation is not None
+    multiplier = placed_like(layer, in_float64(layer).psi().square())
+    return SandwichBlock(first, plain_activation(layer.activation), second, multiplier)
+
+
+@export_rule(SandwichLinear)
+def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
+    if layer.activation is None:
+        return export_linear(layer, input_shape)
+    if input_shape[-1] != layer.in_features:
+        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    one, two = exactly(layer, SandwichLinear.halves)
+    return _block(layer, linear_module(one, layer.bias), linear_module(two, None))
 
 
 @export_rule(SandwichConv2d)
@@ -473,21 +445,13 @@ def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
     if layer.activation is None:
         return export_symbol_conv(layer, input_shape)
     size = resampled_size(layer, input_shape)
-    exact = in_float64(layer)
-    activation, multiplier = plain_activation(layer.activation), placed_like(layer, exact.psi().square())
     if layer.pointwise:
         one, two = exactly(layer, SandwichConv2d.matrices)
-        first, second = patch_module(one, layer.stride, layer.bias), patch_module(two, 1, None)
-        return SandwichBlock(first, activation, second, multiplier)
+        return _block(layer, patch_module(one, layer.stride, layer.bias), patch_module(two, 1, None))
     parts = exactly(layer, lambda made: [part for half in made.halves(*size) for part in half], size)
-    before, after = Symbol(*parts[:2]), Symbol(*parts[2:])
-    block = SandwichBlock(
-        FourierConv2d.from_symbol(before, *size, layer.bias),
-        activation,
-        FourierConv2d.from_symbol(after, *size, None),
-        multiplier,
-    )
-    return nn.Sequential(*stride_modules(layer), block)
+    first = FourierConv2d.from_symbol(Symbol(*parts[:2]), *size, layer.bias)
+    second = FourierConv2d.from_symbol(Symbol(*parts[2:]), *size, None)
+    return nn.Sequential(*stride_modules(layer), _block(layer, first, second))
 
 
 SANDWICH = Family(

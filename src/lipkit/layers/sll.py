@@ -9,7 +9,7 @@ Araujo et al., ICLR 2023, theorem 1.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -21,21 +21,21 @@ from lipkit.conv import adjoint
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import definitions
+from lipkit.layers.aol import where_positive
 from lipkit.layers.base import (
-    Biased,
+    Constrained,
     ConstrainedConv2d,
+    DenseLayer,
     Family,
     always_proved,
-    check_dtype,
     check_positive,
     half_through_float32,
-    new_bias,
     proved_norm,
     slope_activation,
     training_norm,
 )
 from lipkit.layers.cayley import CayleyLinear
-from lipkit.layers.export import circular_module, resampled_size, stride_modules
+from lipkit.layers.export import circular_module, linear_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -43,39 +43,35 @@ from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.views import Pad
 
 
-class SlopeResidualLinear(Biased, ABC):
-    """Dense ``x - F^T Lambda act(F x + b)``; missing inputs are zeros, surplus outputs are dropped."""
+class SlopeResidualLayer(Constrained):
+    """``x - F^* Lambda act(F x + b)``; missing inputs are zeros, surplus outputs are dropped."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        hidden: int | None = None,
-        activation: str | nn.Module = "relu",
+    def make_parameters(
+        self, device: Any, dtype: Any, *, hidden: int | None = None, activation: str | nn.Module = "relu"
     ) -> None:
-        super().__init__()
-        self.inner = max(in_features, out_features)
-        self.hidden = self.inner if hidden is None else hidden
-        check_positive(in_features=in_features, out_features=out_features, hidden=self.hidden)
-        check_dtype(dtype)
-        self.in_features, self.out_features = in_features, out_features
         self.activation = slope_activation(activation)
-        # Like the papers' initialisations, this spreads the singular values below 1.
-        free = torch.empty(self.hidden, self.inner, device=device, dtype=dtype)
-        self.free = nn.Parameter(nn.init.xavier_normal_(free))
-        self.make_multiplier(device, dtype)
-        self.register_parameter("bias", new_bias(self.hidden, self.inner, bias, device, dtype))
-
-    def make_multiplier(self, device: Any, dtype: Any) -> None:
-        """Create what the multiplier needs besides the weight; nothing by default."""
+        self.inner = max(self.shape[:2])
+        self.hidden = self.inner if hidden is None else hidden
+        check_positive(hidden=self.hidden)
+        free = torch.empty(self.hidden, self.inner, *self.shape[2:], device=device, dtype=dtype)
+        self.free = nn.Parameter(nn.init.xavier_normal_(free))  # as in the papers: singular values spread below 1
 
     @abstractmethod
     def multiplier(self) -> Tensor:
-        """Diagonal of Lambda ``(hidden,)``, in float32 or better."""
+        """Diagonal of Lambda ``(hidden,)``, which holds for every image size, in float32 or better."""
+
+    def training_multiplier(self) -> Tensor:
+        """The diagonal in training mode; it differs only where a proof per step would dominate training."""
+        return self.multiplier()
+
+
+class SlopeResidualLinear(SlopeResidualLayer, DenseLayer):
+    """A dense layer with F as a matrix."""
+
+    shown = ("hidden",)
+
+    def bias_sizes(self) -> tuple[int, int]:
+        return self.hidden, self.inner
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -91,42 +87,21 @@ class SlopeResidualLinear(Biased, ABC):
             y = x - F.linear(inside, (multiplier[:, None] * free).mT)
         return y[..., : self.out_features]
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, hidden={self.hidden}, bias={self.bias is not None}"
 
-
-class SlopeResidualConv2d(ConstrainedConv2d):
-    """``x - F^* (Lambda act(F x + b))`` by convolutions; missing inputs are zeros, surplus outputs are dropped."""
+class SlopeResidualConv2d(SlopeResidualLayer, ConstrainedConv2d):
+    """A convolution F and its adjoint."""
 
     # Zero padding takes a part of the convolution F of the plane and, for odd kernels, the same part of F^*.
     padding_modes = ("circular", "zeros")
+    shown = ("padding_mode",)
 
-    def make_parameters(
-        self, device: Any, dtype: Any, *, hidden: int | None = None, activation: str | nn.Module = "relu"
-    ) -> None:
-        if any(k % 2 == 0 for k in self.kernel_size):
-            raise OptionError(f"kernel_size: expected odd sizes, got {self.kernel_size}: the adjoint must be centred")
-        self.activation = slope_activation(activation)
-        self.inner = max(self.inner_channels, self.out_channels)
-        self.hidden = self.inner if hidden is None else hidden
-        check_positive(hidden=self.hidden)
-        free = torch.empty(self.hidden, self.inner, *self.kernel_size, device=device, dtype=dtype)
-        self.free = nn.Parameter(nn.init.xavier_normal_(free))
-        self.make_multiplier(device, dtype)
+    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
+        if any(k % 2 == 0 for k in kernel):
+            raise OptionError(f"kernel_size: expected odd sizes, got {kernel}: the adjoint must be centred")
+        super().check_padding(kernel, padding, padding_mode)
 
-    def bias_channels(self) -> int:
-        return self.hidden
-
-    def make_multiplier(self, device: Any, dtype: Any) -> None:
-        """Create what the multiplier needs besides the kernel; nothing by default."""
-
-    @abstractmethod
-    def multiplier(self) -> Tensor:
-        """Diagonal of Lambda ``(hidden,)``, which holds for every image size, in float32 or better."""
-
-    def training_multiplier(self) -> Tensor:
-        """The diagonal in training mode; it differs only where a proof per step would dominate training."""
-        return self.multiplier()
+    def bias_sizes(self) -> tuple[int, int]:
+        return self.hidden, math.prod(self.shape[1:])
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -136,7 +111,7 @@ class SlopeResidualConv2d(ConstrainedConv2d):
             multiplier = self.training_multiplier() if self.training else self.multiplier()
             x = x.to(kernel.dtype)
             if self.inner != self.inner_channels:
-                x = F.pad(x, [0, 0, 0, 0, 0, self.inner - self.inner_channels])
+                x = F.pad(x, [0, 0, 0, 0, 0, self.inner - self.inner_channels])  # axes from the last one: channels
             inside = self.activation(self.convolve(x, kernel, self.bias_as(kernel)))
             y = x - self.convolve(inside, adjoint(multiplier[:, None, None, None] * kernel))
         return y[:, : self.out_channels]
@@ -147,12 +122,7 @@ def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn
     if input_shape != (layer.in_features,):
         raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
-    first = nn.Linear(layer.inner, layer.hidden, layer.bias is not None, device=free.device, dtype=free.dtype)
-    second = nn.Linear(layer.hidden, layer.inner, False, device=free.device, dtype=free.dtype)
-    first.weight.copy_(free)
-    if layer.bias is not None:
-        first.bias.copy_(layer.bias)
-    second.weight.copy_(-(multiplier[:, None] * free).mT)
+    first, second = linear_module(free, layer.bias), linear_module(-(multiplier[:, None] * free).mT, None)
     block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
     return _resized(layer.in_features, layer.inner, layer.out_features, block, 0)
 
@@ -175,16 +145,6 @@ def _resized(before: int, inner: int, after: int, block: nn.Module, axes: int) -
     return nn.Sequential(*([head] if before != inner else []), block, *([tail] if after != inner else []))
 
 
-def safe_reciprocal(t: Tensor) -> Tensor:
-    """``1 / t``, and 0 (with gradient 0) where t is 0: a zero row of F adds nothing, whatever its multiplier.
-
-    >>> safe_reciprocal(torch.tensor([4.0, 0.0])).tolist()
-    [0.25, 0.0]
-    """
-    positive = t > 0
-    return torch.where(positive, 1 / torch.where(positive, t, torch.ones_like(t)), torch.zeros_like(t))
-
-
 def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 T^{-1}`, :math:`T_{ii} = \sum_j |F F^*|_{ij}\, q_j / q_i`.
 
@@ -202,7 +162,7 @@ def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
         Araujo et al., ICLR 2023, theorem 3 (SLL).
     """
     ratio = (log_q[None, :] - log_q[:, None]).exp()
-    return 2 * safe_reciprocal((magnitudes * ratio).sum(1))
+    return 2 * where_positive(torch.reciprocal, (magnitudes * ratio).sum(1))
 
 
 def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
@@ -217,7 +177,7 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     References:
         Meunier et al., ICML 2022 (CPL), equation 8.
     """
-    exact = (2 * safe_reciprocal(norm.square())).clamp_max(torch.finfo(like.dtype).max)
+    exact = (2 * where_positive(torch.reciprocal, norm.square())).clamp_max(torch.finfo(like.dtype).max)
     made = exact.to(like.dtype)
     below = torch.nextafter(made.detach(), torch.zeros_like(made))
     return (made - torch.where(made.detach() > exact.detach(), made.detach() - below, 0)).expand(hidden)
@@ -242,7 +202,8 @@ class SllLinear(SlopeResidualLinear):
         Araujo et al., ICLR 2023, theorem 3 and equation 8.
     """
 
-    def make_multiplier(self, device: Any, dtype: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        super().make_parameters(device, dtype, **options)
         self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
     def multiplier(self) -> Tensor:
@@ -296,7 +257,8 @@ class SllConv2d(SlopeResidualConv2d):
         Araujo et al., ICLR 2023, theorem 3.
     """
 
-    def make_multiplier(self, device: Any, dtype: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        super().make_parameters(device, dtype, **options)
         self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
     def multiplier(self) -> Tensor:

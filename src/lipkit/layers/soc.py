@@ -147,6 +147,7 @@ class SocConv2d(ConstrainedConv2d):
     """
 
     padding_modes = ("circular", "zeros")
+    shown = ("padding_mode", "train_terms", "eval_terms")
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         if not all(k % 2 for k in kernel):
@@ -208,10 +209,6 @@ class SocConv2d(ConstrainedConv2d):
         x = F.pad(x, (0, 0, 0, 0, 0, len(kernel) - self.inner_channels))
         y = taylor_features(x, lambda term: F.conv2d(term, kernel, padding=half), self.terms)
         return self.add_bias(y[:, : self.out_channels])
-
-    def extra_repr(self) -> str:
-        terms = f"train_terms={self.train_terms}, eval_terms={self.eval_terms}"
-        return f"{super().extra_repr()}, {terms}"
 
 
 @lipschitz_rule(SocConv2d)

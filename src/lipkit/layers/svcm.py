@@ -12,9 +12,8 @@ from lipkit.conv import fold, symbol
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, KernelConv2d, check_positive
-from lipkit.layers.dense import BjorckLinear
+from lipkit.layers.dense import BjorckLinear, delta_orthogonal_free
 from lipkit.layers.export import export_kernel_conv, resampled_size
-from lipkit.layers.ossn import delta_orthogonal_free
 from lipkit.layers.steps import AfterStep
 from lipkit.linalg import at_least_float32, polar
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -150,11 +149,12 @@ class SvcmConv2d(KernelConv2d, AfterStep):
         Sedghi, Gupta & Long, ICLR 2019; [Cayley] section 5 (the baseline SVCM).
     """
 
+    shown = ("orthogonal",)
     interval = 100  # fifty eigenvalue problems at each frequency cost far more than a step
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonal: bool = True) -> None:
         self.orthogonal = orthogonal
-        self.free = delta_orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
+        self.free = delta_orthogonal_free(self.shape, device, dtype)
 
     def kernel(self) -> Tensor:
         return at_least_float32(self.free)
@@ -172,9 +172,6 @@ class SvcmConv2d(KernelConv2d, AfterStep):
         """
         size = resampled_size(self, (self.in_channels, *input_size))
         self.free.copy_(project(self.free, *size, rounds, orthogonal=self.orthogonal))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonal={self.orthogonal}"
 
     def after_step(self, input_shape: Shape) -> None:
         """`project_` for inputs (C, H, W)."""
