@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
@@ -12,7 +11,7 @@ from lipkit.conv.block import bcop_kernel
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
-from lipkit.layers.dense import BjorckLinear, orthogonal_free
+from lipkit.layers.dense import BjorckLinear, orthogonal_free, orthogonal_stack
 from lipkit.layers.export import export_kernel_conv
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
@@ -59,10 +58,10 @@ class BcopConv2d(KernelConv2d):
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free((self.out_channels, self.inner_channels), device, dtype)
-        channels, factors = max(self.free.shape), sum(self.kernel_size) - 2
-        made = [orthogonal_free((channels, channels // 2), device, dtype).detach() for _ in range(factors)]
-        self.register_parameter("projectors", nn.Parameter(torch.stack(made)) if made and channels > 1 else None)
+        self.free = orthogonal_free(self.shape[:2], device, dtype)
+        channels = max(self.free.shape)
+        projectors = orthogonal_stack((sum(self.kernel_size) - 2, channels, channels // 2), device, dtype)
+        self.register_parameter("projectors", projectors if projectors.numel() else None)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """H ``(out_channels, s^2 in_channels)`` and the V_i ``(kh + kw - 2, c, r)``, in float32 or better."""

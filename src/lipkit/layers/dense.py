@@ -22,6 +22,14 @@ def orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Param
     return nn.Parameter(nn.init.orthogonal_(torch.empty(shape, device=device, dtype=dtype)))
 
 
+def orthogonal_stack(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
+    """Free matrices ``(count, m, n)`` that start semi-orthogonal."""
+    free = torch.empty(shape, device=device, dtype=dtype)
+    for matrix in free:
+        nn.init.orthogonal_(matrix)
+    return nn.Parameter(free)
+
+
 def delta_orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
     """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap.
 

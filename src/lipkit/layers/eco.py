@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
@@ -16,7 +15,8 @@ from lipkit.errors import OptionError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
-from lipkit.layers.export import patch_module, resampled_size
+from lipkit.layers.dense import orthogonal_stack
+from lipkit.layers.export import patch_module, resampled_size, stride_modules, symbol_norm
 from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.skew_polynomial import check_squarings, taylor_exponential
@@ -101,15 +101,12 @@ class EcoConv2d(ConstrainedConv2d):
         square: bool = True,
         evaluation: str = "phase",
     ) -> None:
-        for name, terms in (("train_terms", train_terms), ("eval_terms", eval_terms)):
-            if terms is not None and orthogonalize != "taylor":
-                raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {terms!r}")
-            if terms is not None:
-                check_terms(terms, name)
-        if squarings is not None:
-            if orthogonalize != "taylor":
-                raise OptionError(f"squarings: expected None without orthogonalize='taylor', got {squarings!r}")
-            check_squarings(squarings)
+        of_taylor = {"train_terms": train_terms, "eval_terms": eval_terms, "squarings": squarings}
+        for name, value in of_taylor.items():
+            if value is not None and orthogonalize != "taylor":
+                raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {value!r}")
+            if value is not None:
+                check_squarings(value) if name == "squarings" else check_terms(value, name)
         for name, flag in (("complex_p0", complex_p0), ("square", square)):
             if not isinstance(flag, bool):
                 raise OptionError(f"{name}: expected True or False, got {flag!r}")
@@ -122,17 +119,10 @@ class EcoConv2d(ConstrainedConv2d):
         self.squarings = SQUARINGS if squarings is None else squarings
         self.complex_p0, self.square, self.evaluation = complex_p0, square, evaluation
         n_real, n_pair = distinct_frequencies(self.kernel_size)
-        self.free = self._orthogonal(n_real + n_pair, device, dtype)
-        self.register_parameter(
-            "imaginary", self._orthogonal(n_pair, device, dtype) if self.complex_p0 and n_pair else None
-        )
-
-    def _orthogonal(self, count: int, device: Any, dtype: Any) -> nn.Parameter:
-        shape = (self.out_channels, self.inner_channels)
-        free = torch.empty(count, *((max(shape),) * 2 if self.square else shape), device=device, dtype=dtype)
-        for matrix in free:
-            nn.init.orthogonal_(matrix)
-        return nn.Parameter(free)
+        matrix = (max(self.shape[:2]),) * 2 if square else self.shape[:2]
+        self.free = orthogonal_stack((n_real + n_pair, *matrix), device, dtype)
+        imaginary = orthogonal_stack((n_pair, *matrix), device, dtype) if complex_p0 and n_pair else None
+        self.register_parameter("imaginary", imaginary)
 
     @property
     def terms(self) -> int:
@@ -218,12 +208,7 @@ def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
         return taylor_range(1 + rounding, layer.terms)[1]
     if proved(layer.orthogonalize):
         return 1.0
-    symbol = layer.symbol()
-    norms = [spectral_norm(symbol.real)]
-    if symbol.pair.numel():
-        parts = symbol.pair.double()
-        norms.append(spectral_norm(torch.complex(parts[:, 0], parts[:, 1]) if layer.imaginary is not None else parts))
-    return torch.stack(norms).amax()
+    return symbol_norm(layer.symbol())
 
 
 @export_rule(EcoConv2d)
@@ -237,9 +222,9 @@ def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     height, width = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(layer.symbol(layer.eval_terms).real[0], layer.stride, layer.bias)
-    unshuffle = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
     symbol = layer.symbol(layer.eval_terms)
-    return nn.Sequential(*unshuffle, FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size))
+    made = FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size)
+    return nn.Sequential(*stride_modules(layer), made)
 
 
 ECO = Family(

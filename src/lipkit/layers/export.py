@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
@@ -36,6 +37,7 @@ __all__ = [
     "register_one_lipschitz",
     "resampled_size",
     "stride_modules",
+    "symbol_norm",
 ]
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -60,6 +62,15 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
     """A constrained object in the dtype (float32 at least) and on the device of the layer's parameters."""
     own = at_least_float32(next(layer.parameters()).detach())
     return exact.to(device=own.device, dtype=own.dtype)
+
+
+def symbol_norm(symbol: Symbol) -> Tensor:
+    """Proved bound of the norm of a convolution with this symbol, complex or, with one part a pair, real."""
+    norms = [spectral_norm(symbol.real)]
+    if symbol.pair.numel():
+        parts = symbol.pair.double().unbind(1)
+        norms.append(spectral_norm(torch.complex(*parts) if len(parts) == 2 else parts[0]))
+    return torch.stack(norms).amax()
 
 
 # Limit of a row's change, relative to the largest row: float32 rounding moves a row by 1e-6, a lost direction by 1.

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, SymbolConv2d
 from lipkit.layers.dense import OrthogonalLinear, delta_orthogonal_free
-from lipkit.layers.export import export_symbol_conv, resampled_size
+from lipkit.layers.export import export_symbol_conv, resampled_size, symbol_norm
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -84,11 +83,7 @@ def _lot(layer: LotConv2d, input_shape: Shape | None) -> Tensor | float:
             f"LotConv2d with orthogonalize={function_name(layer.orthogonalize)}: expected an input_shape, because "
             "nothing is proved about that function and the norm is computed at each frequency, got None"
         )
-    symbol = layer.symbol(*resampled_size(layer, input_shape))
-    norms = [spectral_norm(symbol.real)]
-    if len(symbol.pair):
-        norms.append(spectral_norm(torch.complex(*symbol.pair.double().unbind(1))))
-    return torch.stack(norms).amax()
+    return symbol_norm(layer.symbol(*resampled_size(layer, input_shape)))
 
 
 export_rule(LotConv2d)(export_symbol_conv)

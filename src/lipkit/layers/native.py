@@ -19,8 +19,17 @@ from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, peri
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.aol import where_positive
-from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
-from lipkit.layers.dense import BjorckLinear
+from lipkit.layers.base import (
+    Biased,
+    Family,
+    Pair,
+    check_dtype,
+    check_positive,
+    half_through_float32,
+    new_bias,
+    simple_geometry,
+)
+from lipkit.layers.dense import BjorckLinear, orthogonal_stack
 from lipkit.layers.export import exactly, filled
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
@@ -30,40 +39,16 @@ from lipkit.modules.convolutions import copies
 from lipkit.proof.roundoff import root
 
 
-def new_matrices(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
-    """Free matrices ``shape[-2:]``, each semi-orthogonal."""
-    values = torch.empty(shape, device=device, dtype=dtype)
-    for matrix in values:
-        nn.init.orthogonal_(matrix)
-    return nn.Parameter(values)
-
-
 class Construction(nn.Module, ABC):
-    """Parameters of the kernels of all groups; a call returns the kernels.
-
-    Args:
-        groups, out_channels, in_channels: of each group.
-        kernel_size, stride, dilation: along both axes.
-        orthogonalize: how matrices are made semi-orthogonal, a function of ``linalg.table``.
-    """
+    """Parameters of the kernels of all groups, (groups, out_channels, in_channels, kh, kw); a call returns them."""
 
     def __init__(
-        self,
-        groups: int,
-        out_channels: int,
-        in_channels: int,
-        kernel_size: Size,
-        stride: Size,
-        dilation: Size,
-        orthogonalize: Orthogonalize,
-        device: Any,
-        dtype: Any,
+        self, shape: tuple[int, ...], stride: Size, dilation: Size, orthogonalize: Orthogonalize, *place: Any
     ) -> None:
         super().__init__()
-        self.shape = (groups, out_channels, in_channels, *kernel_size)
-        self.kernel_size, self.stride, self.dilation = kernel_size, stride, dilation
-        self.orthogonalize = orthogonalize
-        self.make_parameters(device, dtype)
+        self.shape, self.kernel_size = shape, (shape[3], shape[4])
+        self.stride, self.dilation, self.orthogonalize = stride, dilation, orthogonalize
+        self.make_parameters(*place)  # device and dtype
 
     def made(self, free: Tensor) -> Tensor:
         """The semi-orthogonal matrices that ``orthogonalize`` makes of free ones."""
@@ -74,7 +59,7 @@ class Construction(nn.Module, ABC):
 
     @abstractmethod
     def forward(self) -> Tensor:
-        """The kernels ``(groups, out_channels, in_channels, kh, kw)``, in float32 or better."""
+        """The kernels, in float32 or better."""
 
 
 class Aoc(Construction):
@@ -98,10 +83,10 @@ class Aoc(Construction):
         strided = max(self.stride) > 1
         inner = aoc_channels(cin, cout, self.stride) if strided else cout
         wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)
-        self.free = new_matrices(groups, inner, cin, device=device, dtype=dtype)
-        projectors = new_matrices(groups * factors, wide, wide // 2, device=device, dtype=dtype)
+        self.free = orthogonal_stack((groups, inner, cin), device, dtype)
+        projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
         self.register_parameter("projectors", projectors if projectors.numel() else None)
-        last = new_matrices(groups, cout, inner * math.prod(self.stride), device=device, dtype=dtype)
+        last = orthogonal_stack((groups, cout, inner * math.prod(self.stride)), device, dtype)
         self.register_parameter("last", last if strided else None)
         self.stacks = (groups, factors, wide, wide // 2)
 
@@ -110,11 +95,8 @@ class Aoc(Construction):
         # One channel has the projectors 0 and 1 alone, so the factors are shifts.
         v = h.new_zeros(0) if self.projectors is None else self.made(self.projectors)
         v = v.reshape(self.stacks)
-        last = None if self.last is None else self.made(self.last)
-        each = [
-            aoc_kernel(h[i], v[i], None if last is None else last[i], self.kernel_size, self.stride)
-            for i in range(len(h))
-        ]
+        last = [None] * len(h) if self.last is None else self.made(self.last)
+        each = [aoc_kernel(*parts, self.kernel_size, self.stride) for parts in zip(h, v, last, strict=True)]
         return torch.stack(each)
 
 
@@ -123,7 +105,7 @@ class Rko(Construction):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
-        self.free = new_matrices(groups, cout, cin * kh * kw, device=device, dtype=dtype)
+        self.free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
         self.factor = rko_factor(self.kernel_size, period(self.stride, self.dilation))
 
     def forward(self) -> Tensor:
@@ -135,7 +117,7 @@ class Aol(Construction):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
-        free = new_matrices(groups, cout, cin * kh * kw, device=device, dtype=dtype)
+        free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
         self.free = nn.Parameter(free.detach().reshape(self.shape))
         self.classes = period(self.stride, self.dilation)
 
@@ -204,8 +186,8 @@ class _Native(Biased):
         self.padding, self.padding_mode, self.output_padding = like.padding, like.padding_mode, like.output_padding
         self.constraint = constraint
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
-        made = CONSTRAINTS[constraint]
-        self.construction = made(groups, rows, cols, **sizes, orthogonalize=function, device=device, dtype=dtype)
+        shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
+        self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
         self.register_parameter("bias", new_bias(out_channels, fan_in, bias, device, dtype))
         if padding_mode == "circular":
@@ -374,11 +356,9 @@ class _Transposed(_Native):
 
     def least_sides(self) -> tuple[int, ...]:
         """The smallest input with an output of at least one pixel."""
-        found = []
-        for i in range(self.axes):
-            one = self.dilation[i] * (self.kernel_size[i] - 1) + 1 + self.output_padding[i] - 2 * self.padding[i]
-            found.append(max(1, 1 + -(-(1 - one) // self.stride[i])))
-        return tuple(found)
+        axes = zip(self.dilation, self.kernel_size, self.output_padding, self.padding, self.stride, strict=True)
+        # One pixel makes d (k - 1) + 1 + o - 2 p outputs, and each further one s more.
+        return tuple(max(1, 1 + -((d * (k - 1) + o - 2 * p) // s)) for d, k, o, p, s in axes)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         function = F.conv_transpose1d if self.axes == 1 else F.conv_transpose2d
@@ -468,23 +448,16 @@ def aoc_conv2d(
     References:
         Boissin et al., ICML 2025.
     """
-    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
-    if len(kernel) != 2 or len(set(steps)) != 1:
-        raise OptionError(f"kernel_size, stride: expected one or two sizes, one step, got {kernel_size!r}, {stride!r}")
-    check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
-    if padding_mode != "circular" or dilation not in (1, (1, 1)) or groups != 1:
-        raise OptionError(
-            f"expected padding_mode 'circular', dilation 1 and groups 1, got {padding_mode!r}, {dilation!r} and "
-            f"{groups!r}: use lipkit.layers.NativeConv2d"
-        )
-    kernel = (max(kernel[0], steps[0]), max(kernel[1], steps[0]))
-    same = tuple((k - steps[0] + 1) // 2 for k in kernel)
+    (kh, kw), step = simple_geometry(kernel_size, stride, dilation, groups)
+    if padding_mode != "circular":
+        raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}: use lipkit.layers.NativeConv2d")
+    kernel = (max(kh, step), max(kw, step))
+    same = tuple((k - step + 1) // 2 for k in kernel)
     if padding not in ("same", same) and (padding, padding) != same:
-        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {steps}, got {padding!r}")
-    pads: Any = "same" if steps[0] == 1 else same
+        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
+    pads: Any = "same" if step == 1 else same
     named = {"bias": bias, "padding_mode": "circular", "device": device, "dtype": dtype, **options}
-    return NativeConv2d(in_channels, out_channels, kernel, steps[0], pads, constraint="aoc", **named)
+    return NativeConv2d(in_channels, out_channels, kernel, step, pads, constraint="aoc", **named)
 
 
 AOC = Family(

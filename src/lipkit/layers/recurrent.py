@@ -43,7 +43,7 @@ class RecurrentLayer(nn.Module):
     phi: nn.Module
 
     def __init__(
-        self, in_features: int, out_features: int, states: int, gamma: float, rate: float, place: dict[str, Any]
+        self, in_features: int, out_features: int, states: int, gamma: float = 1.0, rate: float = 1.0, **place: Any
     ) -> None:
         super().__init__()
         check_dtype(place.get("dtype"))
@@ -53,6 +53,11 @@ class RecurrentLayer(nn.Module):
         self.in_features, self.out_features, self.states = in_features, out_features, states
         self.gamma, self.rate = float(gamma), float(rate)
         self.state_bias, self.output_bias = (nn.Parameter(torch.zeros(n, **place)) for n in (states, out_features))
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Device and dtype of the parameters."""
+        return {"device": self.state_bias.device, "dtype": self.state_bias.dtype}
 
     def parts(self) -> Parts:
         """The system as it is now, in float32 or better."""
@@ -130,19 +135,18 @@ class LinearSystem(RecurrentLayer):
     def __init__(
         self, in_features: int, out_features: int, states: int, gamma: float = 1.0, rate: float = 1.0, **place: Any
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, place)
-        self.through = _birth(self, place)
-        self.phi = nn.Identity()
+        super().__init__(in_features, out_features, states, gamma, rate, **place)
+        self.through, self.phi = _birth(self), nn.Identity()
 
     def parts(self) -> Parts:
         k = self.through.weight()
         return self._made(k, k.new_zeros(0), k.new_zeros(0), 1)
 
 
-def _birth(layer: RecurrentLayer, place: dict[str, Any]) -> ContractionLinear:
+def _birth(layer: RecurrentLayer) -> ContractionLinear:
     """K of a new layer: states keep 0.95 of themselves, and inputs reach outputs."""
     nx, nu, ny = layer.states, layer.in_features, layer.out_features
-    made = ContractionLinear(nx + nu, nx + ny, bias=False, **place)
+    made = ContractionLinear(nx + nu, nx + ny, bias=False, **layer.place)
     k = 0.3 * made.weight().detach()
     k[:nx, :nx] = 0.95 * torch.eye(nx, device=k.device)
     k = k / torch.linalg.matrix_norm(k, 2).clamp_min(1) * (1 - 1e-3)
@@ -192,17 +196,9 @@ class R2dn(RecurrentLayer):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        states: int,
-        units: int,
-        phi: str | nn.Module = "abs",
-        gamma: float = 1.0,
-        rate: float = 1.0,
-        **place: Any,
+        self, in_features: int, out_features: int, states: int, units: int, phi: str | nn.Module = "abs", **options: Any
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, place)
+        super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
         self.inner: nn.Module | None = None
         # |v| is LeakyReLU of slope -1. What passes through phi unchanged could as well be a part of K.
@@ -216,12 +212,12 @@ class R2dn(RecurrentLayer):
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
             with torch.no_grad():
-                written = module(torch.zeros(1, units, **place)).shape[1]
+                written = module(torch.zeros(1, units, **self.place)).shape[1]
         self.units = units
-        self.read = ContractionLinear(units, states + in_features, bias=False, **place)
-        self.write = ContractionLinear(written, states + out_features, bias=False, **place)
-        self.through = _birth(self, place)
-        self.unit_bias = nn.Parameter(torch.zeros(units, **place))
+        self.read = ContractionLinear(units, states + in_features, bias=False, **self.place)
+        self.write = ContractionLinear(written, states + out_features, bias=False, **self.place)
+        self.through = _birth(self)
+        self.unit_bias = nn.Parameter(torch.zeros(units, **self.place))
 
     def parts(self) -> Parts:
         (read, v), (write, w) = self.read.factors(), self.write.factors()
@@ -360,13 +356,11 @@ class Ren(RecurrentLayer):
         states: int,
         units: int,
         activation: str | nn.Module = "relu",
-        gamma: float = 1.0,
-        rate: float = 1.0,
-        **place: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, place)
+        super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
-        self.phi, self.units = slope_activation(activation), units
+        self.phi, self.units, place = slope_activation(activation), units, self.place
         nx, nv, nu, ny = states, units, in_features, out_features
 
         def free(rows: int, columns: int, scale: float) -> nn.Parameter:

@@ -169,8 +169,7 @@ class SocConv2d(ConstrainedConv2d):
 
     def generator(self, proved: bool = True) -> Tensor:
         """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better."""
-        kernel, bound = self._quotient(proved)
-        return kernel / bound
+        return torch.div(*self._quotient(proved))
 
     def _quotient(self, proved: bool) -> tuple[Tensor, Tensor]:
         """Numerator and denominator of the exponent."""
@@ -179,12 +178,8 @@ class SocConv2d(ConstrainedConv2d):
         kernel = kernel / torch.linalg.vector_norm(kernel.detach()).clamp_min(1e-12)
         return kernel, reshaped_norm(kernel, proved).to(kernel.dtype)
 
-    def matrix(self, terms: int) -> Tensor:
-        """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same with either padding."""
-        return self.polynomial(self.generator(), terms)
-
     def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
-        """The Taylor polynomial, as a matrix, of this 1 x 1 ``kernel``."""
+        """The matrix (out_channels, s^2 in_channels) for a 1 x 1 exponent ``kernel``, the same with either padding."""
         return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32
@@ -225,29 +220,17 @@ def _soc(module: SocConv2d, input_shape: Shape | None) -> float:
 
 @export_rule(SocConv2d)
 def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
-    height, width = resampled_size(layer, input_shape)
+    (height, width), kernel = resampled_size(layer, input_shape), layer.generator()
     if layer.pointwise:
-        return patch_module(layer.matrix(layer.eval_terms), layer.stride, layer.bias)
-    kernel = layer.generator()
+        return patch_module(layer.polynomial(kernel, layer.eval_terms), layer.stride, layer.bias)
     if layer.padding_mode == "circular":
         raw = kernel_symbol(kernel.double(), height, width)
-        pairs = as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
-        both = [
-            m[..., : layer.out_channels, : layer.inner_channels].to(kernel.dtype)
-            for m in (taylor(raw.real, layer.eval_terms), pairs)
-        ]
-        return nn.Sequential(
-            *stride_modules(layer), FourierConv2d.from_symbol(Symbol(*both), height, width, layer.bias)
-        )
-    plain = TaylorConv2d(
-        layer.inner_channels,
-        layer.out_channels,
-        layer.kernel_size,
-        layer.eval_terms,
-        layer.bias is not None,
-        device=kernel.device,
-        dtype=kernel.dtype,
-    )
+        both = taylor(raw.real, layer.eval_terms), as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
+        cut = Symbol(*(m[..., : layer.out_channels, : layer.inner_channels].to(kernel.dtype) for m in both))
+        fourier = FourierConv2d.from_symbol(cut, height, width, layer.bias)
+        return nn.Sequential(*stride_modules(layer), fourier)
+    sizes = (layer.inner_channels, layer.out_channels, layer.kernel_size, layer.eval_terms, layer.bias is not None)
+    plain = TaylorConv2d(*sizes, device=kernel.device, dtype=kernel.dtype)
     plain.kernel.copy_(kernel)
     if plain.bias is not None and layer.bias is not None:
         plain.bias.copy_(layer.bias)

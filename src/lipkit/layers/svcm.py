@@ -26,13 +26,16 @@ def clip(matrices: Tensor) -> Tensor:
     tensor([[1.0000, 0.0000],
             [0.0000, 0.5000]])
     """
+    # The Frobenius norm bounds the spectral one: only matrices above 1 in it need eigenvalues.
+    large = torch.linalg.matrix_norm(matrices) > 1
+    some, made = matrices[large], matrices.clone()
     wide = matrices.shape[-2] < matrices.shape[-1]
-    gram = matrices @ matrices.mH if wide else matrices.mH @ matrices
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = torch.linalg.eigh(some @ some.mH if wide else some.mH @ some)
     # On the smaller side, subtract W (V diag(1 - min(1, 1/s)) V*): exactly 0 where s <= 1.
     excess = 1 - values.clamp_min(1).rsqrt()
     surplus = (vectors * excess[..., None, :].to(vectors.dtype)) @ vectors.mH
-    return matrices - (surplus @ matrices if wide else matrices @ surplus)
+    made[large] = some - (surplus @ some if wide else some @ surplus)
+    return made
 
 
 def _support(symbols: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
@@ -100,19 +103,10 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
         folded = start
         for _ in range(rounds):
             before = symbol(folded, h, w)
-            if orthogonal:
-                after = polar(before)
-                if bool((after - before).abs().amax() < 8 * torch.finfo(start.dtype).eps):
-                    break
-                folded = _support(after, h, w, *start.shape[-2:])
-                continue
-            # The Frobenius norm bounds the spectral one: only matrices above 1 in it need eigenvalues.
-            open_ = torch.linalg.matrix_norm(before) > 1
-            if not bool(open_.any()):
-                break
-            after = before.clone()
-            after[open_] = clip(before[open_])
-            if torch.equal(after, before):
+            after = polar(before) if orthogonal else clip(before)
+            change = float((after - before).abs().amax())
+            # Clipping changes nothing, to the bit, where nothing exceeds 1; a polar factor is rounded.
+            if change == 0 or (orthogonal and change < 8 * torch.finfo(start.dtype).eps):
                 break
             folded = _support(after, h, w, *start.shape[-2:])
         if folded is start:
