@@ -24,6 +24,7 @@ def where_positive(f: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
     [0.5, 0.0]
     """
     positive = s > 0
+    # The inner `where` keeps f away from 0: an infinite derivative times 0 would be NaN.
     return torch.where(positive, f(torch.where(positive, s, torch.ones_like(s))), torch.zeros_like(s))
 
 
@@ -38,7 +39,7 @@ def aol_matrix(v: Tensor) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 1.
     """
-    return v * where_positive(torch.rsqrt, (v.mT @ v).abs().sum(-1))
+    return v * where_positive(torch.rsqrt, (v.mT @ v).abs().sum(-1))  # scales columns, one for each input
 
 
 def aol_kernel(kernel: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def aol_kernel(kernel: Tensor) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 2.
     """
-    s = autocorrelation(kernel).abs().sum((1, 2, 3))
+    s = autocorrelation(kernel).abs().sum((1, 2, 3))  # over inputs j and lags
     return kernel * where_positive(torch.rsqrt, s)[:, None, None]
 
 
@@ -76,8 +77,7 @@ class AolLinear(ConstrainedLinear):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        # Orthogonal at the start, where the diagonal bound is tight.
-        self.free = orthogonal_free(self.shape, device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)  # where the diagonal bound is tight
 
     def weight(self) -> Tensor:
         return aol_matrix(at_least_float32(self.free))

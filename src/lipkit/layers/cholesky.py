@@ -29,8 +29,7 @@ class CholeskyLinear(Shared, ConstrainedLinear):
     r"""Dense layer ``y = Q x + b`` with :math:`Q = L^{-1}W`, :math:`LL^\top = WW^\top + eI`: a contraction.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
         share: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall).
 
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
@@ -42,7 +41,7 @@ class CholeskyLinear(Shared, ConstrainedLinear):
         One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).
 
     Raises:
-        OptionError: sizes below 1, ``share`` not positive, another dtype.
+        OptionError: ``share`` not positive, and what the base class refuses.
 
     >>> import torch
     >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape
@@ -62,8 +61,7 @@ class CholeskyConv2d(Shared, KernelConv2d):
     .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, L^{-1} W, \qquad LL^\top = WW^\top + eI, \qquad
               W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}
 
-    Meant for 1 x 1 kernels, with or without a stride (patches), where it is nearly orthogonal. A larger kernel shrinks
-    most inputs, as in `lipkit.layers.RkoConv2d`.
+    Nearly orthogonal for 1 x 1 kernels, with or without a stride; larger ones shrink most inputs (`RkoConv2d`).
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.

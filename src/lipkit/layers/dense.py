@@ -38,6 +38,7 @@ def delta_orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn
     """
     cout, cin, kh, kw = shape
     kernel = torch.zeros(shape, device=device, dtype=dtype)
+    # Centre (k - 1) // 2, as everywhere in lipkit.conv.
     kernel[:, :, (kh - 1) // 2, (kw - 1) // 2] = nn.init.orthogonal_(torch.empty(cout, cin, device=device, dtype=dtype))
     return nn.Parameter(kernel)
 
@@ -46,8 +47,7 @@ class BjorckLinear(ConstrainedLinear):
     r"""Dense layer ``y = Qx + b`` whose matrix is the Björck iterate of a free one, a contraction at every stage.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
         iterations: number of Björck steps.
         order: of the iteration, 1 (cubic) or more.
 
@@ -87,8 +87,7 @@ class OrthogonalLinear(ConstrainedLinear):
     r"""Dense layer ``y = Qx + b``, :math:`Q = \mathrm{orthogonalize}(W)` of a free matrix W.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
         orthogonalize: 'exponential', 'cayley', 'bjorck', 'newton_schulz', 'polar', 'householder', or a function
             ``(m, n) -> (m, n)``, for instance ``functools.partial(bjorck, iterations=50)``.
 
@@ -99,7 +98,7 @@ class OrthogonalLinear(ConstrainedLinear):
         norm of the matrix it makes.
 
     Raises:
-        OptionError: sizes below 1, another dtype, an unknown name.
+        OptionError: an unknown name, and what the base class refuses.
 
     >>> layer = OrthogonalLinear(5, 3, orthogonalize="polar")
     >>> (layer.weight() @ layer.weight().mT).allclose(torch.eye(3), atol=1e-5)
@@ -122,20 +121,20 @@ def unit_rows(v: Tensor) -> Tensor:
     >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
     """
-    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)  # no division by 0
 
 
 class NormalizedLinear(ConstrainedLinear):
     r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
 
-    Behind a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`. The pairwise
-    certificate of :func:`lipkit.certify` uses it for any network with a linear last layer. The layer as a whole
-    is **not** 1-Lipschitz: :math:`\sigma_{max}(W)` can reach the root of the number of rows, and ``lipschitz`` says so.
+    Behind a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`: the pairwise
+    certificate of :func:`lipkit.certify`.
 
     Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.
 
     Guarantee:
-        Unit rows up to rounding; ``lipschitz`` is the proved spectral norm of the weight as it is now.
+        Unit rows up to rounding; **not** 1-Lipschitz as a whole: ``lipschitz`` is the proved spectral norm of the
+        weight as it is now, at most the root of the number of rows.
 
     >>> layer = NormalizedLinear(8, 3)
     >>> layer.weight().norm(dim=1).round(decimals=5).tolist()
@@ -147,7 +146,7 @@ class NormalizedLinear(ConstrainedLinear):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         free = torch.empty(self.shape, device=device, dtype=dtype)
-        self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))
+        self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))  # as nn.Linear
 
     def weight(self) -> Tensor:
         return unit_rows(at_least_float32(self.free))

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from lipkit.layers import definitions
-from lipkit.layers.base import (
-    Family,
-    KernelConv2d,
-    always_proved,
-    check_positive,
-    proved_norm,
-    training_norm,
-)
+from lipkit.layers.base import Family, KernelConv2d, always_proved, check_positive, proved_norm, training_norm
 from lipkit.layers.bro import near_identity, residual_parameters
 from lipkit.layers.cholesky import CholeskyLinear
 from lipkit.layers.export import export_kernel_conv
@@ -27,10 +20,9 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 class LiResConv2d(KernelConv2d):
     r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the kernel above it.
 
-    E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`. A residual connection around a linear
-    layer is a linear layer: its constant is that of one kernel, not the sum of two. [LiResNet] keeps the kernel and
-    multiplies the norms in the loss, estimated from below by a power iteration. Dividing by :math:`\beta` gives the
-    same network up to the size of its biases; :math:`\beta` is differentiable and never below the norm.
+    E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`: a residual connection around a linear
+    layer, with the constant of one kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
+    the loss. Dividing by :math:`\beta` gives the same network up to the size of its biases.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -43,8 +35,8 @@ class LiResConv2d(KernelConv2d):
         1-Lipschitz on every image size: :math:`\beta` is proved, within 2 % of the supremum over all frequencies. One
         exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more take the number that the
         proof tries first (:func:`lipkit.bounds.symbol_sup_estimate`). It is the same, bit for bit, unless its search
-        misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves. The
-        constant of an export is proved from its kernel, without this allowance.
+        misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves.
+        Evaluation and exports always have the proved weights.
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
@@ -93,8 +85,8 @@ def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
     if always_proved(layer.free) or not layer.training:
         return 1.0
     kernel = layer.undivided()
-    proved, used = float(proved_norm(kernel)), float(training_norm(kernel)) or 1.0
-    return 1.0 if proved <= used else proved / used * (1 + 1e-15)
+    proved, used = float(proved_norm(kernel)), float(training_norm(kernel)) or 1.0  # zero stays undivided
+    return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # above two roundings of float64
 
 
 export_rule(LiResConv2d)(export_kernel_conv)

@@ -29,22 +29,20 @@ class LotConv2d(SymbolConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        orthogonalize: how the matrix at each frequency is made semi-orthogonal: a name of
-            ``linalg.ORTHOGONALIZE`` or a function on complex batches. 'polar' is LOT by singular values (exact, and on
-            a CPU several times faster than the iterations), 'newton_schulz' LOT as published and 'bjorck' a steadier
+        orthogonalize: a name of ``linalg.ORTHOGONALIZE`` or a function on complex batches. 'polar' is LOT by singular
+            values (exact, and on a CPU several times faster), 'newton_schulz' LOT as published and 'bjorck' a steadier
             iteration to the same limit (matrix products only), 'cayley' another map altogether.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts as a semi-orthogonal centre tap
     plus noise of a third of its size: well conditioned at every frequency.
 
     Guarantee:
-        1-Lipschitz for the named functions, even if an iteration stops early: its singular values are then below 1.
-        With 'polar' all singular values are 1 up to rounding. For another function ``lipschitz`` computes the largest
-        norm of the symbol it returned, and needs ``input_shape``.
+        1-Lipschitz for the named functions, also where an iteration stops early, with singular values below 1; those of
+        'polar' are 1 up to rounding. For another function ``lipschitz`` computes the norm, and needs ``input_shape``.
 
     Cost:
-        One singular value decomposition of size c = min(out_channels, s^2 in_channels) at each of about
-        H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
+        One singular value decomposition of size min(out_channels, s^2 in_channels) at each of about H W / (2 s^2)
+        frequencies; a single one for a 1 x 1 kernel.
 
     >>> layer = LotConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)

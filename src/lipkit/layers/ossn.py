@@ -23,9 +23,8 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 class OssnConv2d(ConstrainedConv2d):
     r"""One-sided spectral normalisation: :math:`K = V / \hat\sigma_{H \times W}(V)`.
 
-    :math:`\hat\sigma` is an estimate on the image size at hand, from a fixed start
-    (``bounds.power.krylov_lower_estimate``): a function of the free kernel V and the size, no state. It is a *lower*
-    estimate, so the norm of the layer is 1 or slightly above. The papers' power method is the same with more steps.
+    :math:`\hat\sigma` is a *lower* estimate on the image size at hand (``bounds.power.krylov_lower_estimate``), so the norm
+    of the layer is 1 or slightly above. It has a fixed start and no state. The papers' power method takes more steps.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -35,9 +34,9 @@ class OssnConv2d(ConstrainedConv2d):
 
     Guarantee:
         No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, for this layer and for its
-        export. It is at least 1 up to rounding. Random kernels are the hardest, with close singular values at many
-        frequencies: in 78 of 32 to 256 channels it was 1.002 on average and at most 1.041, where the estimate did not
-        follow the best frequency. The gradient is exact if the estimate is the norm and its singular value simple.
+        export, at least 1 up to rounding. Random kernels, with close singular values at many frequencies, are the
+        hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041. The gradient is exact if the estimate
+        is the norm and its singular value simple.
 
     Cost:
         Per forward pass eight convolutions of a quarter of one image (of a whole one for large kernels and odd sides),

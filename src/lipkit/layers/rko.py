@@ -33,9 +33,8 @@ class RkoConv2d(KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
-        table. Another function is not trusted: ``lipschitz`` computes the norm of the kernel it makes.
-        The smallest singular value may be 0. For ``out_channels <= s^2 in_channels kh kw`` the squared singular
-        values of the layer have the mean 1 / (kh kw) over the output directions: it shrinks most inputs.
+        table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
+        ``out_channels <= s^2 in_channels kh kw`` the mean squared singular value is 1 / (kh kw), the least maybe 0.
 
     Cost:
         One orthogonalisation of the matrix and one convolution.
@@ -77,7 +76,7 @@ def _rko(layer: RkoConv2d, input_shape: Shape | None) -> Tensor | float:
     kernel = layer.kernel()
     if input_shape is not None:
         return circular(kernel, *resampled_size(layer, input_shape))
-    return reshaped(kernel).minimum(symbol_sup(kernel))
+    return reshaped(kernel).minimum(symbol_sup(kernel))  # both hold for every image
 
 
 export_rule(RkoConv2d)(export_kernel_conv)

@@ -130,9 +130,7 @@ class CayleyPairLinear(CayleyPair, ConstrainedLinear):
 class ContractionLinear(CayleyPairLinear):
     r"""Dense layer ``y = B x + b`` that reaches every :math:`\|B\|_2 \le 1`: the last layer of an LBDN.
 
-    Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+    Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
 
     Guarantee:
         1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).

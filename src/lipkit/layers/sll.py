@@ -1,9 +1,7 @@
-r"""SLL and CPL: 1-Lipschitz residual layers whose weight is used twice, around a slope-restricted activation.
+r"""SLL and CPL: residual layers :math:`y = x - F^* \Lambda\, \sigma(F x + b)`, of slopes :math:`\sigma'` in [0, 1].
 
-Both are :math:`y = x - F^* \Lambda\, \sigma(F x + b)` with a positive diagonal :math:`\Lambda` such that
-:math:`\|\Lambda^{1/2} F\|^2 \le 2`; they differ in how the diagonal is found. For slopes in [0, 1] the derivative is
-:math:`I - F^*\Lambda D F` with :math:`0 \le D \le I`, a symmetric-like map of norm at most 1 in the sense of the LMI of
-Araujo et al., ICLR 2023, theorem 1.
+They are 1-Lipschitz if the positive diagonal :math:`\Lambda` has :math:`\|\Lambda^{1/2} F\|^2 \le 2` (Araujo et al.,
+ICLR 2023, theorem 1), and differ in how it is found.
 """
 
 from __future__ import annotations
@@ -118,7 +116,7 @@ class SlopeResidualConv2d(SlopeResidualLayer, ConstrainedConv2d):
 
 
 def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn.Module:
-    """The layer as two ``nn.Linear`` around its activation."""
+    """The layer as two ``nn.Linear`` around its activation, the second with -F^T Lambda."""
     if input_shape != (layer.in_features,):
         raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
@@ -141,25 +139,18 @@ def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.M
 
 def _resized(before: int, inner: int, after: int, block: nn.Module, axes: int) -> nn.Sequential:
     """A block with zero channels appended to its input and surplus channels dropped from its output."""
-    head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))
+    head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))  # negative: cut
     return nn.Sequential(*([head] if before != inner else []), block, *([tail] if after != inner else []))
 
 
 def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
-    r"""Diagonal :math:`\Lambda = 2 T^{-1}`, :math:`T_{ii} = \sum_j |F F^*|_{ij}\, q_j / q_i`.
+    r"""Diagonal :math:`\Lambda = 2 T^{-1}` (h,), :math:`T_{ii} = \sum_j |F F^*|_{ij}\, q_j / q_i`.
 
-    Args:
-        magnitudes: ``(h, h)``: absolute values of :math:`F F^*`, for a convolution summed over its taps.
-        log_q: ``(h,)``: logarithm of the free positive vector q.
-
-    Returns:
-        ``(h,)``. :math:`T - F F^*` is diagonally dominant after scaling by q, hence positive semidefinite.
+    :math:`T - F F^*` is diagonally dominant after scaling by q, hence positive semidefinite. The ``magnitudes`` (h, h)
+    of :math:`F F^*` are summed over the taps of a convolution.
 
     >>> sll_multiplier(torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.zeros(2)).tolist()
     [0.5, 2.0]
-
-    References:
-        Araujo et al., ICLR 2023, theorem 3 (SLL).
     """
     ratio = (log_q[None, :] - log_q[:, None]).exp()
     return 2 * where_positive(torch.reciprocal, (magnitudes * ratio).sum(1))
@@ -168,17 +159,14 @@ def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
 def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 / \|F\|^2 \cdot I` from a proved upper bound of the norm.
 
-    An estimate from below is not enough: a norm that is 3 % too small already gives a layer of norm 1.13. The result is
-    rounded down: in the subnormal range the nearest number can be larger by a half.
+    An estimate from below is not enough: a norm that is 3 % too small already gives a layer of norm 1.13.
 
     >>> cpl_multiplier(torch.tensor(2.0, dtype=torch.float64), 2, torch.zeros(1)).tolist()
     [0.5, 0.5]
-
-    References:
-        Meunier et al., ICML 2022 (CPL), equation 8.
     """
     exact = (2 * where_positive(torch.reciprocal, norm.square())).clamp_max(torch.finfo(like.dtype).max)
     made = exact.to(like.dtype)
+    # Rounded down: in the subnormal range the nearest number can be larger by a half.
     below = torch.nextafter(made.detach(), torch.zeros_like(made))
     return (made - torch.where(made.detach() > exact.detach(), made.detach() - below, 0)).expand(hidden)
 
@@ -214,16 +202,13 @@ class SllLinear(SlopeResidualLinear):
 class CplLinear(SlopeResidualLinear):
     r"""Convex potential layer, dense: :math:`y = x - \tfrac{2}{\|F\|^2} F^\top \sigma(F x + b)`.
 
-    The norm is a proved upper bound, computed at each forward pass, so it never lags behind the weights.
-
-    Args: as ``nn.Linear``; ``hidden``: rows of F (default max(in, out)); ``activation``: slope in [0, 1].
-    Parameters ``free`` F (hidden, n) and ``bias`` (hidden,), n = max(in, out).
+    Args: as :class:`SllLinear`. Parameters ``free`` F (hidden, n) and ``bias`` (hidden,), n = max(in, out).
 
     Guarantee:
-        1-Lipschitz, by construction.
+        1-Lipschitz: each forward pass proves an upper bound of the norm, so it never lags behind the weights.
 
     Raises:
-        OptionError: an activation whose slope leaves [0, 1], sizes below 1.
+        OptionError: as :class:`SllLinear`.
 
     >>> CplLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])
@@ -241,8 +226,7 @@ class SllConv2d(SlopeResidualConv2d):
     """SDP-based Lipschitz layer, convolution of odd kernel size.
 
     Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' padding, circular or with zeros); ``hidden``:
-    channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F, ``log_q`` and
-    ``bias`` (hidden,).
+    channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F, ``log_q``, ``bias``.
 
     Guarantee:
         1-Lipschitz for every image size.
@@ -262,7 +246,7 @@ class SllConv2d(SlopeResidualConv2d):
         self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
     def multiplier(self) -> Tensor:
-        # The autocorrelation is that of F* F; with channels exchanged, that of F F*.
+        # With channels exchanged, the autocorrelation F* F is that of F F*.
         outputs = autocorrelation(at_least_float32(self.free).transpose(0, 1))
         return sll_multiplier(outputs.abs().sum((-2, -1)), at_least_float32(self.log_q))
 
@@ -270,23 +254,17 @@ class SllConv2d(SlopeResidualConv2d):
 class CplConv2d(SlopeResidualConv2d):
     """Convex potential layer, convolution of odd kernel size.
 
-    Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' padding, circular or with zeros); ``hidden``:
-    channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F and ``bias``
-    (hidden,).
+    Args: as :class:`SllConv2d`. Parameters ``free`` F and ``bias`` (hidden,).
 
     Guarantee:
-        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies. One
-        exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more take the number that the
-        proof tries first (:func:`lipkit.bounds.symbol_sup_estimate`). Weights are the same, bit for bit, unless its
-        search misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves.
-        Evaluation and exports always have the proved weights.
+        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies; in a
+        training step as in :class:`LiResConv2d`.
 
     Cost:
-        One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
-        channel number, whatever the image. A training step without proof takes a search and one singular vector.
+        As :class:`LiResConv2d`.
 
     Raises:
-        OptionError: an even kernel, an activation whose slope leaves [0, 1].
+        OptionError: as :class:`SllConv2d`.
 
     >>> CplConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
@@ -316,7 +294,7 @@ def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
     proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.training_multiplier()))
     if used <= proved:
         return 1.0
-    return (2 * used / proved - 1) * (1 + 1e-15) if proved > 0 else math.inf
+    return (2 * used / proved - 1) * (1 + 1e-15) if proved > 0 else math.inf  # |1 - used ||F||^2|
 
 
 export_rule(SllLinear, CplLinear)(export_residual_linear)

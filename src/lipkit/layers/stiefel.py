@@ -41,9 +41,7 @@ class StiefelLinear(ConstrainedLinear, OnManifold):
     A forward pass is that of ``nn.Linear``: W is not computed from other parameters, so no gradient passes through a
     construction. The optimiser does the work: see `lipkit.training.SpectralDescent`.
 
-    Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+    Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
 
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
