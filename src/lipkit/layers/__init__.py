@@ -1,22 +1,20 @@
-"""Constrained layers, one family in one file; :mod:`lipkit.layers.families` is their table."""
+"""Constrained layers, one construction in one file; :mod:`lipkit.layers.families` is their table."""
 
 from lipkit.layers import base as base
 from lipkit.layers import export as export
 from lipkit.layers.aol import AolConv2d, AolLinear
 from lipkit.layers.attention import MemoryAttention, TokenAttention
 from lipkit.layers.bcop import BcopConv2d
-from lipkit.layers.bro import BroConv2d, BroLinear
+from lipkit.layers.bro import BroConv2d, BroLinear, LiResConv2d
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
-from lipkit.layers.cholesky import CholeskyConv2d, CholeskyLinear
 from lipkit.layers.dense import BjorckLinear, NormalizedLinear, OrthogonalLinear
 from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
-from lipkit.layers.liresnet import LiResConv2d
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.native import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d
 from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.recurrent import LinearSystem, R2dn, Ren
-from lipkit.layers.rko import RkoConv2d
+from lipkit.layers.rko import CholeskyConv2d, CholeskyLinear, RkoConv2d
 from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d

@@ -23,8 +23,8 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 class OssnConv2d(ConstrainedConv2d):
     r"""One-sided spectral normalisation: :math:`K = V / \hat\sigma_{H \times W}(V)`.
 
-    :math:`\hat\sigma` is a *lower* estimate on the image size at hand (``bounds.power.krylov_lower_estimate``), so the norm
-    of the layer is 1 or slightly above. It has a fixed start and no state. The papers' power method takes more steps.
+    :math:`\hat\sigma` is a *lower* estimate on the image size at hand (``bounds.power.krylov_lower_estimate``), so the
+    layer's norm is 1 or slightly above. It has a fixed start and no state. The papers' power method takes more steps.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.

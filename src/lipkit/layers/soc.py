@@ -33,8 +33,8 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     .. math:: \sqrt{k_h k_w}\; \min\big( \|K\|_{c \times c k_h k_w},\; \|K\|_{c k_h \times c k_w} \big)
 
     The matrix symbol is :math:`F(w) = K (I \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and
-    :math:`(I \otimes a_1)^\top K (I \otimes a_2)` with :math:`\|a_1\| \|a_2\| = \sqrt{k_h k_w}` for the second. (The other two
-    of the "Fantastic Four" have the same norms for skew kernels.) The value depends on the device, see :func:`_norm`.
+    :math:`(I \otimes a_1)^\top K (I \otimes a_2)` with :math:`\|a_1\| \|a_2\| = \sqrt{k_h k_w}` for the second. (For
+    skew kernels, the other two of the four have the same norms.) The value depends on the device, see :func:`_norm`.
 
     References:
         Singla & Feizi, "Fantastic Four", ICLR 2021, theorem 1.
