@@ -105,8 +105,8 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     """Decorate ``forward`` with the contract of every family in bfloat16 and float16, and for no samples at all.
 
-    Weight and products are made in float32, and the output has the dtype of the input. Parameters of half precision
-    stay as they are. Under autocast, products have its dtype. An empty batch gives an empty one.
+    Weight and products are made in float32, under autocast products in its dtype, and the output has the dtype of the
+    input. An empty batch gives an empty one.
     """
 
     @functools.wraps(forward)
@@ -171,24 +171,18 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
     return nn.Parameter(nn.init.uniform_(values, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)))
 
 
-NORM_TOLERANCE = 0.02
-"""Relative tolerance of norms that layers prove in every step: 1 % would cost 1.5 times as much as 2 %."""
-
-WIDE = 64
-"""From this width on, a proof in every step would dominate training."""
+NORM_TOLERANCE = 0.02  # relative, of norms that layers prove in every step: 1 % would cost 1.5 times as much
+WIDE = 64  # from this width on, a proof in every step would dominate training
 
 
 def always_proved(kernel: Tensor) -> bool:
     """True if training proves the norm of a kernel, too: the proof is cheap, or a search is likely to miss."""
-    # Symbols of many taps have narrow peaks.
-    return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3
+    return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3  # symbols of many taps have narrow peaks
 
 
 def training_norm(kernel: Tensor) -> Tensor:
     """The norm of a kernel in training: proved, or the number that the proof would try first."""
-    if always_proved(kernel):
-        return proved_norm(kernel)
-    return symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
+    return proved_norm(kernel) if always_proved(kernel) else symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
 
 
 def proved_norm(kernel: Tensor) -> Tensor:
@@ -207,7 +201,7 @@ class Biased(nn.Module):
     bias: nn.Parameter | None
 
     def bias_as(self, weight: Tensor) -> Tensor | None:
-        """The bias in the dtype of a weight: adding the bias inside the product is cheaper."""
+        """The bias in the dtype of a weight, to be added inside its product, which is cheaper."""
         return None if self.bias is None else self.bias.to(weight.dtype)
 
 
@@ -260,8 +254,8 @@ class ConstrainedLinear(DenseLayer):
     A subclass makes its parameters in :meth:`make_parameters` and returns Q from :meth:`weight`.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, out_features, bias, device: as ``nn.Linear``.
+        dtype: of the parameters, float32 or float64.
         options: keyword options of the subclass, handed to :meth:`make_parameters`.
 
     Raises:
@@ -290,10 +284,8 @@ class ConstrainedConv2d(Constrained):
             on s^2 in_channels (``inner_channels``).
         padding: 'same', or the integer that preserves the size.
         dilation, groups: 1.
-        bias: whether a bias is added.
         padding_mode: 'circular', or another of ``padding_modes`` (odd kernels).
-        device, dtype: of the parameters (float32 or float64).
-        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+        bias, device, dtype, options: as :class:`ConstrainedLinear`.
 
     Shapes:
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
@@ -325,6 +317,7 @@ class ConstrainedConv2d(Constrained):
         check_dtype(dtype)
         self.check_padding(kernel, padding, padding_mode)
         self.in_channels, self.out_channels = in_channels, out_channels
+        # Downsampling moves each s x s patch into the channels.
         self.kernel_size, self.stride, self.inner_channels = kernel, step, in_channels * step**2
         self.shape = (out_channels, self.inner_channels, *kernel)
         self.make_parameters(device, dtype, **options)
@@ -332,7 +325,7 @@ class ConstrainedConv2d(Constrained):
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
-        odd = all(k % 2 for k in kernel)
+        odd = all(k % 2 for k in kernel)  # an even kernel needs a pixel more on one side
         modes = self.padding_modes if odd else ("circular",)
         if padding_mode not in modes:
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
@@ -382,7 +375,7 @@ class ConstrainedConv2d(Constrained):
 
     def add_bias(self, y: Tensor) -> Tensor:
         """``y`` plus the bias of each channel, if there is one."""
-        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
+        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]  # (C, 1, 1): along the channels
 
 
 class SymbolConv2d(ConstrainedConv2d):
@@ -394,7 +387,7 @@ class SymbolConv2d(ConstrainedConv2d):
 
     def matrix(self) -> Tensor:
         """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same at every frequency."""
-        return self.symbol(1, 1).real[0]
+        return self.symbol(1, 1).real[0]  # frequency 0, of an image of one pixel
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -422,12 +415,9 @@ class KernelConv2d(ConstrainedConv2d):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if self.pointwise:
-            self.check_input(x)
-            with autocast_off(x):
-                kernel = self.kernel()
-            return self.on_patches(x, kernel.flatten(1))
-        x = self.resample(x)
+        self.check_input(x)
         with autocast_off(x):
-            kernel = self.kernel_in_use()
-        return self.convolve(x, kernel, self.bias_as(kernel))
+            kernel = self.kernel() if self.pointwise else self.kernel_in_use()
+        if self.pointwise:
+            return self.on_patches(x, kernel.flatten(1))
+        return self.convolve(downsample(x, self.stride), kernel, self.bias_as(kernel))

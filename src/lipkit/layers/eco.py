@@ -33,9 +33,8 @@ class EcoConv2d(ConstrainedConv2d):
     .. math:: P_0[p, q] = \exp(A_l), \quad A_l = \frac{W_l - W_l^*}{\beta(W_l - W_l^*)}, \quad l = I[p, q], \qquad
               y = \mathrm{DFT}^{-1}(P_0) *_{(H/k_h,\, W/k_w)} x + b
 
-    with :math:`\beta \ge \|\cdot\|_2` a proved bound (``linalg.exponential.skew_bound``) where the paper has a power
-    iteration, and exp the Taylor polynomial of degree T. The image size comes from the input; the parameters do
-    not depend on it.
+    with a proved bound :math:`\beta \ge \|\cdot\|_2` (``linalg.exponential.skew_bound``) where the paper has a power
+    iteration, and exp the Taylor polynomial of degree T. The parameters do not depend on the image size.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -50,7 +49,7 @@ class EcoConv2d(ConstrainedConv2d):
         squarings: products that bound the norm, 3 to 6 (default 4), only with 'taylor': the largest angle of a new
             layer of 512 channels is 0.78, 0.89, 0.95 and 0.98 rad, where the paper's power iteration allows 1.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
-            paper. False: rows and columns beyond the layer's are zeros instead of parameters, which saves products.
+            paper. False: rows and columns beyond the layer's are zeros, which saves products.
         evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
             kernel W0: the same function up to rounding.
 
@@ -64,8 +63,7 @@ class EcoConv2d(ConstrainedConv2d):
     Guarantee:
         1-Lipschitz, all singular values 1 up to rounding, for 'exponential' and 'cayley'. For 'taylor' all of them lie
         in ``taylor_range(1, T)``: at most 1.00091 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz`` returns that bound
-        for the present mode. A function that is not in the table is not trusted: ``lipschitz`` computes the norm of
-        the matrices it makes. The export uses ``eval_terms``.
+        for the present mode, exports use ``eval_terms``. For a function outside the table it computes the norm.
 
     Cost:
         L matrices of size c per forward pass (without ``square`` of the smaller side, if that is below 0.4 c), and per
@@ -215,9 +213,8 @@ def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
 def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact; pointwise, one product per patch.
 
-    ``nn.Conv2d`` cannot hold the layer in general. It splits its circular 'same' padding of ``d (k - 1)`` in equal
-    halves, which shifts an even kernel by half a dilation. And the bound of a dilated kernel over all image sizes
-    exceeds 1. For odd kernels ``layer.kernel()`` fits ``nn.Conv2d(..., dilation=(H / kh, W / kw), padding='same')``.
+    ``nn.Conv2d`` halves its circular 'same' padding of ``d (k - 1)``, which shifts an even kernel by half a dilation,
+    and the bound of a dilated kernel over all image sizes exceeds 1.
     """
     height, width = resampled_size(layer, input_shape)
     if layer.pointwise:

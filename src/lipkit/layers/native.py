@@ -93,8 +93,7 @@ class Aoc(Construction):
     def forward(self) -> Tensor:
         h = self.made(self.free)
         # One channel has the projectors 0 and 1 alone, so the factors are shifts.
-        v = h.new_zeros(0) if self.projectors is None else self.made(self.projectors)
-        v = v.reshape(self.stacks)
+        v = (h.new_zeros(0) if self.projectors is None else self.made(self.projectors)).reshape(self.stacks)
         last = [None] * len(h) if self.last is None else self.made(self.last)
         each = [aoc_kernel(*parts, self.kernel_size, self.stride) for parts in zip(h, v, last, strict=True)]
         return torch.stack(each)
@@ -123,22 +122,29 @@ class Aol(Construction):
 
     def forward(self) -> Tensor:
         free = at_least_float32(self.free)
-        # A scale for each input and tap, the same for all outputs.
-        return free * where_positive(torch.rsqrt, aol_scales(free, self.classes))[:, None]
+        scales = where_positive(torch.rsqrt, aol_scales(free, self.classes))
+        return free * scales[:, None]  # one for each input and tap, the same for all outputs
 
 
 CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol}
 """Constructions of kernels of any stride, by name."""
 
 
+GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+"""Arguments of torch's convolutions, which a layer keeps as torch's own does."""
+
+
 class _Native(Biased):
     """A convolution with a constrained weight and torch's arguments, which torch's own layer checks."""
 
     plain: type[Any]
+    in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
     dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
     output_padding: tuple[int, ...]
 
     def __init__(
@@ -171,7 +177,7 @@ class _Native(Biased):
             like = self.plain(
                 in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
             )
-            # Torch accepts some bad arguments and fails at the first input.
+            # Sizes below 1 are checked below: torch accepts them and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -181,10 +187,10 @@ class _Native(Biased):
         check_positive(**least)
         if not isinstance(like.padding, str) and min(like.padding) < 0:
             raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation
-        self.padding, self.padding_mode, self.output_padding = like.padding, like.padding_mode, like.output_padding
+        for name in (*GEOMETRY, "output_padding"):
+            setattr(self, name, getattr(like, name))
         self.constraint = constraint
+        # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
         self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
@@ -204,7 +210,7 @@ class _Native(Biased):
 
     @staticmethod
     def _pair(sizes: tuple[int, ...]) -> Size:
-        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
 
     @property
     def axes(self) -> int:
@@ -215,7 +221,7 @@ class _Native(Biased):
         """Pixels padded before and after, for each axis."""
         reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         if self.padding == "same":
-            return [(r // 2, r - r // 2) for r in reach]
+            return [(r // 2, r - r // 2) for r in reach]  # as torch: the larger half behind
         return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
 
     def least_sides(self) -> tuple[int, ...]:
@@ -230,7 +236,7 @@ class _Native(Biased):
     def weight(self) -> Tensor:
         """The constrained weight, in the shape of torch's layer and in float32 or better."""
         kernels = self.construction().flatten(0, 1)
-        return kernels if self.axes == 2 else kernels[:, :, 0]
+        return kernels if self.axes == 2 else kernels[:, :, 0]  # without the axis of one row
 
     def check_input(self, shape: Shape) -> None:
         """Raise ``ShapeError`` unless the layer accepts a sample of this shape."""
@@ -239,17 +245,11 @@ class _Native(Biased):
                 f"{type(self).__name__}: expected input of shape (B, {self.in_channels}{', length' * (self.axes == 1)}"
                 f"{', height, width' * (self.axes == 2)}), got samples of shape {tuple(shape)}"
             )
-        if self.padding_mode == "circular" and any(n % s for n, s in zip(shape[1:], self.stride, strict=True)):
-            raise ShapeError(
-                f"{type(self).__name__}: expected sides that the stride {self.stride} divides, since padding is "
-                f"circular, got {tuple(shape[1:])}"
-            )
-        least = self.least_sides()
-        if any(n < m for n, m in zip(shape[1:], least, strict=True)):
-            raise ShapeError(
-                f"{type(self).__name__}: expected sides of at least {least} for this kernel and padding, got "
-                f"{tuple(shape[1:])}"
-            )
+        least, sides, kind = self.least_sides(), tuple(shape[1:]), type(self).__name__
+        if self.padding_mode == "circular" and any(n % s for n, s in zip(sides, self.stride, strict=True)):
+            raise ShapeError(f"{kind}: expected sides that the stride {self.stride} divides (circular), got {sides}")
+        if any(n < m for n, m in zip(sides, least, strict=True)):
+            raise ShapeError(f"{kind}: expected sides of at least {least} for this kernel and padding, got {sides}")
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -285,9 +285,7 @@ class NativeConv2d(_Native):
     r"""``nn.Conv2d`` with a constrained kernel: its own stride, padding, dilation and groups.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as ``nn.Conv2d``,
-            with its defaults (no padding).
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, ..., dtype: as ``nn.Conv2d``, with its defaults (no padding); float32 or float64.
         constraint: 'aoc' (orthogonal), 'rko' (a matrix on patches) or 'aol' (rescaled taps).
         orthogonalize: of 'aoc' and 'rko', a name of ``linalg.ORTHOGONALIZE``.
 
@@ -413,12 +411,9 @@ def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
     layer.check_input(input_shape)
     output_shape(layer, input_shape)
     (weight,) = exactly(layer, lambda made: [made.weight()])
-    options: dict[str, Any] = {"dilation": layer.dilation, "padding_mode": layer.padding_mode}
-    if isinstance(layer, _Transposed):
-        options["output_padding"] = layer.output_padding
-    geometry = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
-    options |= {"groups": layer.groups, "bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
-    plain = layer.plain(*geometry, **options)
+    names = [*GEOMETRY, *["output_padding"] * isinstance(layer, _Transposed)]
+    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
+    plain = layer.plain(**options, bias=layer.bias is not None, device=weight.device, dtype=weight.dtype)
     return filled(plain, weight, layer.bias)
 
 

@@ -1,7 +1,6 @@
 r"""Layers made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I` [LBDN].
 
-A sandwich layer is a linear map, an activation with slope in [0, 1] and another linear map, together 1-Lipschitz. A
-convolution takes its pair of blocks at each frequency.
+A sandwich layer is a linear map, an activation with slope in [0, 1] and another linear map, together 1-Lipschitz.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     .. math:: Z = (I - A^\top)(I + A^\top)^{-1},\quad Y = -\tfrac12 B^\top (I + Z),\quad
               X = \tfrac12\, \mathrm{strictly\ lower}(Z - Z^\top)
 
-    Args:
-        a: ``(q, q)`` without the eigenvalue -1; a symmetric positive semidefinite one is safest.
-        b: ``(q, p)``.
+    A (q, q) must not have the eigenvalue -1; a symmetric positive semidefinite one is safest. B is (q, p).
 
     >>> a, b = torch.tensor([[0.6]]), torch.tensor([[0.8, 0.0]])
     >>> x, y = free_pair(a, b)
@@ -75,7 +72,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     # I + Z = 2 (I + A^T)^-1, so one inverse gives Z and Y. X - X^T is the skew part of Z = X - X^T + Y^T Y.
     half = torch.linalg.inv(eye + a.mT)
     z = 2 * half - eye
-    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half
+    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half  # X is free up to its symmetric part
 
 
 def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
@@ -204,7 +201,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         in_features, out_features, bias: as ``nn.Linear``; the hidden width is ``out_features``.
         device, dtype: of the parameters (float32 or float64).
         activation: name or module of a scalar activation with slope in [0, 1] (:func:`slope_activation`), or None for
-            the linear form. Put no other activation after the layer than one that is 1-Lipschitz.
+            the linear form.
 
     Parameters ``x_free`` X' (out_features, out_features), ``y_free`` Y' (in_features, out_features), ``x_scale`` g,
     ``y_scale`` h (0-d), ``log_psi`` d (out_features; not in the linear form) and ``bias``.
@@ -214,12 +211,12 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
 
     Cost:
-        One inverse of size out_features per forward pass. A batch of at most in_features vectors is multiplied by Y and
-        by that inverse; a large layer with a smaller batch takes LU factors and solves (``lipkit.conv.cayley_conv``).
+        One inverse of size out_features per forward pass; LU factors and solves for a large layer with a small batch
+        (``lipkit.conv.cayley_conv``).
 
     Raises:
-        OptionError: sizes below 1, another dtype, an activation that does not qualify (MaxMin inside a sandwich
-            layer reaches norm 2 and more).
+        OptionError: an activation that does not qualify (MaxMin would reach norm 2 and more), and what the base class
+            refuses.
 
     >>> layer = SandwichLinear(3, 5, activation="tanh")
     >>> x = torch.randn(2, 3)
@@ -245,8 +242,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         """The two matrices around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^\\top \\Psi`."""
         at, b = self.factors()
         psi = self.psi()
-        # Psi^-1 from the left scales rows, Psi from the right columns.
-        return SQRT2 * b / psi[:, None], SQRT2 * at * psi
+        return SQRT2 * b / psi[:, None], SQRT2 * at * psi  # Psi^-1 from the left scales rows, Psi columns
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -261,6 +257,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
                 # A small batch is multiplied by Y and by the inverse in turn: B is not formed.
                 (own, y), psi = self.free_pair(), self.psi()
                 eye = eye_like(own)
+                # A^T = 2 (I + Z)^-1 - I and B^T = -2 Y (I + Z)^-1 with Z = X - X^T + Y^T Y.
                 inverse = torch.linalg.inv(add_gram((own - own.mT + eye)[None], y[None], wide=False)[0])
                 second = (SQRT2 * psi) * (2 * inverse - eye)
                 x, first = x.to(y.dtype) @ y, ((-2 * SQRT2 / psi) * inverse).mT
@@ -271,10 +268,9 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
-        # The layer stores the tall [X; Y]; the solve form takes the wide transpose.
-        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())
+        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # wide, where the layer is tall
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
-        # The activation expects the features in the last dimension.
+        # An activation expects the features in the last dimension.
         y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
         return y.reshape(*batch, q)
 
@@ -304,9 +300,9 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
             raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
         q, p = weight.shape
         u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
-        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):
+        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
             raise OptionError(f"weight: expected a spectral norm of at most 1, got {float(s[0])}")
-        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))
+        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))  # all q of A
         sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
         least = min(p, q)
         layer = cls(p, q, bias is not None, weight.device, weight.dtype, activation=None)
@@ -324,7 +320,7 @@ class SandwichConv2d(Sandwich, SymbolConv2d):
               \hat y = \sqrt2\, \hat A^* \Psi\, \widehat{\sigma(v + b)}, \qquad
               [\hat A\ \hat B] = \mathrm{cayley}([\hat X^*; \hat Y^*])^*,\quad \hat A \hat A^* + \hat B \hat B^* = I
 
-    Without activation it is the linear form :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
+    Without activation, :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -334,18 +330,15 @@ class SandwichConv2d(Sandwich, SymbolConv2d):
     their norms ``x_scale`` and ``y_scale`` (0-d), ``log_psi`` (out_channels; not in the linear form) and ``bias``.
 
     Guarantee:
-        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` of two Fourier convolutions (of two
-        ``nn.Conv2d`` for a 1 x 1 kernel), whose bound is proved from its numbers with the multiplier :math:`\Psi^2`;
-        the linear form as one of them.
+        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock`, proved as that of :class:`SandwichLinear`, of
+        two Fourier convolutions (of two ``nn.Conv2d`` for a 1 x 1 kernel); the linear form as one of them.
 
     Cost:
-        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by the solves of two Cayley
-        convolutions in solve form (``lipkit.conv.cayley_conv``). A 1 x 1 kernel has one pair of matrices for all
-        frequencies: one inverse, and two products for each s x s patch.
+        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by two solves
+        (``lipkit.conv.cayley_conv``); for a 1 x 1 kernel one inverse, and two products for each s x s patch.
 
     Raises:
-        OptionError: an argument that is not supported, an activation that does not qualify. ShapeError: an input that
-            does not fit.
+        OptionError: an activation that does not qualify, and what the base class refuses.
 
     >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])

@@ -74,9 +74,8 @@ class SlopeResidualLinear(SlopeResidualLayer, DenseLayer):
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
-            raise ShapeError(
-                f"{type(self).__name__}: expected input of shape (..., {self.in_features}), got {tuple(x.shape)}"
-            )
+            kind, got = type(self).__name__, tuple(x.shape)
+            raise ShapeError(f"{kind}: expected input of shape (..., {self.in_features}), got {got}")
         with autocast_off(x):
             free, multiplier = at_least_float32(self.free), self.multiplier()
             x = F.pad(x.to(free.dtype), [0, self.inner - self.in_features])

@@ -20,12 +20,10 @@ class AfterStep(ABC):
     """A layer whose weights need work after an optimiser step, such as a projection.
 
     Most layers need none: they make their constrained weights at each forward pass. One that does inherits from this
-    class beside ``nn.Module``; `after_step` then finds it in any model, and ``fit``, ``lipkit train`` and the
-    critics of `lipkit.wasserstein` call that function.
+    class beside ``nn.Module``; `after_step` then finds it in any model.
 
     Attributes:
-        interval: steps between two calls in a training loop that counts its steps; above 1 if the work costs much more
-            than a step.
+        interval: steps between two calls, above 1 if the work costs much more than a step.
     """
 
     interval: ClassVar[int] = 1
@@ -52,20 +50,19 @@ def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
 def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
     """Run the declared work of all layers of ``model`` in place. Every training loop has to call it after its steps.
 
-    ``lipkit.fit`` calls it. In a loop of your own::
+    ``lipkit.fit``, ``lipkit train`` and the critics of `lipkit.wasserstein` do. In a loop of your own::
 
         optimizer.step()
         lipkit.layers.after_step(model, (3, 32, 32), step)   # in the loop, the steps counted from 1
         ...
         lipkit.layers.after_step(model, (3, 32, 32))         # once more at the end
 
-    or let `register_after_step` do it. A loop that forgets it trains without a complaint; ``lipschitz`` and ``export``
-    then give the bound of the weights as they are, which can be far above 1.
+    or let `register_after_step` do it. Without it, ``lipschitz`` and ``export`` give the bound of the weights as they
+    are, which can be far above 1.
 
     Args:
-        model: any module, not wrapped for several processes. Layers that declare no work (`AfterStep`) stay untouched.
-        input_shape: of one input of the model, without the batch. A copy of the model in evaluation mode runs one zero
-            input, to find the shape that each layer sees.
+        model: any module, not wrapped for several processes.
+        input_shape: of one input of the model, without the batch: a copy runs one to find the shape each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     Returns:
@@ -91,12 +88,8 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
 def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, input_shape: Shape) -> RemovableHandle:
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
-    The bound then holds wherever the loop ends. It costs the work of every layer at every step, whatever its
-    ``interval``; if that is too much, call `after_step` with the number of the step.
-
-    Args:
-        optimizer: of the parameters of ``model``.
-        model, input_shape: see `after_step`.
+    The bound then holds wherever the loop ends, at the cost of the work of every layer at every step, whatever its
+    ``interval``.
 
     Returns:
         A handle; its ``remove()`` ends it.
@@ -124,12 +117,12 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
     >>> seen_shapes(nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, 1, 3)), ["1"], (1, 8, 6))
     [('1', (1, 4, 3))]
     """
-    twin = copy.deepcopy(model).eval()
+    twin = copy.deepcopy(model).eval()  # statistics and hooks of the model stay as they are
     seen: list[tuple[str, Shape]] = []
 
     def watch(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            entry = (name, tuple(next(iter((*args, *named.values()))).shape[1:]))
+            entry = (name, tuple(next(iter((*args, *named.values()))).shape[1:]))  # the first argument, however given
             if entry not in seen:
                 seen.append(entry)
 

@@ -59,19 +59,14 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
     r"""A kernel near ``kernel`` whose convolution on a circular ``h x w`` image is nearly orthogonal.
 
     Alternating projections: at every frequency f, replace :math:`\hat K(f)` by its polar factor, whose singular values
-    are all 1, or only clip those above 1 to 1; then drop all taps outside kh x kw. A kernel in both sets is a fixed
-    point.
+    are all 1, or only clip those above 1 to 1; then drop all taps outside kh x kw. It stops early at a fixed point.
 
     Args:
-        kernel: ``(cout, cin, kh, kw)``. Taps beyond the image wrap around; what has to change is then shared equally
-            among the taps that coincide.
+        kernel: ``(cout, cin, kh, kw)``; of taps that coincide on the image, each takes an equal share of the change.
         h, w: size of the image (after downsampling).
-        rounds: number of alternations, at least 1; it stops early when nothing changes any more.
+        rounds: number of alternations, at least 1.
         orthogonal: polar factors, as [Cayley] describes its baseline; False clips, as Sedghi et al. do: both sets are
             then convex, and singular values below 1 stay as they are.
-
-    Returns:
-        Kernel of the same shape and dtype, without a gradient.
 
     Guarantee:
         None: the last step restricts the taps, which can raise the norm; ``lipschitz`` computes it. Polar factors, 50
@@ -81,9 +76,6 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
 
     Cost:
         Per round one eigenvalue problem of size min(cout, cin) at each of h (w // 2 + 1) frequencies.
-
-    Raises:
-        ShapeError: not a kernel, or an empty image. OptionError: ``rounds`` below 1.
 
     >>> k = project(torch.full((1, 1, 3, 3), 1.0), 6, 6, orthogonal=False)
     >>> k.shape, bool(k.sum() < 1.02)
@@ -123,14 +115,12 @@ class SvcmConv2d(KernelConv2d, AfterStep):
         orthogonal: project to singular values 1; False: only clip those above 1. See :func:`project`.
 
     Parameters ``free`` (out_channels, s^2 in_channels, kh, kw), with all singular values 1 at the start, and
-    ``bias``. Nothing happens to the kernel between projections, so **a training loop has to project**: ``lipkit.fit``
-    does, every 100 steps and at the end of each epoch; a loop of your own calls `lipkit.layers.after_step`, or
-    `lipkit.layers.register_after_step` once. Only ``lipschitz`` and ``export`` reveal a loop that forgets:
-    their bound is that of the kernel as it is.
+    ``bias``. **A training loop has to project**: ``lipkit.fit`` does, every 100 steps and at the end of each epoch; a
+    loop of your own calls `lipkit.layers.after_step`, or `lipkit.layers.register_after_step` once.
 
     Guarantee:
         No claimed constant: ``lipschitz`` computes one from the numbers, for the input shape if it is given, else
-        for every image size.
+        for every image size. It reveals a loop that forgets to project.
 
     >>> from lipkit.lowering import lipschitz
     >>> layer = SvcmConv2d(2, 2, 3, orthogonal=False)
@@ -155,11 +145,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
 
     @torch.no_grad()
     def project_(self, input_size: tuple[int, int], rounds: int = 50) -> None:
-        """Replace the kernel by its projection, in place.
-
-        Args:
-            input_size: (H, W) of this layer's input, before downsampling.
-            rounds: see :func:`project`.
+        """Replace the kernel, in place, by :func:`project` for inputs of size (H, W) before downsampling.
 
         Raises:
             ShapeError: the layer does not accept that size. OptionError: ``rounds`` below 1.
@@ -175,7 +161,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
 @lipschitz_rule(SvcmConv2d)
 def _svcm(layer: SvcmConv2d, input_shape: Shape | None) -> Tensor:
     if input_shape is None:
-        return symbol_sup(layer.kernel())
+        return symbol_sup(layer.kernel())  # of all image sizes
     return circular(layer.kernel(), *resampled_size(layer, input_shape))
 
 
