@@ -11,12 +11,11 @@ from lipkit.layers.cayley import CAYLEY
 from lipkit.layers.eco import ECO
 from lipkit.layers.lot import LOT
 from lipkit.layers.native import AOC
-from lipkit.layers.ossn import OSSN
 from lipkit.layers.rko import CHOLESKY, CRKO, RKO
 from lipkit.layers.sandwich import SANDWICH
 from lipkit.layers.sll import CPL, SLL
 from lipkit.layers.soc import SOC
-from lipkit.layers.svcm import SVCM
+from lipkit.layers.svcm import OSSN, SVCM
 
 FAMILIES: dict[str, Family] = {
     row.name: row
