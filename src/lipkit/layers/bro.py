@@ -13,19 +13,8 @@ from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError
-from lipkit.layers import definitions
-from lipkit.layers.base import (
-    Constrained,
-    ConstrainedLinear,
-    Family,
-    KernelConv2d,
-    SymbolConv2d,
-    always_proved,
-    check_positive,
-    half_through_float32,
-    proved_norm,
-    training_norm,
-)
+from lipkit.layers import base, definitions
+from lipkit.layers.base import Family
 from lipkit.layers.export import export_kernel_conv, register_one_lipschitz
 from lipkit.layers.rko import CholeskyLinear
 from lipkit.linalg import at_least_float32, block_reflector
@@ -55,7 +44,7 @@ def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tupl
     return nn.Parameter(noise), nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
 
-class Reflector(Constrained):
+class Reflector(base.Constrained):
     """What both layers share: the parameters of V, a kernel of one tap in the dense layer."""
 
     shown = ("rank",)
@@ -63,7 +52,7 @@ class Reflector(Constrained):
     def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
         n = max(self.shape[:2])
         self.rank, self.depth = max(1, n // 2) if rank is None else rank, depth
-        check_positive(depth=depth, rank=self.rank)
+        base.check_positive(depth=depth, rank=self.rank)
         if self.rank > max(1, n - 1):  # n columns would make -I, whatever V is
             raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
         taps = self.shape[2:] or (1, 1)  # none in the dense layer
@@ -74,7 +63,7 @@ class Reflector(Constrained):
         return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
-class BroLinear(Reflector, ConstrainedLinear):
+class BroLinear(Reflector, base.ConstrainedLinear):
     r"""Dense layer by one block reflector: ``y = W x + b``, :math:`W = I - 2V(V^\top V)^{-1}V^\top`, cut to size.
 
     Args:
@@ -103,7 +92,7 @@ class BroLinear(Reflector, ConstrainedLinear):
         return block_reflector(self.directions().flatten(1), *self.shape)
 
 
-class BroConv2d(Reflector, SymbolConv2d):
+class BroConv2d(Reflector, base.SymbolConv2d):
     r"""Orthogonal circular convolution: a block reflector of low rank at each frequency, cut to size.
 
     .. math:: \hat y(f) = \big[I - 2\hat V (\hat V^*\hat V)^{-1}\hat V^*\big]_{:c_{out},\,:s^2 c_{in}}\, \hat x(f) + b
@@ -144,7 +133,7 @@ class BroConv2d(Reflector, SymbolConv2d):
         pair = block_reflector(as_complex(raw.pair), outputs, inputs)
         return Symbol(block_reflector(raw.real, outputs, inputs), as_pair(pair))
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         n, v = max(self.inner_channels, self.out_channels), self.directions()
@@ -163,7 +152,7 @@ class BroConv2d(Reflector, SymbolConv2d):
 register_one_lipschitz(BroLinear, BroConv2d)
 
 
-class LiResConv2d(KernelConv2d):
+class LiResConv2d(base.KernelConv2d):
     r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the kernel above it.
 
     E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`: a residual connection around a linear
@@ -204,16 +193,16 @@ class LiResConv2d(KernelConv2d):
     shown = ("padding_mode",)
 
     def make_parameters(self, device: Any, dtype: Any, *, depth: int = 1) -> None:
-        check_positive(depth=depth)
+        base.check_positive(depth=depth)
         self.depth = depth
         self.free, self.scale = residual_parameters(self.shape, device, dtype)
 
     def kernel(self) -> Tensor:
         """The kernel of norm at most 1; zero stays zero."""
-        return self._over(proved_norm)
+        return self._over(base.proved_norm)
 
     def kernel_in_use(self) -> Tensor:
-        return self._over(training_norm if self.training else proved_norm)
+        return self._over(base.training_norm if self.training else base.proved_norm)
 
     def _over(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
         kernel = self.undivided()
@@ -228,10 +217,10 @@ class LiResConv2d(KernelConv2d):
 @lipschitz_rule(LiResConv2d)
 @torch.no_grad()
 def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
-    if always_proved(layer.free) or not layer.training:
+    if base.always_proved(layer.free) or not layer.training:
         return 1.0
     kernel = layer.undivided()
-    proved, used = float(proved_norm(kernel)), float(training_norm(kernel)) or 1.0  # zero stays undivided
+    proved, used = float(base.proved_norm(kernel)), float(base.training_norm(kernel)) or 1.0  # zero stays undivided
     return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # above two roundings of float64
 
 

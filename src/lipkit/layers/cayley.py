@@ -12,17 +12,8 @@ from lipkit.conv import Symbol, cayley_conv2d, cayley_linear, kernel_symbol
 from lipkit.conv.cayley_conv import solves_pay
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.conv.spread import spread_parts, spread_pays
-from lipkit.layers import definitions
+from lipkit.layers import definitions, export
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
-from lipkit.layers.export import (
-    export_symbol_conv,
-    in_float64,
-    placed_like,
-    register_one_lipschitz,
-    resampled_size,
-    stride_modules,
-    symbol_norm,
-)
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
@@ -184,7 +175,7 @@ class CayleyConv2d(SymbolConv2d):
             return cayley_conv2d(kernel, x.to(dtype), self.bias_as(kernel))
 
 
-register_one_lipschitz(CayleyLinear)
+export.register_one_lipschitz(CayleyLinear)
 lipschitz_rule(CayleyConv2d)(1.0)
 
 WORST = 16.0  # largest product of the norms of a spread layer's parts: the rounding of both grows with it
@@ -193,17 +184,17 @@ WORST = 16.0  # largest product of the norms of a spread layer's parts: the roun
 @export_rule(CayleyConv2d)
 def _export_conv(layer: CayleyConv2d, input_shape: Shape) -> nn.Module:
     """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless the norms of its parts exceed ``WORST``."""
-    size, exact = resampled_size(layer, input_shape), in_float64(layer)
+    size, exact = export.resampled_size(layer, input_shape), export.in_float64(layer)
     kernel = rescaled(exact.free, exact.scale)
     if layer.pointwise or not spread_pays(kernel, *size):
-        return export_symbol_conv(layer, input_shape)
+        return export.export_symbol_conv(layer, input_shape)
     small, outputs = spread_parts(kernel, *size)
-    norms = symbol_norm(small), symbol_norm(kernel_symbol(outputs, *size))
+    norms = export.symbol_norm(small), export.symbol_norm(kernel_symbol(outputs, *size))
     if not float(norms[0] * norms[1]) <= WORST:  # also where a norm is NaN
-        return export_symbol_conv(layer, input_shape)
-    first = FourierConv2d.from_symbol(Symbol(*(placed_like(layer, part) for part in small)), *size, None)
-    spread = SpreadConv2d.from_parts(first, placed_like(layer, outputs), layer.bias)
-    return nn.Sequential(*stride_modules(layer), spread)
+        return export.export_symbol_conv(layer, input_shape)
+    first = FourierConv2d.from_symbol(Symbol(*(export.placed_like(layer, part) for part in small)), *size, None)
+    spread = SpreadConv2d.from_parts(first, export.placed_like(layer, outputs), layer.bias)
+    return nn.Sequential(*export.stride_modules(layer), spread)
 
 
 CAYLEY = Family(

@@ -17,18 +17,9 @@ from torch import Tensor, nn
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import definitions
+from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
-from lipkit.layers.base import (
-    Biased,
-    Family,
-    Pair,
-    check_dtype,
-    check_positive,
-    half_through_float32,
-    new_bias,
-    simple_geometry,
-)
+from lipkit.layers.base import Family, Pair
 from lipkit.layers.dense import BjorckLinear, orthogonal_stack
 from lipkit.layers.export import exactly, filled
 from lipkit.linalg import at_least_float32
@@ -134,7 +125,7 @@ GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 """Arguments of torch's convolutions, which a layer keeps as torch's own does."""
 
 
-class _Native(Biased):
+class _Native(base.Biased):
     """A convolution with a constrained weight and torch's arguments, which torch's own layer checks."""
 
     plain: type[Any]
@@ -165,8 +156,8 @@ class _Native(Biased):
         **output_padding: Pair,
     ) -> None:
         super().__init__()
-        check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
-        check_dtype(dtype)
+        base.check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
+        base.check_dtype(dtype)
         if constraint not in CONSTRAINTS:
             raise OptionError(f"constraint: expected one of {', '.join(CONSTRAINTS)}, got {constraint!r}")
         function = resolve(orthogonalize)
@@ -184,7 +175,7 @@ class _Native(Biased):
             raise OptionError(
                 f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
             ) from error
-        check_positive(**least)
+        base.check_positive(**least)
         if not isinstance(like.padding, str) and min(like.padding) < 0:
             raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
         for name in (*GEOMETRY, "output_padding"):
@@ -195,7 +186,7 @@ class _Native(Biased):
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
         self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
-        self.register_parameter("bias", new_bias(out_channels, fan_in, bias, device, dtype))
+        self.register_parameter("bias", base.new_bias(out_channels, fan_in, bias, device, dtype))
         if padding_mode == "circular":
             self._check_circular()
 
@@ -251,7 +242,7 @@ class _Native(Biased):
         if any(n < m for n, m in zip(sides, least, strict=True)):
             raise ShapeError(f"{kind}: expected sides of at least {least} for this kernel and padding, got {sides}")
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(tuple(x.shape[1:]))
         with autocast_off(x):
@@ -443,7 +434,7 @@ def aoc_conv2d(
     References:
         Boissin et al., ICML 2025.
     """
-    (kh, kw), step = simple_geometry(kernel_size, stride, dilation, groups)
+    (kh, kw), step = base.simple_geometry(kernel_size, stride, dilation, groups)
     if padding_mode != "circular":
         raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}: use lipkit.layers.NativeConv2d")
     kernel = (max(kh, step), max(kw, step))

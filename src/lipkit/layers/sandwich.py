@@ -20,29 +20,10 @@ from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
 from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers import definitions
-from lipkit.layers.base import (
-    Constrained,
-    ConstrainedLinear,
-    Family,
-    SymbolConv2d,
-    half_through_float32,
-    slope_activation,
-)
+from lipkit.layers import base, definitions, export
+from lipkit.layers.base import Family
 from lipkit.layers.cayley import free_and_scale, rescaled
 from lipkit.layers.dense import orthogonal_free
-from lipkit.layers.export import (
-    exactly,
-    export_linear,
-    export_symbol_conv,
-    in_float64,
-    linear_module,
-    patch_module,
-    placed_like,
-    register_one_lipschitz,
-    resampled_size,
-    stride_modules,
-)
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off, product_dtype
@@ -86,7 +67,7 @@ def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
         scale.copy_(norm)
 
 
-class CayleyPair(Constrained):
+class CayleyPair(base.Constrained):
     r"""Abstract: free :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`, the blocks of a Cayley transform."""
 
     # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are balanced, and the linear form is near an isometry.
@@ -106,7 +87,7 @@ class CayleyPair(Constrained):
         return rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
 
 
-class CayleyPairLinear(CayleyPair, ConstrainedLinear):
+class CayleyPairLinear(CayleyPair, base.ConstrainedLinear):
     r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
 
     Parameters ``x_free`` X' (q, q), ``y_free`` Y' (p, q) and their norms ``x_scale`` g, ``y_scale`` h.
@@ -149,7 +130,7 @@ class ContractionLinear(CayleyPairLinear):
         return self.factors()[1]
 
 
-register_one_lipschitz(ContractionLinear)
+export.register_one_lipschitz(ContractionLinear)
 
 
 class Sandwich(CayleyPair):
@@ -160,7 +141,7 @@ class Sandwich(CayleyPair):
 
     def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
         super().make_parameters(device, dtype)
-        self.register_module("activation", None if activation is None else slope_activation(activation))
+        self.register_module("activation", None if activation is None else base.slope_activation(activation))
         zeros = torch.zeros(self.shape[0], device=device, dtype=dtype)  # Psi starts as I
         self.register_parameter("log_psi", None if activation is None else nn.Parameter(zeros))
 
@@ -244,7 +225,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         psi = self.psi()
         return SQRT2 * b / psi[:, None], SQRT2 * at * psi  # Psi^-1 from the left scales rows, Psi columns
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
@@ -313,7 +294,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         return layer
 
 
-class SandwichConv2d(Sandwich, SymbolConv2d):
+class SandwichConv2d(Sandwich, base.SymbolConv2d):
     r"""Circular convolution with its activation inside: the sandwich layer at each frequency.
 
     .. math:: \hat v = \sqrt2\, \Psi^{-1} \hat B\, \hat x, \qquad
@@ -374,7 +355,7 @@ class SandwichConv2d(Sandwich, SymbolConv2d):
         first, second = self.halves(1, 1)
         return first.real[0], second.real[0]
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
@@ -417,32 +398,32 @@ def _bound(layer: SandwichLinear | SandwichConv2d, input_shape: Shape | None) ->
 def _block(layer: Sandwich, first: nn.Module, second: nn.Module) -> SandwichBlock:
     """The layer from its two maps, with the multiplier Psi^2 that proves its bound."""
     assert layer.activation is not None
-    multiplier = placed_like(layer, in_float64(layer).psi().square())
+    multiplier = export.placed_like(layer, export.in_float64(layer).psi().square())
     return SandwichBlock(first, plain_activation(layer.activation), second, multiplier)
 
 
 @export_rule(SandwichLinear)
 def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
     if layer.activation is None:
-        return export_linear(layer, input_shape)
+        return export.export_linear(layer, input_shape)
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    one, two = exactly(layer, SandwichLinear.halves)
-    return _block(layer, linear_module(one, layer.bias), linear_module(two, None))
+    one, two = export.exactly(layer, SandwichLinear.halves)
+    return _block(layer, export.linear_module(one, layer.bias), export.linear_module(two, None))
 
 
 @export_rule(SandwichConv2d)
 def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
     if layer.activation is None:
-        return export_symbol_conv(layer, input_shape)
-    size = resampled_size(layer, input_shape)
+        return export.export_symbol_conv(layer, input_shape)
+    size = export.resampled_size(layer, input_shape)
     if layer.pointwise:
-        one, two = exactly(layer, SandwichConv2d.matrices)
-        return _block(layer, patch_module(one, layer.stride, layer.bias), patch_module(two, 1, None))
-    parts = exactly(layer, lambda made: [part for half in made.halves(*size) for part in half], size)
+        one, two = export.exactly(layer, SandwichConv2d.matrices)
+        return _block(layer, export.patch_module(one, layer.stride, layer.bias), export.patch_module(two, 1, None))
+    parts = export.exactly(layer, lambda made: [part for half in made.halves(*size) for part in half], size)
     first = FourierConv2d.from_symbol(Symbol(*parts[:2]), *size, layer.bias)
     second = FourierConv2d.from_symbol(Symbol(*parts[2:]), *size, None)
-    return nn.Sequential(*stride_modules(layer), _block(layer, first, second))
+    return nn.Sequential(*export.stride_modules(layer), _block(layer, first, second))
 
 
 SANDWICH = Family(

@@ -18,20 +18,9 @@ from lipkit.bounds import spectral_norm
 from lipkit.conv import adjoint
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import definitions
+from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
-from lipkit.layers.base import (
-    Constrained,
-    ConstrainedConv2d,
-    DenseLayer,
-    Family,
-    always_proved,
-    check_positive,
-    half_through_float32,
-    proved_norm,
-    slope_activation,
-    training_norm,
-)
+from lipkit.layers.base import Family
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import circular_module, linear_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
@@ -41,16 +30,16 @@ from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.views import Pad
 
 
-class SlopeResidualLayer(Constrained):
+class SlopeResidualLayer(base.Constrained):
     """``x - F^* Lambda act(F x + b)``; missing inputs are zeros, surplus outputs are dropped."""
 
     def make_parameters(
         self, device: Any, dtype: Any, *, hidden: int | None = None, activation: str | nn.Module = "relu"
     ) -> None:
-        self.activation = slope_activation(activation)
+        self.activation = base.slope_activation(activation)
         self.inner = max(self.shape[:2])
         self.hidden = self.inner if hidden is None else hidden
-        check_positive(hidden=self.hidden)
+        base.check_positive(hidden=self.hidden)
         free = torch.empty(self.hidden, self.inner, *self.shape[2:], device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.xavier_normal_(free))  # as in the papers: singular values spread below 1
 
@@ -63,7 +52,7 @@ class SlopeResidualLayer(Constrained):
         return self.multiplier()
 
 
-class SlopeResidualLinear(SlopeResidualLayer, DenseLayer):
+class SlopeResidualLinear(SlopeResidualLayer, base.DenseLayer):
     """A dense layer with F as a matrix."""
 
     shown = ("hidden",)
@@ -71,7 +60,7 @@ class SlopeResidualLinear(SlopeResidualLayer, DenseLayer):
     def bias_sizes(self) -> tuple[int, int]:
         return self.hidden, self.inner
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             kind, got = type(self).__name__, tuple(x.shape)
@@ -85,7 +74,7 @@ class SlopeResidualLinear(SlopeResidualLayer, DenseLayer):
         return y[..., : self.out_features]
 
 
-class SlopeResidualConv2d(SlopeResidualLayer, ConstrainedConv2d):
+class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
     """A convolution F and its adjoint."""
 
     # Zero padding takes a part of the convolution F of the plane and, for odd kernels, the same part of F^*.
@@ -100,7 +89,7 @@ class SlopeResidualConv2d(SlopeResidualLayer, ConstrainedConv2d):
     def bias_sizes(self) -> tuple[int, int]:
         return self.hidden, math.prod(self.shape[1:])
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         x = self.resample(x)
         with autocast_off(x):
@@ -120,7 +109,7 @@ def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn
         raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
     first, second = linear_module(free, layer.bias), linear_module(-(multiplier[:, None] * free).mT, None)
-    block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, base.slope_activation(layer.activation), second, multiplier)
     return _resized(layer.in_features, layer.inner, layer.out_features, block, 0)
 
 
@@ -131,7 +120,7 @@ def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.M
     back = layer.fitted(adjoint(-multiplier[:, None, None, None] * kernel), *size)
     first = circular_module(layer.fitted(kernel, *size), layer.bias, layer.padding_mode)
     second = circular_module(back, None, layer.padding_mode)
-    block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, base.slope_activation(layer.activation), second, multiplier)
     resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block, 2)
     return nn.Sequential(*stride_modules(layer), resized)
 
@@ -274,11 +263,11 @@ class CplConv2d(SlopeResidualConv2d):
 
     def multiplier(self) -> Tensor:
         free = at_least_float32(self.free)
-        return cpl_multiplier(proved_norm(free), self.hidden, free)
+        return cpl_multiplier(base.proved_norm(free), self.hidden, free)
 
     def training_multiplier(self) -> Tensor:
         free = at_least_float32(self.free)
-        return cpl_multiplier(training_norm(free), self.hidden, free)
+        return cpl_multiplier(base.training_norm(free), self.hidden, free)
 
 
 lipschitz_rule(SllLinear, CplLinear, SllConv2d)(1.0)
@@ -287,7 +276,7 @@ lipschitz_rule(SllLinear, CplLinear, SllConv2d)(1.0)
 @lipschitz_rule(CplConv2d)
 @torch.no_grad()
 def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
-    if always_proved(layer.free) or not layer.training:
+    if base.always_proved(layer.free) or not layer.training:
         return 1.0
     # I - m F* D F is Hermitian, between 1 - m ||F||^2 and 1, and the proved multiplier p has p ||F||^2 <= 2.
     proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.training_multiplier()))
