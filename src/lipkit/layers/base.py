@@ -113,7 +113,7 @@ def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[
     def call(layer: Any, x: Tensor) -> Tensor:
         if is_empty(x):
             return with_zeros(lambda given: call(layer, given), x)
-        if x.dtype not in (torch.bfloat16, torch.float16) or autocast_on(x):
+        if x.dtype not in (torch.bfloat16, torch.float16) or autocast_on(x):  # autocast chooses a dtype itself
             return forward(layer, x)
         return forward(layer, x.float()).to(x.dtype)
 
@@ -156,7 +156,7 @@ def slope_activation(activation: str | nn.Module) -> nn.Module:
     if isinstance(activation, str) and activation in BY_NAME:
         return BY_NAME[activation]()
     if isinstance(activation, nn.Module) and slope_restricted(activation):
-        return copy.deepcopy(activation)
+        return copy.deepcopy(activation)  # two layers share no parameters
     raise OptionError(
         f"activation: expected one with slope in [0, 1] ({', '.join(sorted(BY_NAME))}, or such a module), "
         f"got {activation!r}"
@@ -229,19 +229,13 @@ class DenseLayer(Constrained):
     """A layer from ``(..., in_features)`` to ``(..., out_features)``; arguments: see :class:`ConstrainedLinear`."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        **options: Any,
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, **own: Any
     ) -> None:
         super().__init__()
         check_positive(in_features=in_features, out_features=out_features)
         check_dtype(dtype)
         self.in_features, self.out_features, self.shape = in_features, out_features, (out_features, in_features)
-        self.make_parameters(device, dtype, **options)
+        self.make_parameters(device, dtype, **own)
         self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
     def extra_repr(self) -> str:
@@ -256,7 +250,7 @@ class ConstrainedLinear(DenseLayer):
     Args:
         in_features, out_features, bias, device: as ``nn.Linear``.
         dtype: of the parameters, float32 or float64.
-        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+        own: keyword options of the subclass, handed to :meth:`make_parameters`.
 
     Raises:
         OptionError: sizes below 1, another dtype.
@@ -270,7 +264,7 @@ class ConstrainedLinear(DenseLayer):
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             q = self.weight()
-        return F.linear(x, q, self.bias_as(q))
+        return F.linear(x, q, self.bias_as(q))  # under autocast, the product alone is in its dtype
 
 
 class ConstrainedConv2d(Constrained):
@@ -285,7 +279,7 @@ class ConstrainedConv2d(Constrained):
         padding: 'same', or the integer that preserves the size.
         dilation, groups: 1.
         padding_mode: 'circular', or another of ``padding_modes`` (odd kernels).
-        bias, device, dtype, options: as :class:`ConstrainedLinear`.
+        bias, device, dtype, own: as :class:`ConstrainedLinear`.
 
     Shapes:
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
@@ -309,7 +303,7 @@ class ConstrainedConv2d(Constrained):
         padding_mode: str = "circular",
         device: Any = None,
         dtype: Any = None,
-        **options: Any,
+        **own: Any,
     ) -> None:
         super().__init__()
         kernel, step = simple_geometry(kernel_size, stride, dilation, groups)
@@ -320,7 +314,7 @@ class ConstrainedConv2d(Constrained):
         # Downsampling moves each s x s patch into the channels.
         self.kernel_size, self.stride, self.inner_channels = kernel, step, in_channels * step**2
         self.shape = (out_channels, self.inner_channels, *kernel)
-        self.make_parameters(device, dtype, **options)
+        self.make_parameters(device, dtype, **own)
         self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
@@ -331,7 +325,7 @@ class ConstrainedConv2d(Constrained):
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
         self.padding_mode = padding_mode
         sizes = (padding, padding) if isinstance(padding, int) else padding
-        same = tuple((k - 1) // 2 for k in kernel) if odd else None
+        same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
         if padding != "same" and (same is None or tuple(sizes) != same):
             keeps = "'same'" if same is None else f"'same' or {same}"
             raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
@@ -367,10 +361,11 @@ class ConstrainedConv2d(Constrained):
         kernel = self.fitted(kernel, *x.shape[-2:])
         if self.padding_mode == "circular":
             return circular_conv2d(x, kernel, bias)
-        return F.conv2d(x, kernel, bias, padding="same")
+        return F.conv2d(x, kernel, bias, padding="same")  # zeros, and an odd kernel
 
     def on_patches(self, x: Tensor, matrix: Tensor) -> Tensor:
         """``matrix`` (out_channels, s^2 in_channels) on each patch, plus bias: a layer with a 1 x 1 kernel."""
+        # A strided convolution reads the patches in place, without downsampling.
         return F.conv2d(x, patch_kernel(matrix, self.stride), self.bias_as(matrix), stride=self.stride)
 
     def add_bias(self, y: Tensor) -> Tensor:
@@ -417,7 +412,7 @@ class KernelConv2d(ConstrainedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         with autocast_off(x):
-            kernel = self.kernel() if self.pointwise else self.kernel_in_use()
+            kernel = self.kernel() if self.pointwise else self.kernel_in_use()  # one tap is proved cheaply
         if self.pointwise:
             return self.on_patches(x, kernel.flatten(1))
         return self.convolve(downsample(x, self.stride), kernel, self.bias_as(kernel))

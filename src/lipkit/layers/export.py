@@ -54,7 +54,7 @@ def in_float64(layer: Layer) -> Layer:
     Exports make the constrained object from it and round once. So even a transform that is badly conditioned in float32
     (a Cayley transform of huge weights) ends within rounding of its claim.
     """
-    twin = copy.deepcopy(layer)
+    twin = copy.deepcopy(layer)  # .double() acts in place
     return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
 
 
@@ -73,8 +73,7 @@ def symbol_norm(symbol: Symbol) -> Tensor:
     return torch.stack(norms).amax()
 
 
-# Limit of a row's change, relative to the largest row: float32 rounding moves a row by 1e-6, a lost direction by 1.
-APART = 1e-2
+APART = 1e-2  # of a row, relative to the largest: float32 rounding moves it by 1e-6, a lost direction by 1
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
@@ -88,7 +87,7 @@ def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple
     """
     found = [placed_like(layer, exact) for exact in make(in_float64(layer))]
     if all(exact.dtype == torch.float64 for exact in found):
-        return found
+        return found  # nothing was rounded
     for own, exact in zip(make(layer), found, strict=True):
         off = torch.linalg.vector_norm(own.nan_to_num(nan=math.inf) - exact, dim=-1)
         apart = float(off.amax() / torch.linalg.vector_norm(exact, dim=-1).amax()) if exact.numel() else 0.0
@@ -103,12 +102,12 @@ def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple
 
 def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
     """Rank and singular values of a layer's free matrices, in words; at each frequency for a `SymbolConv2d`."""
-    like = next(p for p in layer.parameters() if p.ndim > 1)
+    like = next(p for p in layer.parameters() if p.ndim > 1)  # neither scale nor bias
     free = getattr(in_float64(layer), "directions", lambda: like.detach().cpu().double())()
     matrices = [free.flatten(1)[None]]
     if isinstance(layer, SymbolConv2d):
         real, pair = kernel_symbol(free, *size)
-        matrices = [real, as_complex(pair)]
+        matrices = [real, as_complex(pair)]  # one of each conjugate pair
     values = torch.cat([torch.linalg.svdvals(part).flatten(0, -2) for part in matrices if len(part)])
     rank = int((values > torch.finfo(torch.float32).eps * values.shape[-1] * values.amax()).sum(-1).amin())
     return f"rank {rank} of {values.shape[-1]} and singular values from {values.amin():.3g} to {values.amax():.3g}"
@@ -138,7 +137,7 @@ def filled(plain: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
 
 def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, int]:
     """Image size after downsampling; ``ShapeError`` if the layer does not accept ``input_shape``."""
-    layer.check_input(torch.empty(1, *input_shape, device="meta"))
+    layer.check_input(torch.empty(1, *input_shape, device="meta"))  # a shape without numbers
     return input_shape[1] // layer.stride, input_shape[2] // layer.stride
 
 
@@ -172,6 +171,7 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(exactly(layer, lambda made: [made.kernel().flatten(1)])[0], layer.stride, layer.bias)
+    # Folded to the image: the plain convolution pads by at most one period.
     (kernel,) = exactly(layer, lambda made: [made.fitted(made.kernel(), *size)])
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias, layer.padding_mode))
 
