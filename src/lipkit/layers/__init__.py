@@ -34,69 +34,17 @@ from lipkit.modules import (
     PositionCode,
 )
 
-__all__ = [
-    "FAMILIES",
-    "AfterStep",
-    "AolConv2d",
-    "AolLinear",
-    "BatchLipNorm",
-    "BcopConv2d",
-    "BjorckLinear",
-    "BroConv2d",
-    "BroLinear",
-    "CayleyConv2d",
-    "CayleyLinear",
-    "Center",
-    "CholeskyConv2d",
-    "CholeskyLinear",
-    "ContractionLinear",
-    "ConvexSum",
-    "CplConv2d",
-    "CplLinear",
-    "EcoConv2d",
-    "Family",
-    "GroupSort",
-    "HalfAbs",
-    "HalfThrough",
-    "Householder",
-    "L2NormPool2d",
-    "LPReLU",
-    "LayerCenter",
-    "LiResConv2d",
-    "LinearSystem",
-    "LotConv2d",
-    "MaxMin",
-    "MemoryAttention",
-    "NActivation",
-    "NativeConv1d",
-    "NativeConv2d",
-    "NativeConvTranspose1d",
-    "NativeConvTranspose2d",
-    "Normalize",
-    "NormalizedLinear",
-    "OrthogonalLinear",
-    "OssnConv2d",
-    "PositionCode",
-    "R2dn",
-    "Ren",
-    "Rescale",
-    "Residual",
-    "RkoConv2d",
-    "SandwichConv2d",
-    "SandwichLinear",
-    "Scale",
-    "ScaledAvgPool2d",
-    "SllConv2d",
-    "SllLinear",
-    "SocConv2d",
-    "StiefelConv2d",
-    "StiefelLinear",
-    "SvcmConv2d",
-    "TokenAttention",
-    "after_step",
-    "base",
-    "export",
-    "register_after_step",
-]
+__all__ = ["FAMILIES", "Family", "base", "export"]  # the table and its parts
+__all__ += ["AolLinear", "BjorckLinear", "BroLinear", "CayleyLinear", "CholeskyLinear"]  # dense layers
+__all__ += ["ContractionLinear", "NormalizedLinear", "OrthogonalLinear", "StiefelLinear"]
+__all__ += ["AolConv2d", "BcopConv2d", "BroConv2d", "CayleyConv2d", "CholeskyConv2d", "EcoConv2d"]  # convolutions
+__all__ += ["LiResConv2d", "LotConv2d", "OssnConv2d", "RkoConv2d", "SocConv2d", "StiefelConv2d", "SvcmConv2d"]
+__all__ += ["NativeConv1d", "NativeConv2d", "NativeConvTranspose1d", "NativeConvTranspose2d"]  # torch's geometry
+__all__ += ["CplConv2d", "CplLinear", "SandwichConv2d", "SandwichLinear", "SllConv2d", "SllLinear"]  # activation inside
+__all__ += ["LinearSystem", "MemoryAttention", "PositionCode", "R2dn", "Ren", "TokenAttention"]  # sequences, tokens
+__all__ += ["ConvexSum", "HalfThrough", "Normalize", "Rescale", "Residual", "Scale", "ScaledAvgPool2d"]  # structure
+__all__ += ["GroupSort", "HalfAbs", "Householder", "LPReLU", "MaxMin", "NActivation"]  # activations
+__all__ += ["BatchLipNorm", "Center", "L2NormPool2d", "LayerCenter"]  # norms, pools
+__all__ += ["AfterStep", "after_step", "register_after_step"]  # after a step
 
 __dir__ = __all__.copy

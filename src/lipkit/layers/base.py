@@ -30,18 +30,8 @@ from lipkit.linalg.table import function_name
 from lipkit.linalg.transforms import is_empty, with_zeros
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
-__all__ = [
-    "ConstrainedConv2d",
-    "ConstrainedLinear",
-    "Family",
-    "KernelConv2d",
-    "SymbolConv2d",
-    "check_dtype",
-    "check_positive",
-    "half_through_float32",
-    "new_bias",
-    "slope_activation",
-]
+__all__ = ["ConstrainedConv2d", "ConstrainedLinear", "Family", "KernelConv2d", "SymbolConv2d"]
+__all__ += ["check_dtype", "check_positive", "half_through_float32", "new_bias", "slope_activation"]
 
 Pair = int | tuple[int, int]
 

@@ -58,8 +58,8 @@ class BcopConv2d(KernelConv2d):
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free(self.shape[:2], device, dtype)
-        channels = max(self.free.shape)
+        self.free = orthogonal_free(self.shape[:2], device, dtype)  # every part starts orthonormal
+        channels = max(self.free.shape)  # the factors act on the larger side of H
         projectors = orthogonal_stack((sum(self.kernel_size) - 2, channels, channels // 2), device, dtype)
         self.register_parameter("projectors", projectors if projectors.numel() else None)
 

@@ -33,14 +33,14 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
     """
     n, m, kh, kw = noise.shape
     tap = torch.zeros(kh, kw, dtype=noise.dtype, device=noise.device)
-    tap[(kh - 1) // 2, (kw - 1) // 2] = 1
+    tap[(kh - 1) // 2, (kw - 1) // 2] = 1  # the centre
     return torch.eye(n, m, dtype=noise.dtype, device=noise.device)[:, :, None, None] * tap + scale * noise / depth**0.5
 
 
 def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """N and g of :func:`near_identity`: noise of variance 1 / (n kh kw), and ones."""
     n, _, kh, kw = shape
-    noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)
+    noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)  # columns of norm about 1
     return nn.Parameter(noise), nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
 
@@ -177,9 +177,6 @@ class LiResConv2d(base.KernelConv2d):
         One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
         channel number, whatever the image. A training step without proof takes a search and one singular vector.
 
-    Raises:
-        OptionError: an argument that is not supported.
-
     >>> LiResConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
 
@@ -207,7 +204,7 @@ class LiResConv2d(base.KernelConv2d):
     def _over(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
         kernel = self.undivided()
         bound = norm(kernel)
-        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)
+        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)  # zero by 1
 
     def undivided(self) -> Tensor:
         r"""The kernel above :math:`\beta`, in float32 or better."""

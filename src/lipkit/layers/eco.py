@@ -116,8 +116,8 @@ class EcoConv2d(ConstrainedConv2d):
         self.eval_terms = EVAL_TERMS if eval_terms is None else eval_terms
         self.squarings = SQUARINGS if squarings is None else squarings
         self.complex_p0, self.square, self.evaluation = complex_p0, square, evaluation
-        n_real, n_pair = distinct_frequencies(self.kernel_size)
-        matrix = (max(self.shape[:2]),) * 2 if square else self.shape[:2]
+        n_real, n_pair = distinct_frequencies(self.kernel_size)  # self-conjugate ones, and one of each other pair
+        matrix = (max(self.shape[:2]),) * 2 if square else self.shape[:2]  # square ones are cropped, as in the paper
         self.free = orthogonal_stack((n_real + n_pair, *matrix), device, dtype)
         imaginary = orthogonal_stack((n_pair, *matrix), device, dtype) if complex_p0 and n_pair else None
         self.register_parameter("imaginary", imaginary)
@@ -140,7 +140,7 @@ class EcoConv2d(ConstrainedConv2d):
         terms = self.terms if terms is None else terms
         if self.imaginary is None:
             made = self._make(self.free, terms)
-            return Symbol(made[:n_real], made[n_real:, None])
+            return Symbol(made[:n_real], made[n_real:, None])  # one part: real matrices at the pairs, too
         pair = self._make(torch.complex(self.free[n_real:], self.imaginary), terms)
         return Symbol(self._make(self.free[:n_real], terms), as_pair(pair))
 
@@ -148,7 +148,7 @@ class EcoConv2d(ConstrainedConv2d):
         if self.orthogonalize is None:
             made = taylor_exponential(free, terms, self.squarings)
         else:
-            made = orthogonalized(self.orthogonalize, free) if len(free) else free
+            made = orthogonalized(self.orthogonalize, free) if len(free) else free  # small kernels have no pairs
         return made[..., : self.out_channels, : self.inner_channels]
 
     def kernel(self) -> Tensor:
@@ -168,7 +168,7 @@ class EcoConv2d(ConstrainedConv2d):
             kernel = None if self.evaluation == "phase" else kernel_of_symbol(symbol, self.kernel_size)
         x = x.to(product_dtype(x, symbol.real.dtype))
         if self.pointwise:
-            return self.on_patches(x, symbol.real[0])
+            return self.on_patches(x, symbol.real[0])  # one frequency
         x = downsample(x, self.stride)
         if kernel is None:
             return apply_phases(symbol, x, self.kernel_size, bias=self.bias)

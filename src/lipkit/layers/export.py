@@ -23,22 +23,10 @@ from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
-__all__ = [
-    "circular_module",
-    "exactly",
-    "export_kernel_conv",
-    "export_linear",
-    "export_symbol_conv",
-    "filled",
-    "in_float64",
-    "linear_module",
-    "patch_module",
-    "placed_like",
-    "register_one_lipschitz",
-    "resampled_size",
-    "stride_modules",
-    "symbol_norm",
-]
+__all__ = ["export_kernel_conv", "export_linear", "export_symbol_conv", "register_one_lipschitz"]  # rules
+__all__ += ["exactly", "in_float64", "placed_like"]  # made in float64
+__all__ += ["circular_module", "filled", "linear_module", "patch_module"]  # plain modules
+__all__ += ["resampled_size", "stride_modules", "symbol_norm"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

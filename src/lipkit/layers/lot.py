@@ -68,6 +68,7 @@ class LotConv2d(SymbolConv2d):
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(at_least_float32(self.free), height, width)
+        # Equal functions at f and -f keep the kernel real, so one of each pair is enough.
         pair = orthogonalized(self.orthogonalize, as_complex(raw.pair))
         return Symbol(orthogonalized(self.orthogonalize, raw.real), as_pair(pair))
 

@@ -73,13 +73,13 @@ class Aoc(Construction):
             )
         strided = max(self.stride) > 1
         inner = aoc_channels(cin, cout, self.stride) if strided else cout
-        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)
+        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix brings s taps of its own
         self.free = orthogonal_stack((groups, inner, cin), device, dtype)
         projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
         self.register_parameter("projectors", projectors if projectors.numel() else None)
         last = orthogonal_stack((groups, cout, inner * math.prod(self.stride)), device, dtype)
         self.register_parameter("last", last if strided else None)
-        self.stacks = (groups, factors, wide, wide // 2)
+        self.stacks = (groups, factors, wide, wide // 2)  # projectors of rank wide / 2, as in BCOP
 
     def forward(self) -> Tensor:
         h = self.made(self.free)
@@ -187,13 +187,9 @@ class _Native(base.Biased):
         self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
         self.register_parameter("bias", base.new_bias(out_channels, fan_in, bias, device, dtype))
-        if padding_mode == "circular":
-            self._check_circular()
-
-    def _check_circular(self) -> None:
         reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         padded = [before + after for before, after in self.borders()]
-        if any(p > r for p, r in zip(padded, reach, strict=True)):
+        if padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
             raise OptionError(
                 f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
                 f"got {padded}: outputs beyond one period repeat and raise the norm"
@@ -218,6 +214,7 @@ class _Native(base.Biased):
     def least_sides(self) -> tuple[int, ...]:
         """The smallest image that torch accepts with this padding and that holds one window."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        # What padding adds, the image may lack.
         window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
@@ -394,7 +391,7 @@ def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
         return 1.0
     sides = (None,) * layer.axes if input_shape is None else input_shape[1:]
     each = [copies(layer.padding_mode, *pair, n) for pair, n in zip(layer.borders(), sides, strict=True)]
-    return root(max(math.prod(each), 1))
+    return root(max(math.prod(each), 1))  # axes are independent: their copies multiply
 
 
 @export_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
@@ -437,11 +434,11 @@ def aoc_conv2d(
     (kh, kw), step = base.simple_geometry(kernel_size, stride, dilation, groups)
     if padding_mode != "circular":
         raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}: use lipkit.layers.NativeConv2d")
-    kernel = (max(kh, step), max(kw, step))
+    kernel = (max(kh, step), max(kw, step))  # no pixel between the windows
     same = tuple((k - step + 1) // 2 for k in kernel)
     if padding not in ("same", same) and (padding, padding) != same:
         raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
-    pads: Any = "same" if step == 1 else same
+    pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
     named = {"bias": bias, "padding_mode": "circular", "device": device, "dtype": dtype, **options}
     return NativeConv2d(in_channels, out_channels, kernel, step, pads, constraint="aoc", **named)
 

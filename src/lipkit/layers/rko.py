@@ -54,7 +54,7 @@ class RkoConv2d(KernelConv2d):
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free(self.shape, device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)  # as a matrix (c_out, the rest)
 
     def kernel(self) -> Tensor:
         matrix = orthogonalized(self.orthogonalize, kernel_to_matrix(self.free))
@@ -67,7 +67,7 @@ def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
     >>> crko_conv2d(1, 2, 3).orthogonalize.__name__
     'cayley'
     """
-    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})
+    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given one wins
 
 
 @lipschitz_rule(RkoConv2d)

@@ -87,7 +87,7 @@ class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
         super().check_padding(kernel, padding, padding_mode)
 
     def bias_sizes(self) -> tuple[int, int]:
-        return self.hidden, math.prod(self.shape[1:])
+        return self.hidden, math.prod(self.shape[1:])  # inside the layer, after F
 
     @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
     >>> sll_multiplier(torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.zeros(2)).tolist()
     [0.5, 2.0]
     """
-    ratio = (log_q[None, :] - log_q[:, None]).exp()
+    ratio = (log_q[None, :] - log_q[:, None]).exp()  # q_j / q_i, without overflow of either
     return 2 * where_positive(torch.reciprocal, (magnitudes * ratio).sum(1))
 
 
@@ -152,6 +152,7 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     >>> cpl_multiplier(torch.tensor(2.0, dtype=torch.float64), 2, torch.zeros(1)).tolist()
     [0.5, 0.5]
     """
+    # No infinity for a norm near 0.
     exact = (2 * where_positive(torch.reciprocal, norm.square())).clamp_max(torch.finfo(like.dtype).max)
     made = exact.to(like.dtype)
     # Rounded down: in the subnormal range the nearest number can be larger by a half.

@@ -84,7 +84,7 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
     if step is not None:
         check_positive(step=step)
     due = {name: m for name, m in after_step_layers(model).items() if step is None or step % m.interval == 0}
-    shapes = seen_shapes(model, due, input_shape) if due else []
+    shapes = seen_shapes(model, due, input_shape) if due else []  # one forward pass, only if a layer acts
     for name, shape in shapes:
         due[name].after_step(shape)
     return len(shapes)
@@ -135,7 +135,7 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
 
     for name in names:
         twin.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
-    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.zeros(()))
+    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.zeros(()))  # dtype and device
     try:
         twin(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
     except LipkitError:

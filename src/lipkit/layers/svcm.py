@@ -34,7 +34,7 @@ def clip(matrices: Tensor) -> Tensor:
     wide = matrices.shape[-2] < matrices.shape[-1]
     values, vectors = torch.linalg.eigh(some @ some.mH if wide else some.mH @ some)
     # On the smaller side, subtract W (V diag(1 - min(1, 1/s)) V*): exactly 0 where s <= 1.
-    excess = 1 - values.clamp_min(1).rsqrt()
+    excess = 1 - values.clamp_min(1).rsqrt()  # eigenvalues are s^2
     surplus = (vectors * excess[..., None, :].to(vectors.dtype)) @ vectors.mH
     made[large] = some - (surplus @ some if wide else some @ surplus)
     return made
@@ -51,6 +51,7 @@ def _unfold(kernel: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
     """The smallest kernel of kh x kw taps that folds to ``kernel``: coinciding taps share a value equally."""
     for dim, n, k in ((-2, h, kh), (-1, w, kw)):
         if k > n:
+            # Tap i lies i - (k - 1) // 2 pixels from the centre, which is (n - 1) // 2 in the folded kernel.
             place = torch.remainder(torch.arange(k, device=kernel.device) - (k - 1) // 2 + (n - 1) // 2, n)
             count = torch.bincount(place, minlength=n).to(kernel.dtype)
             kernel = kernel.index_select(dim, place) / count[place].reshape((-1,) + (1,) * (-1 - dim))
@@ -244,7 +245,7 @@ def _ossn(layer: OssnConv2d, input_shape: Shape | None) -> Tensor:
 
 @export_rule(OssnConv2d)
 def _export_ossn(layer: OssnConv2d, input_shape: Shape) -> nn.Module:
-    kernel = layer.kernel(*resampled_size(layer, input_shape))
+    kernel = layer.kernel(*resampled_size(layer, input_shape))  # already folded to the image
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
 
 
