@@ -43,6 +43,7 @@ class BcopConv2d(KernelConv2d):
     Cost:
         kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
 
+    >>> import torch
     >>> layer = BcopConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
     >>> y = layer(x) - layer.bias[:, None, None]

@@ -41,6 +41,7 @@ class RkoConv2d(KernelConv2d):
     Cost:
         One orthogonalisation of the matrix and one convolution.
 
+    >>> import torch
     >>> layer = RkoConv2d(3, 8, 3, bias=False)
     >>> x = torch.randn(1, 3, 7, 5)
     >>> bool(layer(x).norm() <= x.norm())
@@ -111,6 +112,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
     Raises:
         OptionError: ``share`` not positive, and what the base class refuses.
 
+    >>> import torch
     >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])
 
@@ -139,6 +141,7 @@ class CholeskyConv2d(Divided, KernelConv2d):
     Guarantee:
         1-Lipschitz on every image size.
 
+    >>> import torch
     >>> CholeskyConv2d(3, 48, 1, stride=4)(torch.ones(2, 3, 8, 8)).shape
     torch.Size([2, 48, 2, 2])
 
