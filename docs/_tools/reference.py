@@ -68,9 +68,10 @@ def _module(name: str) -> Path | None:
 def _exported(path: Path) -> list[str]:
     """``__all__``, or the classes and functions that a module without one defines."""
     body = ast.parse(path.read_text()).body
-    for node in body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
+    assigned = [node for node in body if isinstance(node, ast.Assign | ast.AugAssign)]
+    lists = [ast.literal_eval(node.value) for node in assigned if ast.unparse(node).startswith("__all__ ")]
+    if lists:
+        return [name for names in lists for name in names]
     defined = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     return [name for name in defined if not name.startswith("_")]
 

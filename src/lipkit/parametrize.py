@@ -18,6 +18,7 @@ from lipkit.bounds.power import maps, start_vector, unit
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d, families
 from lipkit.layers.base import ConstrainedLinear, KernelConv2d, check_dtype
+from lipkit.layers.native import GEOMETRY
 from lipkit.linalg.precision import autocast_off
 from lipkit.models.constrained import OWN, start_near
 from lipkit.modules import Shape
@@ -33,20 +34,20 @@ _NATIVE |= {nn.ConvTranspose1d: NativeConvTranspose1d, nn.ConvTranspose2d: Nativ
 _FAMILIES = {"aoc": ("aoc", "bjorck"), "bcop": ("aoc", "bjorck"), "cayley": ("aoc", "cayley")}
 _FAMILIES |= {"cayley_bcop": ("aoc", "cayley"), "rko": ("rko", "bjorck"), "crko": ("rko", "cayley")}
 _FAMILIES |= {"aol": ("aol", "bjorck")}
-# Side of the image on which training estimates a norm that is proved for every size.
-_SIDE = 16
+_SIDE = 16  # of the image on which training estimates a norm that is proved for every size
 
 __dir__ = __all__.copy
 
 
 def _kind(layer: nn.Module) -> type[nn.Module]:
     """The type of a layer, or the one that was parametrised."""
+    # Torch makes a parametrised layer an instance of a subclass.
     return type(layer).__bases__[0] if parametrize.is_parametrized(layer) else type(layer)
 
 
 def _with_weight(layer: nn.Module, weight: Tensor) -> Any:
     """A layer of the same geometry with this weight, without bias, hooks and parametrizations."""
-    made = _kind(layer).__new__(_kind(layer))
+    made = _kind(layer).__new__(_kind(layer))  # __init__ would make weights
     nn.Module.__init__(made)
     vars(made).update({key: value for key, value in vars(layer).items() if key not in vars(made)})
     vars(made)["_parameters"] = {"weight": weight, "bias": None}
@@ -71,7 +72,7 @@ def _register(module: Any, kind: type[Any], **options: Any) -> Any:
         try:
             check_dtype(layer.weight.dtype)
             if layer.weight.ndim > 2:
-                lipschitz(_with_weight(layer, torch.zeros(layer.weight.shape)))  # refuses geometries
+                lipschitz(_with_weight(layer, torch.zeros(layer.weight.shape)))  # refuses geometries without a bound
             made.append(kind(layer, **options))
         except (NoRuleError, OptionError) as error:
             raise type(error)(f"at {name!r}: {error}" if name else str(error)) from None
@@ -104,7 +105,7 @@ class NormBound(nn.Module):
             raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
         weight = layer.weight.detach()
         self.gamma, self.always = float(gamma), always
-        # In a tuple, so that it is no part of the network.
+        # Its geometry alone, and in a tuple, so that it is no part of the network.
         self.bare, self.groups = (_with_weight(layer, weight.to("meta")),), getattr(layer, "groups", 1)
         if input_shape is not None and len(input_shape) != max(weight.ndim - 1, 1):
             raise ShapeError(f"input_shape: expected {max(weight.ndim - 1, 1)} numbers, got {input_shape}")
@@ -119,7 +120,7 @@ class NormBound(nn.Module):
         self.input_shape = input_shape
         channels = kernel.shape[1] * self.groups
         self.register_buffer("v", start_vector(channels * math.prod(sides), weight).reshape(1, channels, *sides))
-        self.estimate(weight, 15)
+        self.estimate(weight, 15)  # near enough for a first step; later passes go on from v
 
     def _kernel(self, weight: Tensor) -> Tensor:
         """A kernel of stride 1 whose circular convolution has the norm of the layer."""
@@ -129,7 +130,7 @@ class NormBound(nn.Module):
         """The norm that training divides by after some steps: 0-d, differentiable, at most the true one; no bound."""
         with autocast_off(weight):
             kernel, v = self._kernel(weight), self.v.clone()
-            with torch.no_grad():
+            with torch.no_grad():  # singular vectors are constants to the gradient, as in the power method
                 apply, adjoint = maps(kernel.detach(), self.groups)
                 for _ in range(steps):
                     v = unit(adjoint(apply(v)))
@@ -142,7 +143,7 @@ class NormBound(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         norm = self.estimate(weight, 1) if self.training else self.proved(weight)
-        factor = self.gamma / torch.where(norm > 0, norm, 1)
+        factor = self.gamma / torch.where(norm > 0, norm, 1)  # zero stays zero
         if self.training:
             return weight * (factor if self.always else factor.clamp(max=1))
         # Two roundings of half a unit move a tap by eps of its Frobenius norm, which is at most sqrt(rank) |W|.
@@ -248,14 +249,13 @@ class FamilyWeight(nn.Module):
         try:
             if like.ndim == 2 or not windows_overlap(bare):
                 sizes = math.prod(like.shape[1:]), len(like) // groups
-                parts = [(row.affine or row.linear)(*sizes, **named) for _ in range(groups)]
+                parts = [row.last(*sizes, **named) for _ in range(groups)]
                 fits = all(isinstance(part, ConstrainedLinear) for part in parts)
             elif self.family in _FAMILIES:
-                keys = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
                 constraint, function = _FAMILIES[self.family]
                 named = {"constraint": constraint, "orthogonalize": function, **named}
                 make: Any = _NATIVE[type(bare)]
-                parts, fits = [make(**{key: getattr(bare, key) for key in keys}, groups=groups, **named)], True
+                parts, fits = [make(**{key: getattr(bare, key) for key in GEOMETRY}, **named)], True
             else:
                 fits = type(bare) is nn.Conv2d and row.claim != "none" and {*bare.stride, *bare.dilation, groups} == {1}
                 parts = [row.conv(bare.in_channels, bare.out_channels, bare.kernel_size, **named)] if fits else []
@@ -280,7 +280,7 @@ class FamilyWeight(nn.Module):
         dense = isinstance(maker.parts[0], ConstrainedLinear)
         given = weight.flatten(1).unflatten(0, (len(maker.parts), -1)) if dense else weight[None]
         near = [start_near(part, one) for part, one in zip(maker.parts, given, strict=True)]
-        if self.started and OWN in near:
+        if self.started and OWN in near:  # a weight that was assigned, which the layer would forget
             raise OptionError(f"expected a family that starts near a given weight, got {self.family!r} on this layer")
         self.started = True
         return tuple(p.detach() for p in maker.parameters())

@@ -12,9 +12,9 @@ from torch import nn
 
 from lipkit.errors import LipkitError
 from lipkit.layers.bro import BroLinear
-from lipkit.layers.cholesky import CholeskyLinear
 from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
 from lipkit.layers.families import FAMILIES, Family
+from lipkit.layers.rko import CholeskyLinear
 from lipkit.layers.sandwich import SandwichLinear
 from lipkit.layers.sll import CplLinear, SllLinear
 from lipkit.linalg import bjorck

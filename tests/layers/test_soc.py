@@ -110,7 +110,7 @@ def test_terms_of_the_two_modes_differ_by_the_truncation() -> None:
 def test_few_patches_are_multiplied_by_the_matrix_as_many_are(shape: tuple[int, int, int], mode: str) -> None:
     cin, cout, stride = shape
     layer = SocConv2d(cin, cout, 1, stride=stride, padding_mode=mode, dtype=torch.float64)
-    weight = layer.matrix(5)
+    weight = layer.polynomial(layer.generator(), 5)
     patches = torch.randn(40, cin, stride, 2 * stride, dtype=torch.float64)
     g = torch.randn(40, cout, 1, 2, dtype=torch.float64)
     for count in (1, 40):

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.conv.block import autocorrelation
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, KernelConv2d
+from lipkit.layers.dense import delta_orthogonal_free, orthogonal_free
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32
 
 
-def safe_rsqrt(s: Tensor) -> Tensor:
-    """``s ** -1/2``, and 0 (with gradient 0) where s is 0: a zero column stays a zero column.
+def where_positive(f: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
+    """``f(s)``, and 0 (with gradient 0) where s is 0: a zero column stays a zero column.
 
-    >>> safe_rsqrt(torch.tensor([4.0, 0.0])).tolist()
+    >>> where_positive(torch.rsqrt, torch.tensor([4.0, 0.0])).tolist()
     [0.5, 0.0]
     """
     positive = s > 0
-    return torch.where(positive, torch.where(positive, s, torch.ones_like(s)).rsqrt(), torch.zeros_like(s))
+    # The inner `where` keeps f away from 0: an infinite derivative times 0 would be NaN.
+    return torch.where(positive, f(torch.where(positive, s, torch.ones_like(s))), torch.zeros_like(s))
 
 
 def aol_matrix(v: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ def aol_matrix(v: Tensor) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 1.
     """
-    return v * safe_rsqrt((v.mT @ v).abs().sum(-1))
+    return v * where_positive(torch.rsqrt, (v.mT @ v).abs().sum(-1))  # scales columns, one for each input
 
 
 def aol_kernel(kernel: Tensor) -> Tensor:
@@ -51,8 +54,8 @@ def aol_kernel(kernel: Tensor) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 2.
     """
-    s = autocorrelation(kernel).abs().sum((1, 2, 3))
-    return kernel * safe_rsqrt(s)[:, None, None]
+    s = autocorrelation(kernel).abs().sum((1, 2, 3))  # over inputs j and lags
+    return kernel * where_positive(torch.rsqrt, s)[:, None, None]
 
 
 class AolLinear(ConstrainedLinear):
@@ -74,9 +77,7 @@ class AolLinear(ConstrainedLinear):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        # Orthogonal at the start, where the diagonal bound is tight.
-        free = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
-        self.free = nn.Parameter(nn.init.orthogonal_(free))
+        self.free = orthogonal_free(self.shape, device, dtype)  # where the diagonal bound is tight
 
     def weight(self) -> Tensor:
         return aol_matrix(at_least_float32(self.free))
@@ -102,14 +103,9 @@ class AolConv2d(KernelConv2d):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        shape = (self.out_channels, self.inner_channels, *self.kernel_size)
-        free = torch.zeros(shape, device=device, dtype=dtype)
-        with torch.no_grad():
-            # An orthogonal matrix at the centre; a little noise gives every tap its own gradient.
-            centre = nn.init.orthogonal_(torch.empty(shape[:2], device=device, dtype=dtype))
-            free[:, :, (self.kernel_size[0] - 1) // 2, (self.kernel_size[1] - 1) // 2] = centre
-            free += 0.1 / math.sqrt(shape[1] * shape[2] * shape[3]) * torch.randn_like(free)
-        self.free = nn.Parameter(free)
+        self.free = delta_orthogonal_free(self.shape, device, dtype)
+        with torch.no_grad():  # a little noise gives every tap its own gradient
+            self.free.add_(0.1 / math.sqrt(math.prod(self.shape[1:])) * torch.randn_like(self.free))
 
     def kernel(self) -> Tensor:
         return aol_kernel(at_least_float32(self.free))

@@ -1,7 +1,6 @@
 r"""Attention layers of constant 1: :math:`y = x - s\, A^\top F(A x + c)`, with a free A and the longest step s.
 
-`lipkit.modules.attention` has the proof. The size of A decides how sharp the attention is: of a small one the step is
-long and nearly linear, of a large one short.
+`lipkit.modules.attention` has the proof. The larger A, the sharper the attention and the shorter the step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lipkit.modules.attention import attraction
 class Attention(Biased, ABC):
     """The base of both: on sequences (B, n, d) and images (B, d, H, W), whose pixels are the tokens."""
 
-    slope: float  # Lipschitz constant of F
+    slope: float  # Lipschitz constant of F: the longest step is 2 / (slope |A|^2)
     least: int  # fewest dimensions of an input
     birth: float  # singular values of A in a new layer
 
@@ -46,8 +45,8 @@ class Attention(Biased, ABC):
     def matrix_and_step(self) -> tuple[Tensor, Tensor]:
         """A and s (0-d), in float32 or better, s rounded down."""
         weight = at_least_float32(self.free)
-        wide = weight.double()
-        gram = wide @ wide.mT if len(wide) <= self.features else wide.mT @ wide
+        wide = weight.double()  # s must be a bound
+        gram = wide @ wide.mT if len(wide) <= self.features else wide.mT @ wide  # the smaller one
         # Above |A|^2; 2e-9 is more than the rounding of the squarings, and norms below 1e-3 count as 1e-3.
         square = schatten_bound(gram, squarings=6).clamp_min(1e-6) * (1 + 2e-9)
         return weight, (2 / self.slope * (1 - torch.finfo(weight.dtype).eps) / square).to(weight.dtype)
@@ -63,7 +62,7 @@ class Attention(Biased, ABC):
         self.check_input(x.shape)
         with autocast_off(x):
             weight, step = self.matrix_and_step()
-            tokens = (x.flatten(2).mT if x.ndim == 4 else x).to(weight.dtype)
+            tokens = (x.flatten(2).mT if x.ndim == 4 else x).to(weight.dtype)  # pixels in rows
             y = tokens - step * (self.force(F.linear(tokens, weight, self.bias_as(weight))) @ weight)
         return y.mT.reshape(x.shape) if x.ndim == 4 else y
 
@@ -85,8 +84,8 @@ class MemoryAttention(Attention):
     ``(B, d, H, W)``, the same again.
 
     Guarantee:
-        1-Lipschitz, by construction, for any number of tokens. Attained for m <= d: softmax ignores what all rows
-        have in common, so some direction of x passes unchanged.
+        1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
+        direction of x passes unchanged.
 
     Raises:
         OptionError: sizes below 1, another dtype. ShapeError: another input.

@@ -26,21 +26,12 @@ from lipkit.conv.patches import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
+from lipkit.linalg.table import function_name
 from lipkit.linalg.transforms import is_empty, with_zeros
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
-__all__ = [
-    "ConstrainedConv2d",
-    "ConstrainedLinear",
-    "Family",
-    "KernelConv2d",
-    "SymbolConv2d",
-    "check_dtype",
-    "check_positive",
-    "half_through_float32",
-    "new_bias",
-    "slope_activation",
-]
+__all__ = ["ConstrainedConv2d", "ConstrainedLinear", "Family", "KernelConv2d", "SymbolConv2d"]
+__all__ += ["check_dtype", "check_positive", "half_through_float32", "new_bias", "slope_activation"]
 
 Pair = int | tuple[int, int]
 
@@ -104,19 +95,34 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     """Decorate ``forward`` with the contract of every family in bfloat16 and float16, and for no samples at all.
 
-    Weight and products are made in float32, and the output has the dtype of the input. Parameters of half precision
-    stay as they are. Under autocast, products have its dtype. An empty batch gives an empty one.
+    Weight and products are made in float32, under autocast products in its dtype, and the output has the dtype of the
+    input. An empty batch gives an empty one.
     """
 
     @functools.wraps(forward)
     def call(layer: Any, x: Tensor) -> Tensor:
         if is_empty(x):
             return with_zeros(lambda given: call(layer, given), x)
-        if x.dtype not in (torch.bfloat16, torch.float16) or autocast_on(x):
+        if x.dtype not in (torch.bfloat16, torch.float16) or autocast_on(x):  # autocast chooses a dtype itself
             return forward(layer, x)
         return forward(layer, x.float()).to(x.dtype)
 
     return call
+
+
+def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int) -> tuple[tuple[int, int], int]:
+    """(kh, kw) and the stride of a convolution without dilation and groups; ``OptionError`` for any other."""
+    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+    if len(kernel) != 2:
+        raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
+    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    if len(set(steps)) != 1:
+        raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
+    check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
+    for name, value in (("dilation", dilation), ("groups", groups)):
+        if value not in (1, (1, 1)):
+            raise OptionError(f"{name}: expected 1, got {value!r}: use lipkit.layers.NativeConv2d")
+    return kernel, steps[0]
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
@@ -140,7 +146,7 @@ def slope_activation(activation: str | nn.Module) -> nn.Module:
     if isinstance(activation, str) and activation in BY_NAME:
         return BY_NAME[activation]()
     if isinstance(activation, nn.Module) and slope_restricted(activation):
-        return copy.deepcopy(activation)
+        return copy.deepcopy(activation)  # two layers share no parameters
     raise OptionError(
         f"activation: expected one with slope in [0, 1] ({', '.join(sorted(BY_NAME))}, or such a module), "
         f"got {activation!r}"
@@ -155,24 +161,18 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
     return nn.Parameter(nn.init.uniform_(values, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)))
 
 
-NORM_TOLERANCE = 0.02
-"""Relative tolerance of norms that layers prove in every step: 1 % would cost 1.5 times as much as 2 %."""
-
-WIDE = 64
-"""From this width on, a proof in every step would dominate training."""
+NORM_TOLERANCE = 0.02  # relative, of norms that layers prove in every step: 1 % would cost 1.5 times as much
+WIDE = 64  # from this width on, a proof in every step would dominate training
 
 
 def always_proved(kernel: Tensor) -> bool:
     """True if training proves the norm of a kernel, too: the proof is cheap, or a search is likely to miss."""
-    # Symbols of many taps have narrow peaks.
-    return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3
+    return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3  # symbols of many taps have narrow peaks
 
 
 def training_norm(kernel: Tensor) -> Tensor:
     """The norm of a kernel in training: proved, or the number that the proof would try first."""
-    if always_proved(kernel):
-        return proved_norm(kernel)
-    return symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
+    return proved_norm(kernel) if always_proved(kernel) else symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
 
 
 def proved_norm(kernel: Tensor) -> Tensor:
@@ -191,43 +191,60 @@ class Biased(nn.Module):
     bias: nn.Parameter | None
 
     def bias_as(self, weight: Tensor) -> Tensor | None:
-        """The bias in the dtype of a weight: adding the bias inside the product is cheaper."""
+        """The bias in the dtype of a weight, to be added inside its product, which is cheaper."""
         return None if self.bias is None else self.bias.to(weight.dtype)
 
 
-class ConstrainedLinear(Biased, ABC):
+class Constrained(Biased, ABC):
+    """What dense layers and convolutions share: free parameters, made once, and a bias."""
+
+    shape: tuple[int, ...]  # of a weight: (outputs, inputs), for convolutions after downsampling and with the taps
+    shown: tuple[str, ...] = ()  # options in ``repr``
+
+    @abstractmethod
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
+
+    def bias_sizes(self) -> tuple[int, int]:
+        """Number of biases (one for each output, unless the bias sits inside the layer), and inputs of each output."""
+        return self.shape[0], math.prod(self.shape[1:])
+
+    def extra_repr(self) -> str:
+        values = {name: getattr(self, name) for name in self.shown}
+        options = "".join(f", {k}={function_name(v) if callable(v) else repr(v)}" for k, v in values.items())
+        return f"bias={self.bias is not None}{options}"
+
+
+class DenseLayer(Constrained):
+    """A layer from ``(..., in_features)`` to ``(..., out_features)``; arguments: see :class:`ConstrainedLinear`."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, **own: Any
+    ) -> None:
+        super().__init__()
+        check_positive(in_features=in_features, out_features=out_features)
+        check_dtype(dtype)
+        self.in_features, self.out_features, self.shape = in_features, out_features, (out_features, in_features)
+        self.make_parameters(device, dtype, **own)
+        self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"
+
+
+class ConstrainedLinear(DenseLayer):
     """A dense layer ``y = Q x + b`` whose matrix Q obeys a constraint by construction.
 
     A subclass makes its parameters in :meth:`make_parameters` and returns Q from :meth:`weight`.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
-        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+        in_features, out_features, bias, device: as ``nn.Linear``.
+        dtype: of the parameters, float32 or float64.
+        own: keyword options of the subclass, handed to :meth:`make_parameters`.
 
     Raises:
         OptionError: sizes below 1, another dtype.
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        check_positive(in_features=in_features, out_features=out_features)
-        check_dtype(dtype)
-        self.in_features, self.out_features = in_features, out_features
-        self.make_parameters(device, dtype, **options)
-        self.register_parameter("bias", new_bias(out_features, in_features, bias, device, dtype))
-
-    @abstractmethod
-    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
-        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     @abstractmethod
     def weight(self) -> Tensor:
@@ -237,13 +254,10 @@ class ConstrainedLinear(Biased, ABC):
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             q = self.weight()
-        return F.linear(x, q, self.bias_as(q))
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+        return F.linear(x, q, self.bias_as(q))  # under autocast, the product alone is in its dtype
 
 
-class ConstrainedConv2d(Biased, ABC):
+class ConstrainedConv2d(Constrained):
     """A circular, size-preserving convolution with emulated stride whose norm is constrained by construction.
 
     A subclass makes its parameters in :meth:`make_parameters` and computes its output in ``forward``.
@@ -254,10 +268,8 @@ class ConstrainedConv2d(Biased, ABC):
             on s^2 in_channels (``inner_channels``).
         padding: 'same', or the integer that preserves the size.
         dilation, groups: 1.
-        bias: whether a bias is added.
         padding_mode: 'circular', or another of ``padding_modes`` (odd kernels).
-        device, dtype: of the parameters (float32 or float64).
-        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+        bias, device, dtype, own: as :class:`ConstrainedLinear`.
 
     Shapes:
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
@@ -281,57 +293,36 @@ class ConstrainedConv2d(Biased, ABC):
         padding_mode: str = "circular",
         device: Any = None,
         dtype: Any = None,
-        **options: Any,
+        **own: Any,
     ) -> None:
         super().__init__()
-        kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-        if len(kernel) != 2:
-            raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
-        steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
-        if len(set(steps)) != 1:
-            raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
-        step = steps[0]
-        check_positive(in_channels=in_channels, out_channels=out_channels, stride=step)
-        check_positive(**{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
+        kernel, step = simple_geometry(kernel_size, stride, dilation, groups)
+        check_positive(in_channels=in_channels, out_channels=out_channels)
         check_dtype(dtype)
         self.check_padding(kernel, padding, padding_mode)
-        if dilation not in (1, (1, 1)):
-            raise OptionError(f"dilation: expected 1, got {dilation!r}")
-        if groups != 1:
-            raise OptionError(f"groups: expected 1, got {groups!r}")
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride = kernel, step
-        self.inner_channels = in_channels * step**2
-        fan_in = self.inner_channels * kernel[0] * kernel[1]
-        self.make_parameters(device, dtype, **options)
-        self.register_parameter("bias", new_bias(self.bias_channels(), fan_in, bias, device, dtype))
-
-    @abstractmethod
-    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
-        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
-
-    def bias_channels(self) -> int:
-        """Number of biases: one for each output channel, unless the bias sits inside the layer."""
-        return self.out_channels
+        # Downsampling moves each s x s patch into the channels.
+        self.kernel_size, self.stride, self.inner_channels = kernel, step, in_channels * step**2
+        self.shape = (out_channels, self.inner_channels, *kernel)
+        self.make_parameters(device, dtype, **own)
+        self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
-        odd = all(k % 2 for k in kernel)
+        odd = all(k % 2 for k in kernel)  # an even kernel needs a pixel more on one side
         modes = self.padding_modes if odd else ("circular",)
         if padding_mode not in modes:
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
         self.padding_mode = padding_mode
         sizes = (padding, padding) if isinstance(padding, int) else padding
-        same = tuple((k - 1) // 2 for k in kernel) if odd else None
+        same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
         if padding != "same" and (same is None or tuple(sizes) != same):
             keeps = "'same'" if same is None else f"'same' or {same}"
             raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"bias={self.bias is not None}" + f", padding_mode={self.padding_mode!r}" * (len(self.padding_modes) > 1)
-        )
+        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        return f"{sizes}, {super().extra_repr()}"
 
     @property
     def pointwise(self) -> bool:
@@ -360,15 +351,16 @@ class ConstrainedConv2d(Biased, ABC):
         kernel = self.fitted(kernel, *x.shape[-2:])
         if self.padding_mode == "circular":
             return circular_conv2d(x, kernel, bias)
-        return F.conv2d(x, kernel, bias, padding="same")
+        return F.conv2d(x, kernel, bias, padding="same")  # zeros, and an odd kernel
 
     def on_patches(self, x: Tensor, matrix: Tensor) -> Tensor:
         """``matrix`` (out_channels, s^2 in_channels) on each patch, plus bias: a layer with a 1 x 1 kernel."""
+        # A strided convolution reads the patches in place, without downsampling.
         return F.conv2d(x, patch_kernel(matrix, self.stride), self.bias_as(matrix), stride=self.stride)
 
     def add_bias(self, y: Tensor) -> Tensor:
         """``y`` plus the bias of each channel, if there is one."""
-        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
+        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]  # (C, 1, 1): along the channels
 
 
 class SymbolConv2d(ConstrainedConv2d):
@@ -380,7 +372,7 @@ class SymbolConv2d(ConstrainedConv2d):
 
     def matrix(self) -> Tensor:
         """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same at every frequency."""
-        return self.symbol(1, 1).real[0]
+        return self.symbol(1, 1).real[0]  # frequency 0, of an image of one pixel
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -408,12 +400,9 @@ class KernelConv2d(ConstrainedConv2d):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if self.pointwise:
-            self.check_input(x)
-            with autocast_off(x):
-                kernel = self.kernel()
-            return self.on_patches(x, kernel.flatten(1))
-        x = self.resample(x)
+        self.check_input(x)
         with autocast_off(x):
-            kernel = self.kernel_in_use()
-        return self.convolve(x, kernel, self.bias_as(kernel))
+            kernel = self.kernel() if self.pointwise else self.kernel_in_use()  # one tap is proved cheaply
+        if self.pointwise:
+            return self.on_patches(x, kernel.flatten(1))
+        return self.convolve(downsample(x, self.stride), kernel, self.bias_as(kernel))

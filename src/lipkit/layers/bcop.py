@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
@@ -12,10 +11,10 @@ from lipkit.conv.block import bcop_kernel
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
-from lipkit.layers.dense import BjorckLinear, orthogonal_free
+from lipkit.layers.dense import BjorckLinear, orthogonal_free, orthogonal_stack
 from lipkit.layers.export import export_kernel_conv
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.proof.roundoff import up
 
@@ -44,6 +43,7 @@ class BcopConv2d(KernelConv2d):
     Cost:
         kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
 
+    >>> import torch
     >>> layer = BcopConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
     >>> y = layer(x) - layer.bias[:, None, None]
@@ -55,13 +55,14 @@ class BcopConv2d(KernelConv2d):
     """
 
     projectors: nn.Parameter | None
+    shown = ("orthogonalize",)
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free((self.out_channels, self.inner_channels), device, dtype)
-        channels, factors = max(self.free.shape), sum(self.kernel_size) - 2
-        made = [orthogonal_free((channels, channels // 2), device, dtype).detach() for _ in range(factors)]
-        self.register_parameter("projectors", nn.Parameter(torch.stack(made)) if made and channels > 1 else None)
+        self.free = orthogonal_free(self.shape[:2], device, dtype)  # every part starts orthonormal
+        channels = max(self.free.shape)  # the factors act on the larger side of H
+        projectors = orthogonal_stack((sum(self.kernel_size) - 2, channels, channels // 2), device, dtype)
+        self.register_parameter("projectors", projectors if projectors.numel() else None)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """H ``(out_channels, s^2 in_channels)`` and the V_i ``(kh + kw - 2, c, r)``, in float32 or better."""
@@ -73,9 +74,6 @@ class BcopConv2d(KernelConv2d):
 
     def kernel(self) -> Tensor:
         return bcop_kernel(*self.factors(), self.kernel_size)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 def cayley_bcop(*conv: Any, **named: Any) -> BcopConv2d:

@@ -1,8 +1,9 @@
-"""BRO: block reflectors, of low rank, as dense layers and at each frequency of a convolution."""
+"""BRO and LiResNet: kernels near the identity, as block reflectors of low rank or divided by a bound of their norm."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,60 +13,61 @@ from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError
-from lipkit.layers import definitions
-from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, check_positive, half_through_float32
-from lipkit.layers.export import register_one_lipschitz
+from lipkit.layers import base, definitions
+from lipkit.layers.base import Family
+from lipkit.layers.export import export_kernel_conv, register_one_lipschitz
+from lipkit.layers.rko import CholeskyLinear
 from lipkit.linalg import at_least_float32, block_reflector
 from lipkit.linalg.cholesky import reflect
 from lipkit.linalg.precision import product_dtype
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
-    r"""``E + s g N`` with :math:`s = 1/\sqrt{\mathrm{depth}}`: the kernel of a residual layer, without a residual.
+    r"""``E + g N /`` :math:`\sqrt{\mathrm{depth}}`, (n, m, kh, kw): the kernel of a residual layer, without a residual.
 
-    Args:
-        noise: N, ``(n, m, kh, kw)``.
-        scale: g, ``(n, 1, 1, 1)``, the factor of each output channel.
-        depth: of the network, at least 1.
-
-    Returns:
-        ``(n, m, kh, kw)``. E is 1 at the centre tap from channel i to channel i, 0 elsewhere.
+    E is 1 at the centre tap from channel i to channel i, 0 elsewhere; g (n, 1, 1, 1) scales the output channels.
 
     >>> near_identity(torch.zeros(2, 3, 1, 1), torch.ones(2, 1, 1, 1), 4).flatten(1).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     n, m, kh, kw = noise.shape
     tap = torch.zeros(kh, kw, dtype=noise.dtype, device=noise.device)
-    tap[(kh - 1) // 2, (kw - 1) // 2] = 1
+    tap[(kh - 1) // 2, (kw - 1) // 2] = 1  # the centre
     return torch.eye(n, m, dtype=noise.dtype, device=noise.device)[:, :, None, None] * tap + scale * noise / depth**0.5
 
 
-def residual_parameters(shape: tuple[int, int, int, int], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
+def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """N and g of :func:`near_identity`: noise of variance 1 / (n kh kw), and ones."""
     n, _, kh, kw = shape
-    noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)
+    noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)  # columns of norm about 1
     return nn.Parameter(noise), nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
 
-def _rank(rank: int | None, n: int) -> int:
-    rank = max(1, n // 2) if rank is None else rank
-    check_positive(rank=rank)
-    if rank > max(1, n - 1):
-        raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
-    return rank
+class Reflector(base.Constrained):
+    """What both layers share: the parameters of V, a kernel of one tap in the dense layer."""
+
+    shown = ("rank",)
+
+    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
+        n = max(self.shape[:2])
+        self.rank, self.depth = max(1, n // 2) if rank is None else rank, depth
+        base.check_positive(depth=depth, rank=self.rank)
+        if self.rank > max(1, n - 1):  # n columns would make -I, whatever V is
+            raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
+        taps = self.shape[2:] or (1, 1)  # none in the dense layer
+        self.free, self.scale = residual_parameters((n, self.rank, *taps), device, dtype)
+
+    def directions(self) -> Tensor:
+        """V, (n, m, kh, kw), in float32 or better."""
+        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
-def _directions(layer: BroLinear | BroConv2d) -> Tensor:
-    """V, (n, m, kh, kw), in float32 or better."""
-    return near_identity(at_least_float32(layer.free), at_least_float32(layer.scale), layer.depth)
-
-
-class BroLinear(ConstrainedLinear):
+class BroLinear(Reflector, base.ConstrainedLinear):
     r"""Dense layer by one block reflector: ``y = W x + b``, :math:`W = I - 2V(V^\top V)^{-1}V^\top`, cut to size.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
         rank: m, columns of V, below n = max(in, out); n / 2 by default.
         depth: of the network; the noise of V starts :math:`\sqrt{\mathrm{depth}}` times smaller.
 
@@ -75,7 +77,7 @@ class BroLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
 
     Raises:
-        OptionError: sizes or ``depth`` below 1, ``rank`` outside 1 to n - 1, another dtype.
+        OptionError: ``rank`` outside 1 to n - 1, ``depth`` below 1, and what the base class refuses.
 
     >>> layer = BroLinear(3, 5)
     >>> x = torch.ones(1, 3)
@@ -86,33 +88,20 @@ class BroLinear(ConstrainedLinear):
         Lai et al., ICML 2025, section 4.
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
-        check_positive(depth=depth)
-        n = max(self.in_features, self.out_features)
-        self.rank, self.depth = _rank(rank, n), depth
-        self.free, self.scale = residual_parameters((n, self.rank, 1, 1), device, dtype)
-
-    directions = _directions
-
     def weight(self) -> Tensor:
-        return block_reflector(self.directions().flatten(1), self.out_features, self.in_features)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}"
+        return block_reflector(self.directions().flatten(1), *self.shape)
 
 
-class BroConv2d(SymbolConv2d):
+class BroConv2d(Reflector, base.SymbolConv2d):
     r"""Orthogonal circular convolution: a block reflector of low rank at each frequency, cut to size.
 
     .. math:: \hat y(f) = \big[I - 2\hat V (\hat V^*\hat V)^{-1}\hat V^*\big]_{:c_{out},\,:s^2 c_{in}}\, \hat x(f) + b
 
-    It is exact: no iteration, no truncated series. A reflector is Hermitian, so these reach half of the dimensions of
-    the unitary group, at half the parameters.
+    Exact, without iteration or series. Reflectors are Hermitian: half the dimensions and parameters of unitary ones.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        rank: m, columns of V, below n = max(s^2 in_channels, out_channels); n / 2 by default.
-        depth: of the network; the noise of V starts :math:`\sqrt{\mathrm{depth}}` times smaller.
+        rank, depth: as in :class:`BroLinear`, with n = max(s^2 in_channels, out_channels).
 
     Parameters ``free`` N (n, m, kh, kw), ``scale`` g (n, 1, 1, 1) and ``bias``; V = E + g N / sqrt(depth), where E is
     the identity on the first m channels: V starts well conditioned at every frequency.
@@ -138,24 +127,17 @@ class BroConv2d(SymbolConv2d):
         ICML 2025, section 4 (there on images padded with zeros by one pixel and cropped again).
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
-        check_positive(depth=depth)
-        n = max(self.inner_channels, self.out_channels)
-        self.rank, self.depth = _rank(rank, n), depth
-        self.free, self.scale = residual_parameters((n, self.rank, *self.kernel_size), device, dtype)
-
-    directions = _directions
-
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(self.directions(), height, width)
-        sizes = self.out_channels, self.inner_channels
-        return Symbol(block_reflector(raw.real, *sizes), as_pair(block_reflector(as_complex(raw.pair), *sizes)))
+        outputs, inputs = self.shape[:2]
+        pair = block_reflector(as_complex(raw.pair), outputs, inputs)
+        return Symbol(block_reflector(raw.real, outputs, inputs), as_pair(pair))
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         n, v = max(self.inner_channels, self.out_channels), self.directions()
-        # Gain (AMD EPYC): 1.4 for 32 images of 128 channels, 1.2 for 64; none for 128.
+        # Reflecting few images gains 1.4 for 32 of 128 channels (AMD EPYC), 1.2 for 64, and nothing for 128.
         if self.pointwise or 2 * len(x) > n or product_dtype(x, v.dtype) != v.dtype:
             return super().forward(x)
         x = self.resample(x).to(v.dtype)
@@ -166,11 +148,80 @@ class BroConv2d(SymbolConv2d):
         pair = as_pair(reflect(as_complex(rows.pair), as_complex(raw.pair), self.out_channels))
         return self.add_bias(synthesise(Spectrum(real, pair), h, w, matrices))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}"
-
 
 register_one_lipschitz(BroLinear, BroConv2d)
+
+
+class LiResConv2d(base.KernelConv2d):
+    r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the kernel above it.
+
+    E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`: a residual connection around a linear
+    layer, with the constant of one kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
+    the loss. Dividing by :math:`\beta` gives the same network up to the size of its biases.
+
+    Args:
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
+        padding_mode: 'circular', or 'zeros' (odd kernels).
+        depth: of the network, at least 1.
+
+    Parameters ``free`` N (out_channels, s^2 in_channels, kh, kw), ``scale`` g (out_channels, 1, 1, 1) and ``bias``.
+
+    Guarantee:
+        1-Lipschitz on every image size: :math:`\beta` is proved, within 2 % of the supremum over all frequencies. One
+        exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more take the number that the
+        proof tries first (:func:`lipkit.bounds.symbol_sup_estimate`). It is the same, bit for bit, unless its search
+        misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves.
+        Evaluation and exports always have the proved weights.
+
+    Cost:
+        One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
+        channel number, whatever the image. A training step without proof takes a search and one singular vector.
+
+    >>> LiResConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
+    torch.Size([1, 8, 7, 5])
+
+    References:
+        [LiResNet] Hu, Zou, Wang, Leino & Fredrikson, "Unlocking Deterministic Robustness Certification on ImageNet",
+        NeurIPS 2023, section 3; Leino, Wang & Fredrikson, "Globally-Robust Neural Networks", ICML 2021 (the norms in
+        the loss).
+    """
+
+    padding_modes = ("circular", "zeros")
+    shown = ("padding_mode",)
+
+    def make_parameters(self, device: Any, dtype: Any, *, depth: int = 1) -> None:
+        base.check_positive(depth=depth)
+        self.depth = depth
+        self.free, self.scale = residual_parameters(self.shape, device, dtype)
+
+    def kernel(self) -> Tensor:
+        """The kernel of norm at most 1; zero stays zero."""
+        return self._over(base.proved_norm)
+
+    def kernel_in_use(self) -> Tensor:
+        return self._over(base.training_norm if self.training else base.proved_norm)
+
+    def _over(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        kernel = self.undivided()
+        bound = norm(kernel)
+        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)  # zero by 1
+
+    def undivided(self) -> Tensor:
+        r"""The kernel above :math:`\beta`, in float32 or better."""
+        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+
+
+@lipschitz_rule(LiResConv2d)
+@torch.no_grad()
+def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
+    if base.always_proved(layer.free) or not layer.training:
+        return 1.0
+    kernel = layer.undivided()
+    proved, used = float(base.proved_norm(kernel)), float(base.training_norm(kernel)) or 1.0  # zero stays undivided
+    return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # above two roundings of float64
+
+
+export_rule(LiResConv2d)(export_kernel_conv)
 
 BRO = Family(
     name="bro",
@@ -181,4 +232,17 @@ BRO = Family(
     conv=BroConv2d,
     linear=BroLinear,
     options={"rank": (1, 2), "depth": (1, 4)},
+)
+LIRESNET = Family(
+    name="liresnet",
+    title="Identity plus noise, divided by a proved bound of its norm",
+    paper="Hu et al., NeurIPS 2023",
+    equation="section 3",
+    definition=definitions.liresnet,
+    conv=LiResConv2d,
+    linear=CholeskyLinear,
+    claim="contraction",
+    attained=0.5,
+    smooth=False,
+    options={"depth": (1, 4)},
 )

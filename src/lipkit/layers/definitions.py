@@ -32,7 +32,7 @@ Definition = Callable[[Any, Tensor], Tensor]
 
 def waves(n: int, k: int, centre: int) -> Tensor:
     r""":math:`e^{2\pi i f (s - c) / n}` for every frequency f of n pixels and every tap s of k: ``(n, k)``."""
-    turns = torch.outer(torch.arange(n), torch.arange(k) - centre).double() / n
+    turns = torch.outer(torch.arange(n), torch.arange(k) - centre).double() / n  # integers: exact before the division
     return torch.polar(torch.ones_like(turns), 2 * math.pi * turns)
 
 
@@ -46,7 +46,7 @@ def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
 def apply(symbol: Tensor, x: Tensor) -> Tensor:
     """Multiply the transforms of images (N, cin, h, w) by the matrices ``symbol`` (h, w, cout, cin); real result."""
     spectrum = torch.einsum("hwoi,nihw->nohw", symbol, torch.fft.fft2(x.to(torch.complex128)))
-    return torch.fft.ifft2(spectrum).real
+    return torch.fft.ifft2(spectrum).real  # the rest is rounding: a real kernel has conjugate matrices at f and -f
 
 
 def as_kernel(free: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ def polar_factor(w: Tensor) -> Tensor:
 def cayley_transform(w: Tensor) -> Tensor:
     r"""For :math:`W = [U; V]` and :math:`Z = U - U^* + V^* V`: :math:`[(I - Z)(I + Z)^{-1};\ -2 V (I + Z)^{-1}]`."""
     if w.shape[-2] < w.shape[-1]:
-        return cayley_transform(w.mH).mH
+        return cayley_transform(w.mH).mH  # orthonormal rows instead of columns
     n = w.shape[-1]
     u, v, eye = w[..., :n, :], w[..., n:, :], torch.eye(n, dtype=w.dtype)
-    z = u - u.mH + v.mH @ v
+    z = u - u.mH + v.mH @ v  # skew plus positive semidefinite, so I + Z is invertible
     inverse = torch.linalg.inv(eye + z)
     return torch.cat(((eye - z) @ inverse, -2 * v @ inverse), -2)
 
@@ -115,7 +115,7 @@ def bro(layer: Any, h: int, w: int) -> Tensor:
     v = symbol(layer.directions(), h, w)
     reflector = torch.eye(v.shape[-2]) - 2 * v @ torch.linalg.inv(v.mH @ v) @ v.mH
     inputs, outputs = getattr(layer, "inner_channels", None) or layer.in_features, layer.bias.shape[0]
-    return reflector[..., :outputs, :inputs]
+    return reflector[..., :outputs, :inputs]  # a part of an orthogonal matrix is a contraction
 
 
 @linear
@@ -127,7 +127,7 @@ def eco(layer: Any, h: int, w: int) -> Tensor:
     kh, kw = layer.kernel_size
     a = layer.free - layer.free.mT
     a = a / skew_bound(a, layer.squarings).clamp_min(SMALLEST_NORM)[..., None, None]
-    p0 = exponential(a, layer.terms)[frequency_map((kh, kw))]
+    p0 = exponential(a, layer.terms)[frequency_map((kh, kw))]  # conjugate frequencies share a matrix
     f1, f2 = torch.meshgrid(torch.arange(h) % kh, torch.arange(w) % kw, indexing="ij")
     return p0[f1, f2][..., : layer.out_channels, : layer.inner_channels].to(torch.complex128)
 
@@ -144,7 +144,7 @@ def exponential(a: Tensor, terms: int) -> Tensor:
     total = power = torch.eye(a.shape[-1], dtype=a.dtype).expand_as(a)
     for i in range(1, terms + 1):
         power = power @ a / i
-        total = total + power
+        total = total + power  # power is A^i / i!
     return total
 
 
@@ -154,8 +154,9 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     The axes alternate. Along each axis, the first, third, ... factor exchanges P_i and I - P_i.
     """
     if h.shape[0] < h.shape[1]:
-        return projector_product(h.mT, v, image, kernel, centre).mT
+        return projector_product(h.mT, v, image, kernel, centre).mT  # the factors act on the larger side
     shared = min(kernel) - 1
+    # Each factor adds a tap along its axis; the longer axis takes the rest.
     axes = [0, 1] * shared + [0 if kernel[0] > kernel[1] else 1] * abs(kernel[0] - kernel[1])
     z = [waves(n, 2, 0)[:, 1] for n in image]
     # Taps count from the centre: z^-c moves it to the origin.
@@ -164,9 +165,9 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     eye, seen = torch.eye(max(h.shape), dtype=torch.complex128), [0, 0]
     for one, axis in zip(v, axes, strict=True):
         near = (one @ one.mT).to(torch.complex128)
-        near = eye - near if seen[axis] % 2 == 0 else near
+        near = eye - near if seen[axis] % 2 == 0 else near  # so that a shift leaves the kernel centred
         seen[axis] += 1
-        step = z[axis][:, None, None, None] if axis == 0 else z[axis][:, None, None]
+        step = z[axis][:, None, None, None] if axis == 0 else z[axis][:, None, None]  # against (h, w, n, n)
         total = (near + (eye - near) * step) @ total
     return total
 
@@ -199,14 +200,14 @@ def aoc(layer: Any, x: Tensor) -> Tensor:
 def rko(layer: Any, h: int, w: int) -> Tensor:
     """Li et al., NeurIPS 2019, section 4.1: the reshaped kernel, semi-orthogonal, over the root of its taps."""
     kernel = semi_orthogonal(layer, layer.free.flatten(1)).reshape(layer.free.shape)
-    return symbol(kernel / math.sqrt(math.prod(layer.kernel_size)), h, w)
+    return symbol(kernel / math.sqrt(math.prod(layer.kernel_size)), h, w)  # taps overlap on a pixel
 
 
 @linear
 def cholesky(layer: Any, h: int, w: int) -> Tensor:
     """Hu et al., ICLR 2024: L^-1 W with L L^T = W W^T + e I, over the root of the taps."""
     wide = layer.free.flatten(1)
-    wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT
+    wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT  # the smaller Gram matrix
     gram = wide @ wide.mT
     factor = torch.linalg.cholesky(gram + layer.share * gram.diagonal().mean() * torch.eye(len(gram)))
     made = torch.linalg.inv(factor) @ wide
@@ -218,13 +219,13 @@ def cholesky(layer: Any, h: int, w: int) -> Tensor:
 def aol(layer: Any, h: int, w: int) -> Tensor:
     """Prach & Lampert, ECCV 2022, theorem 2: inputs over the roots of the row sums of |K^T * K|."""
     kernel = as_kernel(layer.free)
-    return symbol(kernel / row_sums(kernel.transpose(0, 1)).sqrt()[:, None, None], h, w)
+    return symbol(kernel / row_sums(kernel.transpose(0, 1)).sqrt()[:, None, None], h, w)  # along the inputs
 
 
 def row_sums(kernel: Tensor, weights: Tensor | None = None) -> Tensor:
     """For each output i: the sum of ``|K * K^T|_ij`` over j and all lags, times ``weights_ij``."""
     reach = (kernel.shape[-2] - 1, kernel.shape[-1] - 1)
-    gram = F.conv2d(kernel, kernel, padding=reach).abs().sum((2, 3))
+    gram = F.conv2d(kernel, kernel, padding=reach).abs().sum((2, 3))  # outputs as samples: all lags that overlap
     return (gram if weights is None else gram * weights).sum(1)
 
 
@@ -232,7 +233,7 @@ def row_sums(kernel: Tensor, weights: Tensor | None = None) -> Tensor:
 def ossn(layer: Any, h: int, w: int) -> Tensor:
     """Gouk et al., Machine Learning 2021, section 3: the kernel over the norm of its convolution on this image."""
     matrices = symbol(layer.free, h, w)
-    return matrices / torch.linalg.matrix_norm(matrices, 2).amax()
+    return matrices / torch.linalg.matrix_norm(matrices, 2).amax()  # the largest over all frequencies
 
 
 @linear
@@ -256,7 +257,7 @@ def residual(layer: Any, x: Tensor, multiplier: Tensor) -> Tensor:
     """x - F* (Lambda act(F x + b)), with zeros for missing inputs, and surplus outputs dropped."""
     images, kernel = as_images(layer, x), as_kernel(layer.free)
     outputs = layer.out_features if x.ndim == 2 else layer.out_channels
-    images = F.pad(images, (0, 0, 0, 0, 0, kernel.shape[1] - images.shape[1]))
+    images = F.pad(images, (0, 0, 0, 0, 0, kernel.shape[1] - images.shape[1]))  # channels, the third from the end
     matrices = symbol(kernel, *images.shape[-2:])
     inside = layer.activation(biased(layer, apply(matrices, images)))
     y = (images - apply(matrices.mH, multiplier[:, None, None] * inside))[:, :outputs]
@@ -284,7 +285,7 @@ def sandwich(layer: Any, x: Tensor) -> Tensor:
     free = [
         scale * free / free.norm() for free, scale in ((layer.x_free, layer.x_scale), (layer.y_free, layer.y_scale))
     ]
-    kernels = [one if one.ndim == 4 else as_kernel(one.mT) for one in free]
+    kernels = [one if one.ndim == 4 else as_kernel(one.mT) for one in free]  # the dense layer stores them tall
     both = cayley_transform(symbol(torch.cat(kernels, 1), *images.shape[-2:]))
     q, psi = len(kernels[0]), layer.log_psi.exp()[:, None, None]
     v = math.sqrt(2) * apply(both[..., q:], images) / psi

@@ -13,7 +13,7 @@ from lipkit.layers.base import ConstrainedLinear, check_positive
 from lipkit.layers.export import export_linear, register_one_lipschitz
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.bjorck import bjorck
-from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
@@ -22,12 +22,32 @@ def orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Param
     return nn.Parameter(nn.init.orthogonal_(torch.empty(shape, device=device, dtype=dtype)))
 
 
+def orthogonal_stack(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
+    """Free matrices ``(count, m, n)`` that start semi-orthogonal."""
+    free = torch.empty(shape, device=device, dtype=dtype)
+    for matrix in free:
+        nn.init.orthogonal_(matrix)
+    return nn.Parameter(free)
+
+
+def delta_orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
+    """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap.
+
+    >>> delta_orthogonal_free((1, 1, 1, 3), None, None).detach().abs().flatten().tolist()
+    [0.0, 1.0, 0.0]
+    """
+    cout, cin, kh, kw = shape
+    kernel = torch.zeros(shape, device=device, dtype=dtype)
+    # Centre (k - 1) // 2, as everywhere in lipkit.conv.
+    kernel[:, :, (kh - 1) // 2, (kw - 1) // 2] = nn.init.orthogonal_(torch.empty(cout, cin, device=device, dtype=dtype))
+    return nn.Parameter(kernel)
+
+
 class BjorckLinear(ConstrainedLinear):
     r"""Dense layer ``y = Qx + b`` whose matrix is the Björck iterate of a free one, a contraction at every stage.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
         iterations: number of Björck steps.
         order: of the iteration, 1 (cubic) or more.
 
@@ -52,24 +72,22 @@ class BjorckLinear(ConstrainedLinear):
         Anil, Lucas & Grosse, ICML 2019, section 4.2; Björck & Bowie, SIAM J. Numer. Anal. 8 (1971).
     """
 
+    shown = ("iterations", "order")
+
     def make_parameters(self, device: Any, dtype: Any, *, iterations: int = 20, order: int = 1) -> None:
         check_positive(iterations=iterations, order=order)
         self.iterations, self.order = iterations, order
-        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def weight(self) -> Tensor:
         return bjorck(self.free, self.iterations, self.order)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, iterations={self.iterations}, order={self.order}"
 
 
 class OrthogonalLinear(ConstrainedLinear):
     r"""Dense layer ``y = Qx + b``, :math:`Q = \mathrm{orthogonalize}(W)` of a free matrix W.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
         orthogonalize: 'exponential', 'cayley', 'bjorck', 'newton_schulz', 'polar', 'householder', or a function
             ``(m, n) -> (m, n)``, for instance ``functools.partial(bjorck, iterations=50)``.
 
@@ -80,22 +98,21 @@ class OrthogonalLinear(ConstrainedLinear):
         norm of the matrix it makes.
 
     Raises:
-        OptionError: sizes below 1, another dtype, an unknown name.
+        OptionError: an unknown name, and what the base class refuses.
 
     >>> layer = OrthogonalLinear(5, 3, orthogonalize="polar")
     >>> (layer.weight() @ layer.weight().mT).allclose(torch.eye(3), atol=1e-5)
     True
     """
 
+    shown = ("orthogonalize",)
+
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "exponential") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def weight(self) -> Tensor:
         return orthogonalized(self.orthogonalize, self.free)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 def unit_rows(v: Tensor) -> Tensor:
@@ -104,20 +121,20 @@ def unit_rows(v: Tensor) -> Tensor:
     >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
     """
-    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)  # no division by 0
 
 
 class NormalizedLinear(ConstrainedLinear):
     r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
 
-    Behind a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`. The pairwise
-    certificate of :func:`lipkit.certify` uses it for any network with a linear last layer. The layer as a whole
-    is **not** 1-Lipschitz: :math:`\sigma_{max}(W)` can reach the root of the number of rows, and ``lipschitz`` says so.
+    Behind a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`: the pairwise
+    certificate of :func:`lipkit.certify`.
 
     Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.
 
     Guarantee:
-        Unit rows up to rounding; ``lipschitz`` is the proved spectral norm of the weight as it is now.
+        Unit rows up to rounding; **not** 1-Lipschitz as a whole: ``lipschitz`` is the proved spectral norm of the
+        weight as it is now, at most the root of the number of rows.
 
     >>> layer = NormalizedLinear(8, 3)
     >>> layer.weight().norm(dim=1).round(decimals=5).tolist()
@@ -128,8 +145,8 @@ class NormalizedLinear(ConstrainedLinear):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        free = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
-        self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))
+        free = torch.empty(self.shape, device=device, dtype=dtype)
+        self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))  # as nn.Linear
 
     def weight(self) -> Tensor:
         return unit_rows(at_least_float32(self.free))

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
@@ -16,7 +15,8 @@ from lipkit.errors import OptionError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
-from lipkit.layers.export import patch_module, resampled_size
+from lipkit.layers.dense import orthogonal_stack
+from lipkit.layers.export import patch_module, resampled_size, stride_modules, symbol_norm
 from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.skew_polynomial import check_squarings, taylor_exponential
@@ -33,9 +33,8 @@ class EcoConv2d(ConstrainedConv2d):
     .. math:: P_0[p, q] = \exp(A_l), \quad A_l = \frac{W_l - W_l^*}{\beta(W_l - W_l^*)}, \quad l = I[p, q], \qquad
               y = \mathrm{DFT}^{-1}(P_0) *_{(H/k_h,\, W/k_w)} x + b
 
-    with :math:`\beta \ge \|\cdot\|_2` a proved bound (``linalg.exponential.skew_bound``) where the paper has a power
-    iteration, and exp the Taylor polynomial of degree T. The image size comes from the input; the parameters do
-    not depend on it.
+    with a proved bound :math:`\beta \ge \|\cdot\|_2` (``linalg.exponential.skew_bound``) where the paper has a power
+    iteration, and exp the Taylor polynomial of degree T. The parameters do not depend on the image size.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -50,7 +49,7 @@ class EcoConv2d(ConstrainedConv2d):
         squarings: products that bound the norm, 3 to 6 (default 4), only with 'taylor': the largest angle of a new
             layer of 512 channels is 0.78, 0.89, 0.95 and 0.98 rad, where the paper's power iteration allows 1.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
-            paper. False: rows and columns beyond the layer's are zeros instead of parameters, which saves products.
+            paper. False: rows and columns beyond the layer's are zeros, which saves products.
         evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
             kernel W0: the same function up to rounding.
 
@@ -64,8 +63,7 @@ class EcoConv2d(ConstrainedConv2d):
     Guarantee:
         1-Lipschitz, all singular values 1 up to rounding, for 'exponential' and 'cayley'. For 'taylor' all of them lie
         in ``taylor_range(1, T)``: at most 1.00091 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz`` returns that bound
-        for the present mode. A function that is not in the table is not trusted: ``lipschitz`` computes the norm of
-        the matrices it makes. The export uses ``eval_terms``.
+        for the present mode, exports use ``eval_terms``. For a function outside the table it computes the norm.
 
     Cost:
         L matrices of size c per forward pass (without ``square`` of the smaller side, if that is below 0.4 c), and per
@@ -101,15 +99,12 @@ class EcoConv2d(ConstrainedConv2d):
         square: bool = True,
         evaluation: str = "phase",
     ) -> None:
-        for name, terms in (("train_terms", train_terms), ("eval_terms", eval_terms)):
-            if terms is not None and orthogonalize != "taylor":
-                raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {terms!r}")
-            if terms is not None:
-                check_terms(terms, name)
-        if squarings is not None:
-            if orthogonalize != "taylor":
-                raise OptionError(f"squarings: expected None without orthogonalize='taylor', got {squarings!r}")
-            check_squarings(squarings)
+        of_taylor = {"train_terms": train_terms, "eval_terms": eval_terms, "squarings": squarings}
+        for name, value in of_taylor.items():
+            if value is not None and orthogonalize != "taylor":
+                raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {value!r}")
+            if value is not None:
+                check_squarings(value) if name == "squarings" else check_terms(value, name)
         for name, flag in (("complex_p0", complex_p0), ("square", square)):
             if not isinstance(flag, bool):
                 raise OptionError(f"{name}: expected True or False, got {flag!r}")
@@ -121,18 +116,11 @@ class EcoConv2d(ConstrainedConv2d):
         self.eval_terms = EVAL_TERMS if eval_terms is None else eval_terms
         self.squarings = SQUARINGS if squarings is None else squarings
         self.complex_p0, self.square, self.evaluation = complex_p0, square, evaluation
-        n_real, n_pair = distinct_frequencies(self.kernel_size)
-        self.free = self._orthogonal(n_real + n_pair, device, dtype)
-        self.register_parameter(
-            "imaginary", self._orthogonal(n_pair, device, dtype) if self.complex_p0 and n_pair else None
-        )
-
-    def _orthogonal(self, count: int, device: Any, dtype: Any) -> nn.Parameter:
-        shape = (self.out_channels, self.inner_channels)
-        free = torch.empty(count, *((max(shape),) * 2 if self.square else shape), device=device, dtype=dtype)
-        for matrix in free:
-            nn.init.orthogonal_(matrix)
-        return nn.Parameter(free)
+        n_real, n_pair = distinct_frequencies(self.kernel_size)  # self-conjugate ones, and one of each other pair
+        matrix = (max(self.shape[:2]),) * 2 if square else self.shape[:2]  # square ones are cropped, as in the paper
+        self.free = orthogonal_stack((n_real + n_pair, *matrix), device, dtype)
+        imaginary = orthogonal_stack((n_pair, *matrix), device, dtype) if complex_p0 and n_pair else None
+        self.register_parameter("imaginary", imaginary)
 
     @property
     def terms(self) -> int:
@@ -152,7 +140,7 @@ class EcoConv2d(ConstrainedConv2d):
         terms = self.terms if terms is None else terms
         if self.imaginary is None:
             made = self._make(self.free, terms)
-            return Symbol(made[:n_real], made[n_real:, None])
+            return Symbol(made[:n_real], made[n_real:, None])  # one part: real matrices at the pairs, too
         pair = self._make(torch.complex(self.free[n_real:], self.imaginary), terms)
         return Symbol(self._make(self.free[:n_real], terms), as_pair(pair))
 
@@ -160,7 +148,7 @@ class EcoConv2d(ConstrainedConv2d):
         if self.orthogonalize is None:
             made = taylor_exponential(free, terms, self.squarings)
         else:
-            made = orthogonalized(self.orthogonalize, free) if len(free) else free
+            made = orthogonalized(self.orthogonalize, free) if len(free) else free  # small kernels have no pairs
         return made[..., : self.out_channels, : self.inner_channels]
 
     def kernel(self) -> Tensor:
@@ -180,7 +168,7 @@ class EcoConv2d(ConstrainedConv2d):
             kernel = None if self.evaluation == "phase" else kernel_of_symbol(symbol, self.kernel_size)
         x = x.to(product_dtype(x, symbol.real.dtype))
         if self.pointwise:
-            return self.on_patches(x, symbol.real[0])
+            return self.on_patches(x, symbol.real[0])  # one frequency
         x = downsample(x, self.stride)
         if kernel is None:
             return apply_phases(symbol, x, self.kernel_size, bias=self.bias)
@@ -188,15 +176,9 @@ class EcoConv2d(ConstrainedConv2d):
 
     def extra_repr(self) -> str:
         made = "taylor" if self.orthogonalize is None else function_name(self.orthogonalize)
-        terms = (
-            f", train_terms={self.train_terms}, eval_terms={self.eval_terms}, squarings={self.squarings}"
-            if made == "taylor"
-            else ""
-        )
-        return (
-            f"{super().extra_repr()}, orthogonalize={made}{terms}, complex_p0={self.complex_p0}, square={self.square}, "
-            f"evaluation={self.evaluation}"
-        )
+        of_taylor = ("train_terms", "eval_terms", "squarings") * (self.orthogonalize is None)
+        shown = [f"{name}={getattr(self, name)}" for name in (*of_taylor, "complex_p0", "square", "evaluation")]
+        return ", ".join((super().extra_repr(), f"orthogonalize={made}", *shown))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -224,28 +206,22 @@ def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
         return taylor_range(1 + rounding, layer.terms)[1]
     if proved(layer.orthogonalize):
         return 1.0
-    symbol = layer.symbol()
-    norms = [spectral_norm(symbol.real)]
-    if symbol.pair.numel():
-        parts = symbol.pair.double()
-        norms.append(spectral_norm(torch.complex(parts[:, 0], parts[:, 1]) if layer.imaginary is not None else parts))
-    return torch.stack(norms).amax()
+    return symbol_norm(layer.symbol())
 
 
 @export_rule(EcoConv2d)
 def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact; pointwise, one product per patch.
 
-    ``nn.Conv2d`` cannot hold the layer in general. It splits its circular 'same' padding of ``d (k - 1)`` in equal
-    halves, which shifts an even kernel by half a dilation. And the bound of a dilated kernel over all image sizes
-    exceeds 1. For odd kernels ``layer.kernel()`` fits ``nn.Conv2d(..., dilation=(H / kh, W / kw), padding='same')``.
+    ``nn.Conv2d`` halves its circular 'same' padding of ``d (k - 1)``, which shifts an even kernel by half a dilation,
+    and the bound of a dilated kernel over all image sizes exceeds 1.
     """
     height, width = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(layer.symbol(layer.eval_terms).real[0], layer.stride, layer.bias)
-    unshuffle = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
     symbol = layer.symbol(layer.eval_terms)
-    return nn.Sequential(*unshuffle, FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size))
+    made = FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size)
+    return nn.Sequential(*stride_modules(layer), made)
 
 
 ECO = Family(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
@@ -22,21 +23,10 @@ from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
-__all__ = [
-    "circular_module",
-    "exactly",
-    "export_kernel_conv",
-    "export_linear",
-    "export_symbol_conv",
-    "filled",
-    "in_float64",
-    "linear_module",
-    "patch_module",
-    "placed_like",
-    "register_one_lipschitz",
-    "resampled_size",
-    "stride_modules",
-]
+__all__ = ["export_kernel_conv", "export_linear", "export_symbol_conv", "register_one_lipschitz"]  # rules
+__all__ += ["exactly", "in_float64", "placed_like"]  # made in float64
+__all__ += ["circular_module", "filled", "linear_module", "patch_module"]  # plain modules
+__all__ += ["resampled_size", "stride_modules", "symbol_norm"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -52,7 +42,7 @@ def in_float64(layer: Layer) -> Layer:
     Exports make the constrained object from it and round once. So even a transform that is badly conditioned in float32
     (a Cayley transform of huge weights) ends within rounding of its claim.
     """
-    twin = copy.deepcopy(layer)
+    twin = copy.deepcopy(layer)  # .double() acts in place
     return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
 
 
@@ -62,8 +52,16 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
     return exact.to(device=own.device, dtype=own.dtype)
 
 
-# Limit of a row's change, relative to the largest row: float32 rounding moves a row by 1e-6, a lost direction by 1.
-APART = 1e-2
+def symbol_norm(symbol: Symbol) -> Tensor:
+    """Proved bound of the norm of a convolution with this symbol, complex or, with one part a pair, real."""
+    norms = [spectral_norm(symbol.real)]
+    if symbol.pair.numel():
+        parts = symbol.pair.double().unbind(1)
+        norms.append(spectral_norm(torch.complex(*parts) if len(parts) == 2 else parts[0]))
+    return torch.stack(norms).amax()
+
+
+APART = 1e-2  # of a row, relative to the largest: float32 rounding moves it by 1e-6, a lost direction by 1
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
@@ -77,7 +75,7 @@ def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple
     """
     found = [placed_like(layer, exact) for exact in make(in_float64(layer))]
     if all(exact.dtype == torch.float64 for exact in found):
-        return found
+        return found  # nothing was rounded
     for own, exact in zip(make(layer), found, strict=True):
         off = torch.linalg.vector_norm(own.nan_to_num(nan=math.inf) - exact, dim=-1)
         apart = float(off.amax() / torch.linalg.vector_norm(exact, dim=-1).amax()) if exact.numel() else 0.0
@@ -92,12 +90,12 @@ def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple
 
 def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
     """Rank and singular values of a layer's free matrices, in words; at each frequency for a `SymbolConv2d`."""
-    like = next(p for p in layer.parameters() if p.ndim > 1)
+    like = next(p for p in layer.parameters() if p.ndim > 1)  # neither scale nor bias
     free = getattr(in_float64(layer), "directions", lambda: like.detach().cpu().double())()
     matrices = [free.flatten(1)[None]]
     if isinstance(layer, SymbolConv2d):
         real, pair = kernel_symbol(free, *size)
-        matrices = [real, as_complex(pair)]
+        matrices = [real, as_complex(pair)]  # one of each conjugate pair
     values = torch.cat([torch.linalg.svdvals(part).flatten(0, -2) for part in matrices if len(part)])
     rank = int((values > torch.finfo(torch.float32).eps * values.shape[-1] * values.amax()).sum(-1).amin())
     return f"rank {rank} of {values.shape[-1]} and singular values from {values.amin():.3g} to {values.amax():.3g}"
@@ -127,7 +125,7 @@ def filled(plain: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
 
 def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, int]:
     """Image size after downsampling; ``ShapeError`` if the layer does not accept ``input_shape``."""
-    layer.check_input(torch.empty(1, *input_shape, device="meta"))
+    layer.check_input(torch.empty(1, *input_shape, device="meta"))  # a shape without numbers
     return input_shape[1] // layer.stride, input_shape[2] // layer.stride
 
 
@@ -161,6 +159,7 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(exactly(layer, lambda made: [made.kernel().flatten(1)])[0], layer.stride, layer.bias)
+    # Folded to the image: the plain convolution pads by at most one period.
     (kernel,) = exactly(layer, lambda made: [made.fitted(made.kernel(), *size)])
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias, layer.padding_mode))
 

@@ -6,19 +6,16 @@ from lipkit.errors import OptionError
 from lipkit.layers.aol import AOL
 from lipkit.layers.base import Family
 from lipkit.layers.bcop import BCOP, CAYLEY_BCOP
-from lipkit.layers.bro import BRO
+from lipkit.layers.bro import BRO, LIRESNET
 from lipkit.layers.cayley import CAYLEY
-from lipkit.layers.cholesky import CHOLESKY
 from lipkit.layers.eco import ECO
-from lipkit.layers.liresnet import LIRESNET
 from lipkit.layers.lot import LOT
 from lipkit.layers.native import AOC
-from lipkit.layers.ossn import OSSN
-from lipkit.layers.rko import CRKO, RKO
+from lipkit.layers.rko import CHOLESKY, CRKO, RKO
 from lipkit.layers.sandwich import SANDWICH
 from lipkit.layers.sll import CPL, SLL
 from lipkit.layers.soc import SOC
-from lipkit.layers.svcm import SVCM
+from lipkit.layers.svcm import OSSN, SVCM
 
 FAMILIES: dict[str, Family] = {
     row.name: row

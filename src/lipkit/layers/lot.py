@@ -7,16 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, SymbolConv2d
-from lipkit.layers.dense import OrthogonalLinear
-from lipkit.layers.export import export_symbol_conv, resampled_size
+from lipkit.layers.dense import OrthogonalLinear, delta_orthogonal_free
+from lipkit.layers.export import export_symbol_conv, resampled_size, symbol_norm
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -30,22 +29,20 @@ class LotConv2d(SymbolConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        orthogonalize: how the matrix at each frequency is made semi-orthogonal: a name of
-            ``linalg.ORTHOGONALIZE`` or a function on complex batches. 'polar' is LOT by singular values (exact, and on
-            a CPU several times faster than the iterations), 'newton_schulz' LOT as published and 'bjorck' a steadier
+        orthogonalize: a name of ``linalg.ORTHOGONALIZE`` or a function on complex batches. 'polar' is LOT by singular
+            values (exact, and on a CPU several times faster), 'newton_schulz' LOT as published and 'bjorck' a steadier
             iteration to the same limit (matrix products only), 'cayley' another map altogether.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts as a semi-orthogonal centre tap
     plus noise of a third of its size: well conditioned at every frequency.
 
     Guarantee:
-        1-Lipschitz for the named functions, even if an iteration stops early: its singular values are then below 1.
-        With 'polar' all singular values are 1 up to rounding. For another function ``lipschitz`` computes the largest
-        norm of the symbol it returned, and needs ``input_shape``.
+        1-Lipschitz for the named functions, also where an iteration stops early, with singular values below 1; those of
+        'polar' are 1 up to rounding. For another function ``lipschitz`` computes the norm, and needs ``input_shape``.
 
     Cost:
-        One singular value decomposition of size c = min(out_channels, s^2 in_channels) at each of about
-        H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
+        One singular value decomposition of size min(out_channels, s^2 in_channels) at each of about H W / (2 s^2)
+        frequencies; a single one for a 1 x 1 kernel.
 
     >>> layer = LotConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
@@ -58,24 +55,22 @@ class LotConv2d(SymbolConv2d):
         equation 4 and algorithm 1.
     """
 
+    shown = ("orthogonalize",)
+
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "polar") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        kh, kw = self.kernel_size
-        shape = (self.out_channels, self.inner_channels)
+        cout, cin, kh, kw = self.shape
         # The symbol of noise of variance v has singular values of up to sqrt(v kh kw) (sqrt(cout) + sqrt(cin)).
-        size = math.sqrt(kh * kw) * (math.sqrt(shape[0]) + math.sqrt(shape[1]))
-        free = torch.randn(*shape, kh, kw, device=device, dtype=dtype) / (3 * size)
-        centre = nn.init.orthogonal_(torch.empty(shape, device=device, dtype=dtype))
-        free[:, :, (kh - 1) // 2, (kw - 1) // 2] += centre
-        self.free = nn.Parameter(free)
+        size = math.sqrt(kh * kw) * (math.sqrt(cout) + math.sqrt(cin))
+        noise = torch.randn(self.shape, device=device, dtype=dtype) / (3 * size)
+        self.free = delta_orthogonal_free(self.shape, device, dtype)
+        self.free.data += noise
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(at_least_float32(self.free), height, width)
+        # Equal functions at f and -f keep the kernel real, so one of each pair is enough.
         pair = orthogonalized(self.orthogonalize, as_complex(raw.pair))
         return Symbol(orthogonalized(self.orthogonalize, raw.real), as_pair(pair))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 @lipschitz_rule(LotConv2d)
@@ -87,11 +82,7 @@ def _lot(layer: LotConv2d, input_shape: Shape | None) -> Tensor | float:
             f"LotConv2d with orthogonalize={function_name(layer.orthogonalize)}: expected an input_shape, because "
             "nothing is proved about that function and the norm is computed at each frequency, got None"
         )
-    symbol = layer.symbol(*resampled_size(layer, input_shape))
-    norms = [spectral_norm(symbol.real)]
-    if len(symbol.pair):
-        norms.append(spectral_norm(torch.complex(*symbol.pair.double().unbind(1))))
-    return torch.stack(norms).amax()
+    return symbol_norm(layer.symbol(*resampled_size(layer, input_shape)))
 
 
 export_rule(LotConv2d)(export_symbol_conv)

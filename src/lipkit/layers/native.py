@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.patches import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import definitions
-from lipkit.layers.aol import safe_rsqrt
-from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
-from lipkit.layers.dense import BjorckLinear
+from lipkit.layers import base, definitions
+from lipkit.layers.aol import where_positive
+from lipkit.layers.base import Family, Pair
+from lipkit.layers.dense import BjorckLinear, orthogonal_stack
 from lipkit.layers.export import exactly, filled
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
@@ -30,40 +30,16 @@ from lipkit.modules.convolutions import copies
 from lipkit.proof.roundoff import root
 
 
-def new_matrices(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
-    """Free matrices ``shape[-2:]``, each semi-orthogonal."""
-    values = torch.empty(shape, device=device, dtype=dtype)
-    for matrix in values:
-        nn.init.orthogonal_(matrix)
-    return nn.Parameter(values)
-
-
 class Construction(nn.Module, ABC):
-    """Parameters of the kernels of all groups; a call returns the kernels.
-
-    Args:
-        groups, out_channels, in_channels: of each group.
-        kernel_size, stride, dilation: along both axes.
-        orthogonalize: how matrices are made semi-orthogonal, a function of ``linalg.table``.
-    """
+    """Parameters of the kernels of all groups, (groups, out_channels, in_channels, kh, kw); a call returns them."""
 
     def __init__(
-        self,
-        groups: int,
-        out_channels: int,
-        in_channels: int,
-        kernel_size: Size,
-        stride: Size,
-        dilation: Size,
-        orthogonalize: Orthogonalize,
-        device: Any,
-        dtype: Any,
+        self, shape: tuple[int, ...], stride: Size, dilation: Size, orthogonalize: Orthogonalize, *place: Any
     ) -> None:
         super().__init__()
-        self.shape = (groups, out_channels, in_channels, *kernel_size)
-        self.kernel_size, self.stride, self.dilation = kernel_size, stride, dilation
-        self.orthogonalize = orthogonalize
-        self.make_parameters(device, dtype)
+        self.shape, self.kernel_size = shape, (shape[3], shape[4])
+        self.stride, self.dilation, self.orthogonalize = stride, dilation, orthogonalize
+        self.make_parameters(*place)  # device and dtype
 
     def made(self, free: Tensor) -> Tensor:
         """The semi-orthogonal matrices that ``orthogonalize`` makes of free ones."""
@@ -74,7 +50,7 @@ class Construction(nn.Module, ABC):
 
     @abstractmethod
     def forward(self) -> Tensor:
-        """The kernels ``(groups, out_channels, in_channels, kh, kw)``, in float32 or better."""
+        """The kernels, in float32 or better."""
 
 
 class Aoc(Construction):
@@ -97,24 +73,20 @@ class Aoc(Construction):
             )
         strided = max(self.stride) > 1
         inner = aoc_channels(cin, cout, self.stride) if strided else cout
-        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)
-        self.free = new_matrices(groups, inner, cin, device=device, dtype=dtype)
-        projectors = new_matrices(groups * factors, wide, wide // 2, device=device, dtype=dtype)
+        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix brings s taps of its own
+        self.free = orthogonal_stack((groups, inner, cin), device, dtype)
+        projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
         self.register_parameter("projectors", projectors if projectors.numel() else None)
-        last = new_matrices(groups, cout, inner * math.prod(self.stride), device=device, dtype=dtype)
+        last = orthogonal_stack((groups, cout, inner * math.prod(self.stride)), device, dtype)
         self.register_parameter("last", last if strided else None)
-        self.stacks = (groups, factors, wide, wide // 2)
+        self.stacks = (groups, factors, wide, wide // 2)  # projectors of rank wide / 2, as in BCOP
 
     def forward(self) -> Tensor:
         h = self.made(self.free)
         # One channel has the projectors 0 and 1 alone, so the factors are shifts.
-        v = h.new_zeros(0) if self.projectors is None else self.made(self.projectors)
-        v = v.reshape(self.stacks)
-        last = None if self.last is None else self.made(self.last)
-        each = [
-            aoc_kernel(h[i], v[i], None if last is None else last[i], self.kernel_size, self.stride)
-            for i in range(len(h))
-        ]
+        v = (h.new_zeros(0) if self.projectors is None else self.made(self.projectors)).reshape(self.stacks)
+        last = [None] * len(h) if self.last is None else self.made(self.last)
+        each = [aoc_kernel(*parts, self.kernel_size, self.stride) for parts in zip(h, v, last, strict=True)]
         return torch.stack(each)
 
 
@@ -123,7 +95,7 @@ class Rko(Construction):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
-        self.free = new_matrices(groups, cout, cin * kh * kw, device=device, dtype=dtype)
+        self.free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
         self.factor = rko_factor(self.kernel_size, period(self.stride, self.dilation))
 
     def forward(self) -> Tensor:
@@ -135,28 +107,35 @@ class Aol(Construction):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
-        free = new_matrices(groups, cout, cin * kh * kw, device=device, dtype=dtype)
+        free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
         self.free = nn.Parameter(free.detach().reshape(self.shape))
         self.classes = period(self.stride, self.dilation)
 
     def forward(self) -> Tensor:
         free = at_least_float32(self.free)
-        # A scale for each input and tap, the same for all outputs.
-        return free * safe_rsqrt(aol_scales(free, self.classes))[:, None]
+        scales = where_positive(torch.rsqrt, aol_scales(free, self.classes))
+        return free * scales[:, None]  # one for each input and tap, the same for all outputs
 
 
 CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol}
 """Constructions of kernels of any stride, by name."""
 
 
-class _Native(Biased):
+GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+"""Arguments of torch's convolutions, which a layer keeps as torch's own does."""
+
+
+class _Native(base.Biased):
     """A convolution with a constrained weight and torch's arguments, which torch's own layer checks."""
 
     plain: type[Any]
+    in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
     dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
     output_padding: tuple[int, ...]
 
     def __init__(
@@ -177,8 +156,8 @@ class _Native(Biased):
         **output_padding: Pair,
     ) -> None:
         super().__init__()
-        check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
-        check_dtype(dtype)
+        base.check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
+        base.check_dtype(dtype)
         if constraint not in CONSTRAINTS:
             raise OptionError(f"constraint: expected one of {', '.join(CONSTRAINTS)}, got {constraint!r}")
         function = resolve(orthogonalize)
@@ -189,32 +168,28 @@ class _Native(Biased):
             like = self.plain(
                 in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
             )
-            # Torch accepts some bad arguments and fails at the first input.
+            # Sizes below 1 are checked below: torch accepts them and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             raise OptionError(
                 f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
             ) from error
-        check_positive(**least)
+        base.check_positive(**least)
         if not isinstance(like.padding, str) and min(like.padding) < 0:
             raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation
-        self.padding, self.padding_mode, self.output_padding = like.padding, like.padding_mode, like.output_padding
+        for name in (*GEOMETRY, "output_padding"):
+            setattr(self, name, getattr(like, name))
         self.constraint = constraint
+        # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
-        made = CONSTRAINTS[constraint]
-        self.construction = made(groups, rows, cols, **sizes, orthogonalize=function, device=device, dtype=dtype)
+        shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
+        self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
-        self.register_parameter("bias", new_bias(out_channels, fan_in, bias, device, dtype))
-        if padding_mode == "circular":
-            self._check_circular()
-
-    def _check_circular(self) -> None:
+        self.register_parameter("bias", base.new_bias(out_channels, fan_in, bias, device, dtype))
         reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         padded = [before + after for before, after in self.borders()]
-        if any(p > r for p, r in zip(padded, reach, strict=True)):
+        if padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
             raise OptionError(
                 f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
                 f"got {padded}: outputs beyond one period repeat and raise the norm"
@@ -222,7 +197,7 @@ class _Native(Biased):
 
     @staticmethod
     def _pair(sizes: tuple[int, ...]) -> Size:
-        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
 
     @property
     def axes(self) -> int:
@@ -233,12 +208,13 @@ class _Native(Biased):
         """Pixels padded before and after, for each axis."""
         reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         if self.padding == "same":
-            return [(r // 2, r - r // 2) for r in reach]
+            return [(r // 2, r - r // 2) for r in reach]  # as torch: the larger half behind
         return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
 
     def least_sides(self) -> tuple[int, ...]:
         """The smallest image that torch accepts with this padding and that holds one window."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        # What padding adds, the image may lack.
         window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
@@ -248,7 +224,7 @@ class _Native(Biased):
     def weight(self) -> Tensor:
         """The constrained weight, in the shape of torch's layer and in float32 or better."""
         kernels = self.construction().flatten(0, 1)
-        return kernels if self.axes == 2 else kernels[:, :, 0]
+        return kernels if self.axes == 2 else kernels[:, :, 0]  # without the axis of one row
 
     def check_input(self, shape: Shape) -> None:
         """Raise ``ShapeError`` unless the layer accepts a sample of this shape."""
@@ -257,19 +233,13 @@ class _Native(Biased):
                 f"{type(self).__name__}: expected input of shape (B, {self.in_channels}{', length' * (self.axes == 1)}"
                 f"{', height, width' * (self.axes == 2)}), got samples of shape {tuple(shape)}"
             )
-        if self.padding_mode == "circular" and any(n % s for n, s in zip(shape[1:], self.stride, strict=True)):
-            raise ShapeError(
-                f"{type(self).__name__}: expected sides that the stride {self.stride} divides, since padding is "
-                f"circular, got {tuple(shape[1:])}"
-            )
-        least = self.least_sides()
-        if any(n < m for n, m in zip(shape[1:], least, strict=True)):
-            raise ShapeError(
-                f"{type(self).__name__}: expected sides of at least {least} for this kernel and padding, got "
-                f"{tuple(shape[1:])}"
-            )
+        least, sides, kind = self.least_sides(), tuple(shape[1:]), type(self).__name__
+        if self.padding_mode == "circular" and any(n % s for n, s in zip(sides, self.stride, strict=True)):
+            raise ShapeError(f"{kind}: expected sides that the stride {self.stride} divides (circular), got {sides}")
+        if any(n < m for n, m in zip(sides, least, strict=True)):
+            raise ShapeError(f"{kind}: expected sides of at least {least} for this kernel and padding, got {sides}")
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(tuple(x.shape[1:]))
         with autocast_off(x):
@@ -303,9 +273,7 @@ class NativeConv2d(_Native):
     r"""``nn.Conv2d`` with a constrained kernel: its own stride, padding, dilation and groups.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as ``nn.Conv2d``,
-            with its defaults (no padding).
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, ..., dtype: as ``nn.Conv2d``, with its defaults (no padding); float32 or float64.
         constraint: 'aoc' (orthogonal), 'rko' (a matrix on patches) or 'aol' (rescaled taps).
         orthogonalize: of 'aoc' and 'rko', a name of ``linalg.ORTHOGONALIZE``.
 
@@ -374,11 +342,9 @@ class _Transposed(_Native):
 
     def least_sides(self) -> tuple[int, ...]:
         """The smallest input with an output of at least one pixel."""
-        found = []
-        for i in range(self.axes):
-            one = self.dilation[i] * (self.kernel_size[i] - 1) + 1 + self.output_padding[i] - 2 * self.padding[i]
-            found.append(max(1, 1 + -(-(1 - one) // self.stride[i])))
-        return tuple(found)
+        axes = zip(self.dilation, self.kernel_size, self.output_padding, self.padding, self.stride, strict=True)
+        # One pixel makes d (k - 1) + 1 + o - 2 p outputs, and each further one s more.
+        return tuple(max(1, 1 + -((d * (k - 1) + o - 2 * p) // s)) for d, k, o, p, s in axes)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         function = F.conv_transpose1d if self.axes == 1 else F.conv_transpose2d
@@ -425,7 +391,7 @@ def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
         return 1.0
     sides = (None,) * layer.axes if input_shape is None else input_shape[1:]
     each = [copies(layer.padding_mode, *pair, n) for pair, n in zip(layer.borders(), sides, strict=True)]
-    return root(max(math.prod(each), 1))
+    return root(max(math.prod(each), 1))  # axes are independent: their copies multiply
 
 
 @export_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
@@ -433,12 +399,9 @@ def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
     layer.check_input(input_shape)
     output_shape(layer, input_shape)
     (weight,) = exactly(layer, lambda made: [made.weight()])
-    options: dict[str, Any] = {"dilation": layer.dilation, "padding_mode": layer.padding_mode}
-    if isinstance(layer, _Transposed):
-        options["output_padding"] = layer.output_padding
-    geometry = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
-    options |= {"groups": layer.groups, "bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
-    plain = layer.plain(*geometry, **options)
+    names = [*GEOMETRY, *["output_padding"] * isinstance(layer, _Transposed)]
+    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
+    plain = layer.plain(**options, bias=layer.bias is not None, device=weight.device, dtype=weight.dtype)
     return filled(plain, weight, layer.bias)
 
 
@@ -468,23 +431,16 @@ def aoc_conv2d(
     References:
         Boissin et al., ICML 2025.
     """
-    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
-    if len(kernel) != 2 or len(set(steps)) != 1:
-        raise OptionError(f"kernel_size, stride: expected one or two sizes, one step, got {kernel_size!r}, {stride!r}")
-    check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
-    if padding_mode != "circular" or dilation not in (1, (1, 1)) or groups != 1:
-        raise OptionError(
-            f"expected padding_mode 'circular', dilation 1 and groups 1, got {padding_mode!r}, {dilation!r} and "
-            f"{groups!r}: use lipkit.layers.NativeConv2d"
-        )
-    kernel = (max(kernel[0], steps[0]), max(kernel[1], steps[0]))
-    same = tuple((k - steps[0] + 1) // 2 for k in kernel)
+    (kh, kw), step = base.simple_geometry(kernel_size, stride, dilation, groups)
+    if padding_mode != "circular":
+        raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}: use lipkit.layers.NativeConv2d")
+    kernel = (max(kh, step), max(kw, step))  # no pixel between the windows
+    same = tuple((k - step + 1) // 2 for k in kernel)
     if padding not in ("same", same) and (padding, padding) != same:
-        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {steps}, got {padding!r}")
-    pads: Any = "same" if steps[0] == 1 else same
+        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
+    pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
     named = {"bias": bias, "padding_mode": "circular", "device": device, "dtype": dtype, **options}
-    return NativeConv2d(in_channels, out_channels, kernel, steps[0], pads, constraint="aoc", **named)
+    return NativeConv2d(in_channels, out_channels, kernel, step, pads, constraint="aoc", **named)
 
 
 AOC = Family(

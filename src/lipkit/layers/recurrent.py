@@ -28,13 +28,13 @@ from lipkit.modules.recurrent import unitwise
 
 
 class Parts(NamedTuple):
-    """A system as a layer makes it: M, b and the diagonal of Lambda, with units (nv, nw) in blocks."""
+    """A system as a layer makes it."""
 
-    matrix: Tensor
-    bias: Tensor
-    multiplier: Tensor
-    units: tuple[int, int]
-    block: int
+    matrix: Tensor  # M, from (w, x, u) to (v, x+, y)
+    bias: Tensor  # b
+    multiplier: Tensor  # the diagonal of Lambda
+    units: tuple[int, int]  # nv and nw
+    block: int  # units that do not read each other
 
 
 class RecurrentLayer(nn.Module):
@@ -43,7 +43,7 @@ class RecurrentLayer(nn.Module):
     phi: nn.Module
 
     def __init__(
-        self, in_features: int, out_features: int, states: int, gamma: float, rate: float, place: dict[str, Any]
+        self, in_features: int, out_features: int, states: int, gamma: float = 1.0, rate: float = 1.0, **place: Any
     ) -> None:
         super().__init__()
         check_dtype(place.get("dtype"))
@@ -53,6 +53,11 @@ class RecurrentLayer(nn.Module):
         self.in_features, self.out_features, self.states = in_features, out_features, states
         self.gamma, self.rate = float(gamma), float(rate)
         self.state_bias, self.output_bias = (nn.Parameter(torch.zeros(n, **place)) for n in (states, out_features))
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Device and dtype of the parameters."""
+        return {"device": self.state_bias.device, "dtype": self.state_bias.dtype}
 
     def parts(self) -> Parts:
         """The system as it is now, in float32 or better."""
@@ -64,6 +69,7 @@ class RecurrentLayer(nn.Module):
         rows, columns = k.new_ones(len(k)), k.new_ones(k.shape[1])
         rows[-ny:], columns[-nu - nx : -nu], columns[-nu:] = root, self.rate, root
         b = torch.cat((bias, at_least_float32(self.state_bias), at_least_float32(self.output_bias))) + rows * shift
+        # The units come first among rows and columns: nv and nw are what is left.
         return Parts(rows[:, None] * k * columns, b, multiplier, (len(k) - nx - ny, k.shape[1] - nx - nu), block)
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -80,7 +86,7 @@ class RecurrentLayer(nn.Module):
             u = masked(u, mask)
         with autocast_off(u):
             made = self.parts()
-            alone, given = not made.units[0] or unitwise(self.phi), u.to(made.matrix.dtype)
+            alone, given = not made.units[0] or unitwise(self.phi), u.to(made.matrix.dtype)  # no units: no phi
             system = (made.matrix, made.bias, self.states, made.units, made.block)
             y = simulate(*system, self.phi, given, alone)[0].to(u.dtype)
         return y if mask is None else masked(y, mask)
@@ -130,22 +136,22 @@ class LinearSystem(RecurrentLayer):
     def __init__(
         self, in_features: int, out_features: int, states: int, gamma: float = 1.0, rate: float = 1.0, **place: Any
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, place)
-        self.through = _birth(self, place)
-        self.phi = nn.Identity()
+        super().__init__(in_features, out_features, states, gamma, rate, **place)
+        self.through, self.phi = _birth(self), nn.Identity()
 
     def parts(self) -> Parts:
         k = self.through.weight()
         return self._made(k, k.new_zeros(0), k.new_zeros(0), 1)
 
 
-def _birth(layer: RecurrentLayer, place: dict[str, Any]) -> ContractionLinear:
+def _birth(layer: RecurrentLayer) -> ContractionLinear:
     """K of a new layer: states keep 0.95 of themselves, and inputs reach outputs."""
     nx, nu, ny = layer.states, layer.in_features, layer.out_features
-    made = ContractionLinear(nx + nu, nx + ny, bias=False, **place)
+    # The singular vectors of K and A = (I - K K^T)^(1/2) follow from the eigenvectors of K K^T.
+    made = ContractionLinear(nx + nu, nx + ny, bias=False, **layer.place)
     k = 0.3 * made.weight().detach()
     k[:nx, :nx] = 0.95 * torch.eye(nx, device=k.device)
-    k = k / torch.linalg.matrix_norm(k, 2).clamp_min(1) * (1 - 1e-3)
+    k = k / torch.linalg.matrix_norm(k, 2).clamp_min(1) * (1 - 1e-3)  # inside the ball, where A is invertible
     values, vectors = torch.linalg.eigh(k @ k.mT)
     made.set_factors(vectors * (1 - values).clamp_min(0).sqrt() @ vectors.mT, k)
     return made
@@ -164,14 +170,12 @@ class R2dn(RecurrentLayer):
     Args:
         in_features, out_features, states: numbers of inputs, outputs and states.
         units: numbers that phi takes.
-        phi: 'abs' (the default), another scalar activation by name or as a module, 1-Lipschitz; or a 1-Lipschitz
-            network from ``(B, units)``, such as ``models.lbdn([units, 64, units])``. What phi is made of, dense layers
-            with one kind of activation between them, is unfolded into M; any other network is run as it is, step by
-            step, which takes longer.
-        gamma, rate, place: as :class:`LinearSystem`.
+        phi: 'abs', another 1-Lipschitz scalar activation by name or as a module, or a 1-Lipschitz network from
+            ``(B, units)``, such as ``models.lbdn([units, 64, units])``. Dense layers with one kind of activation
+            between them are unfolded into M; any other network is run as it is, step by step, which takes longer.
+        options: gamma, rate, device and dtype, as :class:`LinearSystem`.
 
-    Parameters: those of ``read`` (C_V, V), ``write`` (A_W, W), ``through`` (K) and phi, and ``unit_bias``,
-    ``state_bias``, ``output_bias``.
+    Parameters: those of ``read`` (C_V, V), ``write`` (A_W, W), ``through`` (K) and phi, and three biases.
 
     Guarantee:
         As :class:`LinearSystem`; the state contracts in the l2 norm.
@@ -192,17 +196,9 @@ class R2dn(RecurrentLayer):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        states: int,
-        units: int,
-        phi: str | nn.Module = "abs",
-        gamma: float = 1.0,
-        rate: float = 1.0,
-        **place: Any,
+        self, in_features: int, out_features: int, states: int, units: int, phi: str | nn.Module = "abs", **options: Any
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, place)
+        super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
         self.inner: nn.Module | None = None
         # |v| is LeakyReLU of slope -1. What passes through phi unchanged could as well be a part of K.
@@ -216,12 +212,12 @@ class R2dn(RecurrentLayer):
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
             with torch.no_grad():
-                written = module(torch.zeros(1, units, **place)).shape[1]
+                written = module(torch.zeros(1, units, **self.place)).shape[1]
         self.units = units
-        self.read = ContractionLinear(units, states + in_features, bias=False, **place)
-        self.write = ContractionLinear(written, states + out_features, bias=False, **place)
-        self.through = _birth(self, place)
-        self.unit_bias = nn.Parameter(torch.zeros(units, **place))
+        self.read = ContractionLinear(units, states + in_features, bias=False, **self.place)
+        self.write = ContractionLinear(written, states + out_features, bias=False, **self.place)
+        self.through = _birth(self)
+        self.unit_bias = nn.Parameter(torch.zeros(units, **self.place))
 
     def parts(self) -> Parts:
         (read, v), (write, w) = self.read.factors(), self.write.factors()
@@ -243,18 +239,12 @@ class R2dn(RecurrentLayer):
 
 
 class Unfolded(NamedTuple):
-    """A chain of dense layers with one kind of activation between them.
+    """A chain of dense layers with one kind of activation between them."""
 
-    Attributes:
-        weights, biases: of the L + 1 linear maps.
-        activation: on each unit alone.
-        multipliers: diagonals of Lambda with which the inequality holds, of the L activations.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # of the L + 1 linear maps
     biases: list[Tensor]
-    activation: nn.Module
-    multipliers: list[Tensor]
+    activation: nn.Module  # on each unit alone
+    multipliers: list[Tensor]  # diagonals of Lambda with which the inequality holds, of the L activations
 
 
 def unfolded(network: nn.Module, units: int) -> Unfolded | None:
@@ -274,10 +264,10 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
         if phi is None:
             return None
         turn = _rotation(w) if type(phi) is MaxMin else torch.eye(len(w), device=w.device, dtype=w.dtype)
-        weights.append(turn.mT @ w)
+        weights.append(turn.mT @ w)  # R^T into the layer before, R into the one behind
         biases.append(turn.mT @ b)
         kinds.append(HalfAbs() if type(phi) is MaxMin else phi)
-        multipliers.append(w.new_ones(len(w)) if weight is None else weight.square())
+        multipliers.append(w.new_ones(len(w)) if weight is None else weight.square())  # Psi^2 of a sandwich
         w, b = turn, w.new_zeros(len(w))
     halves = any(type(kind) is HalfAbs for kind in kinds) and len(set(map(len, weights))) > 1
     alike = len(set(map(repr, kinds))) == 1 and not halves
@@ -335,7 +325,7 @@ class Ren(RecurrentLayer):
     Args:
         in_features, out_features, states, units: nu, ny, nx and nv.
         activation: one with slope in [0, 1].
-        gamma, rate, place: as :class:`LinearSystem`; the system is made in float64.
+        options: gamma, rate, device and dtype, as :class:`LinearSystem`; the system is made in float64.
 
     Guarantee:
         As :class:`LinearSystem`. Complete: every contracting network of this form with this gain has such parameters.
@@ -360,13 +350,11 @@ class Ren(RecurrentLayer):
         states: int,
         units: int,
         activation: str | nn.Module = "relu",
-        gamma: float = 1.0,
-        rate: float = 1.0,
-        **place: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, place)
+        super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
-        self.phi, self.units = slope_activation(activation), units
+        self.phi, self.units, place = slope_activation(activation), units, self.place
         nx, nv, nu, ny = states, units, in_features, out_features
 
         def free(rows: int, columns: int, scale: float) -> nn.Parameter:
@@ -374,7 +362,7 @@ class Ren(RecurrentLayer):
 
         # At birth H is near one whose A keeps 0.9 of the state.
         kept = torch.eye(2 * nx + nv, **place)
-        kept[nx + nv :, :nx] = kept[:nx, nx + nv :] = 0.9 * torch.eye(nx)
+        kept[nx + nv :, :nx] = kept[:nx, nx + nv :] = 0.9 * torch.eye(nx)  # H31 and H13
         self.x = nn.Parameter(torch.linalg.cholesky(kept).mT + 0.3 * free(2 * nx + nv, 2 * nx + nv, 1.0).detach())
         self.y, self.b2, self.d12 = free(nx, nx, 0.1), free(nx, nu, 0.5), free(nv, nu, 0.5)
         self.c2, self.d21 = free(ny, nx, 0.5), free(ny, nv, 0.5)
@@ -394,12 +382,11 @@ class Ren(RecurrentLayer):
         x = self.x.double()
         h = x.mT @ x + EPSILON * eye + m_r.mT @ torch.linalg.solve(eye[:nu, :nu] - n.mT @ n, m_r) + m_q.mT @ m_q
         h1, h2, h3 = h[:nx], h[nx : nx + nv], h[nx + nv :]
-        root = torch.linalg.cholesky(h3[:, nx + nv :])
+        root = torch.linalg.cholesky(h3[:, nx + nv :])  # L
         y = self.y.double()
-        # Of x = E^-1 L x~.
-        back = torch.linalg.solve((h1[:, :nx] + h3[:, nx + nv :] / self.rate**2 + y - y.mT) / 2, root)
+        back = torch.linalg.solve((h1[:, :nx] + h3[:, nx + nv :] / self.rate**2 + y - y.mT) / 2, root)  # E^-1 L
         lam, scale = h2[:, nx : nx + nv].diagonal() / 2, math.sqrt(gamma)
-        d11 = -torch.tril(h2[:, nx : nx + nv], -1)
+        d11 = -torch.tril(h2[:, nx : nx + nv], -1)  # a unit reads those before it
         units = torch.cat((d11, -h2[:, :nx] @ back, scale * d12), 1) / lam[:, None]
         moved = torch.linalg.solve_triangular(
             root, torch.cat((h3[:, nx : nx + nv], h3[:, :nx] @ back, scale * b2), 1), upper=False
@@ -414,17 +401,16 @@ class Ren(RecurrentLayer):
         x, y, z = (p.double() for p in (self.x3, self.y3, self.z3))
         eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
         m = x.mT @ x + y - y.mT + z.mT @ z + EPSILON * eye
-        # As many outputs as inputs or more; else the transpose.
         inverse = torch.linalg.inv(eye + m)
-        n = torch.cat(((eye - m) @ inverse, -2 * z @ inverse))
+        n = torch.cat(((eye - m) @ inverse, -2 * z @ inverse))  # tall
         return n if self.out_features >= self.in_features else n.mT
 
 
-EPSILON = 1e-9
+EPSILON = 1e-9  # keeps H positive definite, and the norm of N below 1
 
 
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
-    """gamma, unless phi was replaced by what the layer does not hold for."""
+    """gamma, unless phi was replaced by one without the guarantee."""
     for part in (layer.phi, *(getattr(layer, name) for name in ("read", "write", "through") if hasattr(layer, name))):
         guard(settled(part))
     bound = 1.0 if type(layer) is LinearSystem else math.inf
@@ -446,11 +432,11 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     if isinstance(layer, R2dn) and layer.phi is layer.inner:
         exported = export(layer.inner, (layer.units,))
         phi = exported[0] if len(exported) == 1 else exported
+    # P = I, exact in every format.
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
+    # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks.
     for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):
-        # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks. A smaller
-        # reduction than the rounding of M has no effect.
-        if delta < torch.finfo(matrix.dtype).eps / 8:
+        if delta < torch.finfo(matrix.dtype).eps / 8:  # lost in the rounding of M
             continue
         stored = ((1 - delta) * made.matrix).to(matrix)
         plain = Recurrent(

@@ -1,4 +1,4 @@
-"""RKO and CRKO: the kernel, reshaped to a matrix, is made semi-orthogonal and divided by the root of its taps."""
+"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, is made a contraction and divided by the root of its taps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from torch import Tensor
 
 from lipkit.bounds import circular, reshaped, symbol_sup
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
+from lipkit.errors import OptionError
 from lipkit.layers import definitions
-from lipkit.layers.base import Family, KernelConv2d
+from lipkit.layers.base import Constrained, ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import BjorckLinear, orthogonal_free
-from lipkit.layers.export import export_kernel_conv, resampled_size
-from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.layers.export import export_kernel_conv, register_one_lipschitz, resampled_size
+from lipkit.linalg import cholesky
+from lipkit.linalg.table import Orthogonalize, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
@@ -33,9 +35,8 @@ class RkoConv2d(KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
-        table. Another function is not trusted: ``lipschitz`` computes the norm of the kernel it makes.
-        The smallest singular value may be 0. For ``out_channels <= s^2 in_channels kh kw`` the squared singular
-        values of the layer have the mean 1 / (kh kw) over the output directions: it shrinks most inputs.
+        table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
+        ``out_channels <= s^2 in_channels kh kw`` the mean squared singular value is 1 / (kh kw), the least maybe 0.
 
     Cost:
         One orthogonalisation of the matrix and one convolution.
@@ -50,16 +51,15 @@ class RkoConv2d(KernelConv2d):
         Li et al., NeurIPS 2019, section 4.1; [Cayley] section 5 (CRKO).
     """
 
+    shown = ("orthogonalize",)
+
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        self.free = orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)  # as a matrix (c_out, the rest)
 
     def kernel(self) -> Tensor:
         matrix = orthogonalized(self.orthogonalize, kernel_to_matrix(self.free))
         return contraction_from_matrix(matrix, *self.kernel_size)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
 def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
@@ -68,7 +68,7 @@ def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
     >>> crko_conv2d(1, 2, 3).orthogonalize.__name__
     'cayley'
     """
-    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})
+    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given one wins
 
 
 @lipschitz_rule(RkoConv2d)
@@ -78,10 +78,82 @@ def _rko(layer: RkoConv2d, input_shape: Shape | None) -> Tensor | float:
     kernel = layer.kernel()
     if input_shape is not None:
         return circular(kernel, *resampled_size(layer, input_shape))
-    return reshaped(kernel).minimum(symbol_sup(kernel))
+    return reshaped(kernel).minimum(symbol_sup(kernel))  # both hold for every image
 
 
 export_rule(RkoConv2d)(export_kernel_conv)
+
+
+class Divided(Constrained):
+    """What both layers by Cholesky factors share: W and e."""
+
+    def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
+        if not 0 < share < float("inf"):
+            raise OptionError(f"share: expected a positive finite number, got {share}")
+        self.share = float(share)
+        self.free = orthogonal_free(self.shape, device, dtype)
+
+
+class CholeskyLinear(Divided, ConstrainedLinear):
+    r"""Dense layer ``y = Q x + b`` with :math:`Q = L^{-1}W`, :math:`LL^\top = WW^\top + eI`: a contraction.
+
+    Args:
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
+        share: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall).
+
+    Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
+
+    Guarantee:
+        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, so those well above e are nearly 1.
+
+    Cost:
+        One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).
+
+    Raises:
+        OptionError: ``share`` not positive, and what the base class refuses.
+
+    >>> import torch
+    >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape
+    torch.Size([2, 5])
+
+    References:
+        Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024.
+    """
+
+    def weight(self) -> Tensor:
+        return cholesky(self.free, self.share)
+
+
+class CholeskyConv2d(Divided, KernelConv2d):
+    r"""Convolution whose reshaped kernel is divided by its Cholesky factor and the root of its taps: a contraction.
+
+    .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, L^{-1} W, \qquad LL^\top = WW^\top + eI, \qquad
+              W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}
+
+    Nearly orthogonal for 1 x 1 kernels, with or without a stride; larger ones shrink most inputs (`RkoConv2d`).
+
+    Args:
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
+        share: as in :class:`CholeskyLinear`.
+
+    Parameters ``free`` W (out_channels, s^2 in_channels, kh, kw), semi-orthogonal as a matrix at the start, ``bias``.
+
+    Guarantee:
+        1-Lipschitz on every image size.
+
+    >>> import torch
+    >>> CholeskyConv2d(3, 48, 1, stride=4)(torch.ones(2, 3, 8, 8)).shape
+    torch.Size([2, 48, 2, 2])
+
+    References:
+        As :class:`CholeskyLinear`; Li et al., NeurIPS 2019, section 4.1 for the reshaped kernel.
+    """
+
+    def kernel(self) -> Tensor:
+        return contraction_from_matrix(cholesky(kernel_to_matrix(self.free), self.share), *self.kernel_size)
+
+
+register_one_lipschitz(CholeskyLinear, CholeskyConv2d)
 
 RKO = Family(
     name="rko",
@@ -104,4 +176,15 @@ CRKO = Family(
     linear=CayleyLinear,
     claim="contraction",
     options={"orthogonalize": ("cayley", "householder")},
+)
+CHOLESKY = Family(
+    name="cholesky",
+    title="reshaped kernel, divided by its Cholesky factor and the root of its taps",
+    paper="Hu et al., ICLR 2024",
+    equation="dense layers of its neck",
+    definition=definitions.cholesky,
+    conv=CholeskyConv2d,
+    linear=CholeskyLinear,
+    claim="contraction",
+    options={"share": (1e-3, 0.1)},
 )

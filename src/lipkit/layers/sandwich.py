@@ -1,13 +1,13 @@
 r"""Layers made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I` [LBDN].
 
-A sandwich layer is a linear map, an activation with slope in [0, 1] and another linear map, together 1-Lipschitz. A
-convolution takes its pair of blocks at each frequency.
+A sandwich layer is a linear map, an activation with slope in [0, 1] and another linear map, together 1-Lipschitz.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -20,21 +20,10 @@ from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
 from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers import definitions
-from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32, slope_activation
+from lipkit.layers import base, definitions, export
+from lipkit.layers.base import Family
 from lipkit.layers.cayley import free_and_scale, rescaled
-from lipkit.layers.export import (
-    exactly,
-    export_linear,
-    export_symbol_conv,
-    in_float64,
-    linear_module,
-    patch_module,
-    placed_like,
-    register_one_lipschitz,
-    resampled_size,
-    stride_modules,
-)
+from lipkit.layers.dense import orthogonal_free
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off, product_dtype
@@ -42,10 +31,6 @@ from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, gua
 from lipkit.modules.activations import slope_restricted
 
 SQRT2 = math.sqrt(2.0)
-# Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
-BALANCED = math.tan(math.pi / 8)
-# The fraction of the usual size that X has at birth: A starts as a moderate rotation.
-BIRTH_TURN = 0.5
 
 
 def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,9 +39,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     .. math:: Z = (I - A^\top)(I + A^\top)^{-1},\quad Y = -\tfrac12 B^\top (I + Z),\quad
               X = \tfrac12\, \mathrm{strictly\ lower}(Z - Z^\top)
 
-    Args:
-        a: ``(q, q)`` without the eigenvalue -1; a symmetric positive semidefinite one is safest.
-        b: ``(q, p)``.
+    A (q, q) must not have the eigenvalue -1; a symmetric positive semidefinite one is safest. B is (q, p).
 
     >>> a, b = torch.tensor([[0.6]]), torch.tensor([[0.8, 0.0]])
     >>> x, y = free_pair(a, b)
@@ -70,7 +53,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     # I + Z = 2 (I + A^T)^-1, so one inverse gives Z and Y. X - X^T is the skew part of Z = X - X^T + Y^T Y.
     half = torch.linalg.inv(eye + a.mT)
     z = 2 * half - eye
-    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half
+    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half  # X is free up to its symmetric part
 
 
 def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
@@ -84,29 +67,35 @@ def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
         scale.copy_(norm)
 
 
-class CayleyPairLinear(ConstrainedLinear):
-    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
+class CayleyPair(base.Constrained):
+    r"""Abstract: free :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`, the blocks of a Cayley transform."""
 
-    Parameters ``x_free`` (q, q), ``y_free`` (p, q) and their norms ``x_scale``, ``y_scale``: the free matrices are
-    :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`.
-    """
+    # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are balanced, and the linear form is near an isometry.
+    birth = math.tan(math.pi / 8)
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        p, q = self.in_features, self.out_features
-        self.x_free, size = free_and_scale((q, q), device, dtype)
-        self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
-        self.y_free = nn.Parameter(nn.init.orthogonal_(torch.empty(p, q, device=device, dtype=dtype)))
-        norm = self.birth_value() * math.sqrt(min(p, q))
-        self.y_scale = nn.Parameter(torch.tensor(norm, device=device, dtype=dtype))
+        q, p, *taps = self.shape
+        self.x_free, size = free_and_scale((q, q, *taps), device, dtype)
+        self.x_scale = nn.Parameter(0.5 * size.detach())  # A starts as a moderate rotation
+        shape = (q, p, *taps)
+        self.y_free = free_and_scale(shape, device, dtype)[0] if taps else orthogonal_free((p, q), device, dtype)
+        # Over all frequencies of a convolution, ``birth`` is the root mean square of Y's singular values.
+        self.y_scale = nn.Parameter(torch.tensor(self.birth * math.sqrt(min(p, q)), device=device, dtype=dtype))
 
-    def birth_value(self) -> float:
-        """Singular values of Y in a new layer."""
-        return BALANCED
+    def free_pair(self) -> tuple[Tensor, Tensor]:
+        """X and Y, in float32 or better."""
+        return rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
+
+
+class CayleyPairLinear(CayleyPair, base.ConstrainedLinear):
+    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
+
+    Parameters ``x_free`` X' (q, q), ``y_free`` Y' (p, q) and their norms ``x_scale`` g, ``y_scale`` h.
+    """
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """:math:`A^\\top` (q, q) and :math:`B` (q, p), in float32 or better."""
-        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)))
-        q = cayley(free)
+        q = cayley(torch.cat(self.free_pair()))
         return q[: self.out_features], q[self.out_features :].mT
 
     def set_factors(self, a: Tensor, b: Tensor) -> None:
@@ -119,9 +108,7 @@ class CayleyPairLinear(ConstrainedLinear):
 class ContractionLinear(CayleyPairLinear):
     r"""Dense layer ``y = B x + b`` that reaches every :math:`\|B\|_2 \le 1`: the last layer of an LBDN.
 
-    Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
+    Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
 
     Guarantee:
         1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
@@ -137,17 +124,53 @@ class ContractionLinear(CayleyPairLinear):
         [LBDN] equations 6, 7 and 9.
     """
 
-    def birth_value(self) -> float:
-        return math.tan(math.pi / 6)
+    birth = math.tan(math.pi / 6)
 
     def weight(self) -> Tensor:
         return self.factors()[1]
 
 
-register_one_lipschitz(ContractionLinear)
+export.register_one_lipschitz(ContractionLinear)
 
 
-class SandwichLinear(CayleyPairLinear):
+class Sandwich(CayleyPair):
+    """Abstract: the layers with an activation inside, or without one in their linear form."""
+
+    log_psi: nn.Parameter | None
+    activation: nn.Module | None
+
+    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
+        super().make_parameters(device, dtype)
+        self.register_module("activation", None if activation is None else base.slope_activation(activation))
+        zeros = torch.zeros(self.shape[0], device=device, dtype=dtype)  # Psi starts as I
+        self.register_parameter("log_psi", None if activation is None else nn.Parameter(zeros))
+
+    def psi(self) -> Tensor:
+        """The diagonal of Psi, one number for each output, in float32 or better."""
+        assert self.log_psi is not None
+        return at_least_float32(self.log_psi).exp()
+
+    def check_linear_form(self, method: str) -> None:
+        """Raise ``OptionError`` if the layer has an activation: then no single matrix computes it."""
+        if self.activation is not None:
+            raise OptionError(
+                f"{type(self).__name__}.{method}: expected activation=None, where one linear map is the whole layer, "
+                f"got activation={self.activation!r}: use halves(), the two maps around it"
+            )
+
+    def solved(self, x: Tensor, own: Tensor, rest: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer on images, from kernels [X Y], in solve form: neither map is formed."""
+        psi = self.psi()
+        normal = normal_matrices_of(own, rest, *x.shape[-2:], wide=True)
+        factors = factors_for(normal, x, uses=2)  # both maps solve with the same matrices
+        v = solve_form("second", x, normal, factors, self.bias_as(psi), SQRT2 / psi)
+        return solve_form("first adjoint", activation(v), normal, factors, scale=SQRT2 * psi)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", activation=None" * (self.activation is None)
+
+
+class SandwichLinear(Sandwich, CayleyPairLinear):
     r"""Dense layer with its activation inside, :math:`y = \sqrt2 A^\top \Psi\, \sigma(\sqrt2 \Psi^{-1} B x + b)`.
 
     .. math:: [A^\top; B^\top] = \mathrm{cayley}([X; Y]),\quad X = g X'/\|X'\|_F,\quad Y = h Y'/\|Y'\|_F,\quad
@@ -159,7 +182,7 @@ class SandwichLinear(CayleyPairLinear):
         in_features, out_features, bias: as ``nn.Linear``; the hidden width is ``out_features``.
         device, dtype: of the parameters (float32 or float64).
         activation: name or module of a scalar activation with slope in [0, 1] (:func:`slope_activation`), or None for
-            the linear form. Put no other activation after the layer than one that is 1-Lipschitz.
+            the linear form.
 
     Parameters ``x_free`` X' (out_features, out_features), ``y_free`` Y' (in_features, out_features), ``x_scale`` g,
     ``y_scale`` h (0-d), ``log_psi`` d (out_features; not in the linear form) and ``bias``.
@@ -169,12 +192,12 @@ class SandwichLinear(CayleyPairLinear):
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
 
     Cost:
-        One inverse of size out_features per forward pass. A batch of at most in_features vectors is multiplied by Y and
-        by that inverse; a large layer with a smaller batch takes LU factors and solves (``lipkit.conv.cayley_conv``).
+        One inverse of size out_features per forward pass; LU factors and solves for a large layer with a small batch
+        (``lipkit.conv.cayley_conv``).
 
     Raises:
-        OptionError: sizes below 1, another dtype, an activation that does not qualify (MaxMin inside a sandwich
-            layer reaches norm 2 and more).
+        OptionError: an activation that does not qualify (MaxMin would reach norm 2 and more), and what the base class
+            refuses.
 
     >>> layer = SandwichLinear(3, 5, activation="tanh")
     >>> x = torch.randn(2, 3)
@@ -186,36 +209,23 @@ class SandwichLinear(CayleyPairLinear):
         [LBDN] Wang & Manchester, ICML 2023, equations 6, 7, 10 and 11, theorem 3.2, proposition 3.3, Appendix E.
     """
 
-    log_psi: nn.Parameter | None
-    activation: nn.Module | None
-
-    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
-        super().make_parameters(device, dtype)
-        add_activation(self, activation, self.out_features, device, dtype)
-
     def weight(self) -> Tensor:
         """:math:`2 A^\\top B` (out_features, in_features), in the linear form.
 
         Raises:
             OptionError: the layer has an activation, and no matrix computes it.
         """
-        check_linear_form(self, "weight()")
+        self.check_linear_form("weight()")
         at, b = self.factors()
         return 2 * (at @ b)
-
-    def psi(self) -> Tensor:
-        """The diagonal of Psi (out_features,), in float32 or better."""
-        assert self.log_psi is not None
-        return at_least_float32(self.log_psi).exp()
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """The two matrices around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^\\top \\Psi`."""
         at, b = self.factors()
         psi = self.psi()
-        # Psi^-1 from the left scales rows, Psi from the right columns.
-        return SQRT2 * b / psi[:, None], SQRT2 * at * psi
+        return SQRT2 * b / psi[:, None], SQRT2 * at * psi  # Psi^-1 from the left scales rows, Psi columns
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
@@ -226,8 +236,9 @@ class SandwichLinear(CayleyPairLinear):
                 first, second = self.halves()
             else:
                 # A small batch is multiplied by Y and by the inverse in turn: B is not formed.
-                own, y, psi = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale), self.psi()
+                (own, y), psi = self.free_pair(), self.psi()
                 eye = eye_like(own)
+                # A^T = 2 (I + Z)^-1 - I and B^T = -2 Y (I + Z)^-1 with Z = X - X^T + Y^T Y.
                 inverse = torch.linalg.inv(add_gram((own - own.mT + eye)[None], y[None], wide=False)[0])
                 second = (SQRT2 * psi) * (2 * inverse - eye)
                 x, first = x.to(y.dtype) @ y, ((-2 * SQRT2 / psi) * inverse).mT
@@ -238,20 +249,11 @@ class SandwichLinear(CayleyPairLinear):
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
-        free = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
-        # The layer stores the tall [X; Y]; the solve form takes the wide transpose.
-        own, rest = (one.mT[:, :, None, None] for one in free)
-        psi = self.psi()
-        rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(psi.dtype)
-        normal = normal_matrices_of(own, rest, 1, 1, wide=True)
-        factors = factors_for(normal, rows, uses=2)
-        v = solve_form("second", rows, normal, factors, self.bias_as(psi), SQRT2 / psi)
-        # The activation expects the features in the last dimension.
-        inside = activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1)
-        return solve_form("first adjoint", inside, normal, factors, scale=SQRT2 * psi).reshape(*batch, q)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # wide, where the layer is tall
+        rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
+        # An activation expects the features in the last dimension.
+        y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
+        return y.reshape(*batch, q)
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
@@ -279,9 +281,9 @@ class SandwichLinear(CayleyPairLinear):
             raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
         q, p = weight.shape
         u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
-        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):
+        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
             raise OptionError(f"weight: expected a spectral norm of at most 1, got {float(s[0])}")
-        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))
+        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))  # all q of A
         sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
         least = min(p, q)
         layer = cls(p, q, bias is not None, weight.device, weight.dtype, activation=None)
@@ -292,73 +294,14 @@ class SandwichLinear(CayleyPairLinear):
         return layer
 
 
-def add_activation(
-    layer: nn.Module, activation: str | nn.Module | None, channels: int, device: Any, dtype: Any
-) -> None:
-    """Give a new layer its activation and ``log_psi`` (channels,) = 0; both are None in its linear form."""
-    chosen = None if activation is None else slope_activation(activation)
-    layer.register_module("activation", chosen)
-    zeros = None if chosen is None else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
-    layer.register_parameter("log_psi", zeros)
-
-
-def check_linear_form(layer: nn.Module, method: str) -> None:
-    """Raise ``OptionError`` if the layer has an activation: then no single matrix computes it."""
-    if layer.activation is not None:
-        raise OptionError(
-            f"{type(layer).__name__}.{method}: expected activation=None, where one linear map is the whole layer, "
-            f"got activation={layer.activation!r}: use halves(), the two maps around it"
-        )
-
-
-def bound_with_activation(layer: nn.Module, input_shape: Shape | None) -> float:
-    """1 for a sandwich layer: its rule.
-
-    Raises:
-        NoRuleError: its activation was replaced by one whose slope leaves [0, 1].
-    """
-    activation = layer.activation
-    if activation is not None:
-        assert isinstance(activation, nn.Module)
-        guard(activation)
-        name = type(layer).__name__
-        if not slope_restricted(activation):
-            raise NoRuleError(f"{name}: expected an activation with slope in [0, 1], got {activation!r}")
-    return 1.0
-
-
-lipschitz_rule(SandwichLinear)(bound_with_activation)
-
-
-@export_rule(SandwichLinear)
-def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
-    if layer.activation is None:
-        return export_linear(layer, input_shape)
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    exact = in_float64(layer)
-    one, two = exactly(layer, SandwichLinear.halves)
-    first, second = linear_module(one, layer.bias), linear_module(two, None)
-    return SandwichBlock(first, plain_activation(layer.activation), second, placed_like(layer, exact.psi().square()))
-
-
-def plain_activation(activation: nn.Module) -> nn.Module:
-    """A copy of the activation for an export, not in place."""
-    guard(activation)
-    plain = copy.deepcopy(activation)
-    if hasattr(plain, "inplace"):
-        setattr(plain, "inplace", False)  # noqa: B010
-    return plain
-
-
-class SandwichConv2d(SymbolConv2d):
+class SandwichConv2d(Sandwich, base.SymbolConv2d):
     r"""Circular convolution with its activation inside: the sandwich layer at each frequency.
 
     .. math:: \hat v = \sqrt2\, \Psi^{-1} \hat B\, \hat x, \qquad
               \hat y = \sqrt2\, \hat A^* \Psi\, \widehat{\sigma(v + b)}, \qquad
               [\hat A\ \hat B] = \mathrm{cayley}([\hat X^*; \hat Y^*])^*,\quad \hat A \hat A^* + \hat B \hat B^* = I
 
-    Without activation it is the linear form :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
+    Without activation, :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -368,18 +311,15 @@ class SandwichConv2d(SymbolConv2d):
     their norms ``x_scale`` and ``y_scale`` (0-d), ``log_psi`` (out_channels; not in the linear form) and ``bias``.
 
     Guarantee:
-        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` of two Fourier convolutions (of two
-        ``nn.Conv2d`` for a 1 x 1 kernel), whose bound is proved from its numbers with the multiplier :math:`\Psi^2`;
-        the linear form as one of them.
+        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock`, proved as that of :class:`SandwichLinear`, of
+        two Fourier convolutions (of two ``nn.Conv2d`` for a 1 x 1 kernel); the linear form as one of them.
 
     Cost:
-        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by the solves of two Cayley
-        convolutions in solve form (``lipkit.conv.cayley_conv``). A 1 x 1 kernel has one pair of matrices for all
-        frequencies: one inverse, and two products for each s x s patch.
+        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by two solves
+        (``lipkit.conv.cayley_conv``); for a 1 x 1 kernel one inverse, and two products for each s x s patch.
 
     Raises:
-        OptionError: an argument that is not supported, an activation that does not qualify. ShapeError: an input that
-            does not fit.
+        OptionError: an activation that does not qualify, and what the base class refuses.
 
     >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
@@ -388,25 +328,9 @@ class SandwichConv2d(SymbolConv2d):
         [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
     """
 
-    log_psi: nn.Parameter | None
-    activation: nn.Module | None
-
-    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
-        q, p = self.out_channels, self.inner_channels
-        self.x_free, size = free_and_scale((q, q, *self.kernel_size), device, dtype)
-        self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
-        self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
-        # This gives Y's singular values, over all frequencies, the mean square of the dense layer.
-        self.y_scale = nn.Parameter(torch.tensor(BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
-        add_activation(self, activation, q, device, dtype)
-
-    def free_kernels(self) -> tuple[Tensor, Tensor]:
-        """X (out_channels, out_channels, kh, kw), Y (out_channels, s^2 in_channels, kh, kw), in float32 or better."""
-        return rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
-
     def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
         """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
-        raw = kernel_symbol(torch.cat(self.free_kernels(), 1), height, width)
+        raw = kernel_symbol(torch.cat(self.free_pair(), 1), height, width)
         return cayley(raw.real), cayley(as_complex(raw.pair))
 
     def symbol(self, height: int, width: int) -> Symbol:
@@ -415,14 +339,9 @@ class SandwichConv2d(SymbolConv2d):
         Raises:
             OptionError: the layer has an activation, and no symbol computes it.
         """
-        check_linear_form(self, "symbol()")
+        self.check_linear_form("symbol()")
         q = self.out_channels
         return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
-
-    def psi(self) -> Tensor:
-        """The diagonal of Psi (out_channels,), in float32 or better."""
-        assert self.log_psi is not None
-        return at_least_float32(self.log_psi).exp()
 
     def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
         """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
@@ -436,7 +355,7 @@ class SandwichConv2d(SymbolConv2d):
         first, second = self.halves(1, 1)
         return first.real[0], second.real[0]
 
-    @half_through_float32
+    @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
@@ -449,45 +368,62 @@ class SandwichConv2d(SymbolConv2d):
         x = self.resample(x)
         dtype = product_dtype(x, torch.promote_types(self.x_scale.dtype, torch.float32))
         with autocast_off(x):
-            kernels, psi = self.free_kernels(), self.psi()
-            x = x.to(dtype)
-            normal = normal_matrices_of(*kernels, *x.shape[-2:], wide=True)
-            # Both maps solve with the same matrices.
-            factors = factors_for(normal, x, uses=2)
-            v = solve_form("second", x, normal, factors, self.bias_as(psi), SQRT2 / psi)
-            return solve_form("first adjoint", self.activation(v), normal, factors, scale=SQRT2 * psi)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+            return self.solved(x.to(dtype), *self.free_pair(), self.activation)
 
 
 def _symbol(real: Tensor, pair: Tensor) -> Symbol:
     return Symbol(real, as_pair(pair))
 
 
-lipschitz_rule(SandwichConv2d)(bound_with_activation)
+def plain_activation(activation: nn.Module) -> nn.Module:
+    """A copy of the activation for an export, not in place."""
+    guard(activation)
+    plain = copy.deepcopy(activation)
+    if hasattr(plain, "inplace"):
+        setattr(plain, "inplace", False)  # noqa: B010
+    return plain
+
+
+@lipschitz_rule(SandwichLinear, SandwichConv2d)
+def _bound(layer: SandwichLinear | SandwichConv2d, input_shape: Shape | None) -> float:
+    if layer.activation is not None:
+        guard(layer.activation)
+        if not slope_restricted(layer.activation):  # it was replaced
+            raise NoRuleError(
+                f"{type(layer).__name__}: expected an activation with slope in [0, 1], got {layer.activation!r}"
+            )
+    return 1.0
+
+
+def _block(layer: Sandwich, first: nn.Module, second: nn.Module) -> SandwichBlock:
+    """The layer from its two maps, with the multiplier Psi^2 that proves its bound."""
+    assert layer.activation is not None
+    multiplier = export.placed_like(layer, export.in_float64(layer).psi().square())
+    return SandwichBlock(first, plain_activation(layer.activation), second, multiplier)
+
+
+@export_rule(SandwichLinear)
+def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
+    if layer.activation is None:
+        return export.export_linear(layer, input_shape)
+    if input_shape[-1] != layer.in_features:
+        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    one, two = export.exactly(layer, SandwichLinear.halves)
+    return _block(layer, export.linear_module(one, layer.bias), export.linear_module(two, None))
 
 
 @export_rule(SandwichConv2d)
 def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
     if layer.activation is None:
-        return export_symbol_conv(layer, input_shape)
-    size = resampled_size(layer, input_shape)
-    exact = in_float64(layer)
-    activation, multiplier = plain_activation(layer.activation), placed_like(layer, exact.psi().square())
+        return export.export_symbol_conv(layer, input_shape)
+    size = export.resampled_size(layer, input_shape)
     if layer.pointwise:
-        one, two = exactly(layer, SandwichConv2d.matrices)
-        first, second = patch_module(one, layer.stride, layer.bias), patch_module(two, 1, None)
-        return SandwichBlock(first, activation, second, multiplier)
-    parts = exactly(layer, lambda made: [part for half in made.halves(*size) for part in half], size)
-    before, after = Symbol(*parts[:2]), Symbol(*parts[2:])
-    block = SandwichBlock(
-        FourierConv2d.from_symbol(before, *size, layer.bias),
-        activation,
-        FourierConv2d.from_symbol(after, *size, None),
-        multiplier,
-    )
-    return nn.Sequential(*stride_modules(layer), block)
+        one, two = export.exactly(layer, SandwichConv2d.matrices)
+        return _block(layer, export.patch_module(one, layer.stride, layer.bias), export.patch_module(two, 1, None))
+    parts = export.exactly(layer, lambda made: [part for half in made.halves(*size) for part in half], size)
+    first = FourierConv2d.from_symbol(Symbol(*parts[:2]), *size, layer.bias)
+    second = FourierConv2d.from_symbol(Symbol(*parts[2:]), *size, None)
+    return nn.Sequential(*export.stride_modules(layer), _block(layer, first, second))
 
 
 SANDWICH = Family(

@@ -32,14 +32,9 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
 
     .. math:: \sqrt{k_h k_w}\; \min\big( \|K\|_{c \times c k_h k_w},\; \|K\|_{c k_h \times c k_w} \big)
 
-    The value depends on the device: large matrices on a CPU get a bound within 0.1 % of the norm by Lanczos steps
-    (:func:`lipkit.proof.norms.quick_spectral_norm`), where an accelerator, ``torch.func`` and ``torch.compile`` take
-    :func:`lipkit.linalg.gram_norm.gram_norm`, within 3 %. Second derivatives are always those of ``gram_norm``. Unless
-    ``proved``, the former is the number that its proof tries first: the same but for rounding unless Lanczos misses.
-
-    (Two of the "Fantastic Four"; for skew kernels the other two have the same norms.) The matrix symbol is
-    :math:`F(w) = K (I \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and
-    :math:`(I \otimes a_1)^\top K (I \otimes a_2)` with :math:`\|a_1\| \|a_2\| = \sqrt{k_h k_w}` for the second.
+    The matrix symbol is :math:`F(w) = K (I \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and
+    :math:`(I \otimes a_1)^\top K (I \otimes a_2)` with :math:`\|a_1\| \|a_2\| = \sqrt{k_h k_w}` for the second. (For
+    skew kernels, the other two of the four have the same norms.) The value depends on the device, see :func:`_norm`.
 
     References:
         Singla & Feizi, "Fantastic Four", ICLR 2021, theorem 1.
@@ -54,15 +49,15 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
 
 
-# From this side, a factorisation costs less than the squarings of a smooth bound.
-LARGE = 128
+LARGE = 128  # from this side, a factorisation costs less than the squarings of a smooth bound
 
 
 def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     """Bound of the norm of a matrix, at least 1e-3.
 
-    On a CPU, large matrices use Lanczos steps and one proof, in less than half of the time, or none. Accelerators,
-    traces, transforms and compiled graphs use `gram_norm`, which consists of products only.
+    On a CPU, large matrices use Lanczos steps and one proof: within 0.1 %, in less than half of the time; unless
+    ``proved``, the number that the proof tries first. Accelerators, traces, transforms and compiled graphs use
+    `gram_norm`, within 3 %, which consists of products only.
     """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
@@ -74,8 +69,7 @@ def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
 class _QuickNorm(torch.autograd.Function):
     """`quick_spectral_norm`, or its estimate unless ``proved``, with second derivatives of :func:`gram_norm`.
 
-    Gain over it (AMD EPYC): proved 0.8 to 3.6 by itself, estimated 1.6 to 40; a training step of SOC 1.55 at 256@8,
-    0.98 at 128@16.
+    Gain (AMD EPYC): 0.8 to 3.6 proved, 1.6 to 40 estimated; of a training step of SOC 1.55 at 256@8, 0.98 at 128@16.
     """
 
     @staticmethod
@@ -94,9 +88,9 @@ class _QuickNorm(torch.autograd.Function):
         matrix, bound, u, v, ratio = ctx.saved_tensors
         if g is None:
             return None, None
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled() or transformed():  # a second derivative
             return torch.func.vjp(gram_norm, matrix)[1](g)[0], None
-        factor = torch.where(bound > SMALLEST, g * ratio, 0.0)
+        factor = torch.where(bound > SMALLEST, g * ratio, 0.0)  # 0 where the bound is clamped
         return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype)), None
 
 
@@ -106,9 +100,8 @@ class SocConv2d(ConstrainedConv2d):
     .. math:: y = \sum_{i=0}^{T} \frac{K^{*i}}{i!} * x + b, \qquad K = \frac{M - M^{\mathsf T}}{B(M - M^{\mathsf T})}
 
     where :math:`M^{\mathsf T}` is the kernel of the transposed convolution and B a proved upper bound of the norm
-    (two reshapings of the kernel, :func:`reshaped_norm`; the paper divides by a power estimate of such norms). So
-    :math:`\|K\| \le 1`; for random kernels it is 0.5 to 0.8 (1 x 1: 1), which is also the largest rotation
-    in radians.
+    (:func:`reshaped_norm`; the paper divides by a power estimate). So :math:`\|K\| \le 1`, the largest rotation in
+    radians: 0.5 to 0.8 for random kernels (1 x 1: 1).
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -134,7 +127,7 @@ class SocConv2d(ConstrainedConv2d):
         of size c max(kh, kw) for B.
 
     Raises:
-        OptionError: an argument that is not supported, an even kernel size. ShapeError: an input that does not fit.
+        OptionError: an even kernel size, and what the base class refuses.
 
     >>> layer = SocConv2d(3, 8, 3).eval()
     >>> x = torch.ones(1, 3, 7, 5)
@@ -147,6 +140,7 @@ class SocConv2d(ConstrainedConv2d):
     """
 
     padding_modes = ("circular", "zeros")
+    shown = ("padding_mode", "train_terms", "eval_terms")
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         if not all(k % 2 for k in kernel):
@@ -168,8 +162,7 @@ class SocConv2d(ConstrainedConv2d):
 
     def generator(self, proved: bool = True) -> Tensor:
         """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better."""
-        kernel, bound = self._quotient(proved)
-        return kernel / bound
+        return torch.div(*self._quotient(proved))
 
     def _quotient(self, proved: bool) -> tuple[Tensor, Tensor]:
         """Numerator and denominator of the exponent."""
@@ -178,12 +171,8 @@ class SocConv2d(ConstrainedConv2d):
         kernel = kernel / torch.linalg.vector_norm(kernel.detach()).clamp_min(1e-12)
         return kernel, reshaped_norm(kernel, proved).to(kernel.dtype)
 
-    def matrix(self, terms: int) -> Tensor:
-        """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same with either padding."""
-        return self.polynomial(self.generator(), terms)
-
     def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
-        """The Taylor polynomial, as a matrix, of this 1 x 1 ``kernel``."""
+        """The matrix (out_channels, s^2 in_channels) for a 1 x 1 exponent ``kernel``, the same with either padding."""
         return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32
@@ -205,13 +194,9 @@ class SocConv2d(ConstrainedConv2d):
         if self.padding_mode == "circular":
             return self.add_bias(exponential_conv2d(kernel, x.to(kernel.dtype), self.terms, self.out_channels))
         half = [k // 2 for k in self.kernel_size]
-        x = F.pad(x, (0, 0, 0, 0, 0, len(kernel) - self.inner_channels))
+        x = F.pad(x, (0, 0, 0, 0, 0, len(kernel) - self.inner_channels))  # axes from the last one: channels
         y = taylor_features(x, lambda term: F.conv2d(term, kernel, padding=half), self.terms)
         return self.add_bias(y[:, : self.out_channels])
-
-    def extra_repr(self) -> str:
-        terms = f"train_terms={self.train_terms}, eval_terms={self.eval_terms}"
-        return f"{super().extra_repr()}, {terms}"
 
 
 @lipschitz_rule(SocConv2d)
@@ -228,29 +213,17 @@ def _soc(module: SocConv2d, input_shape: Shape | None) -> float:
 
 @export_rule(SocConv2d)
 def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
-    height, width = resampled_size(layer, input_shape)
+    (height, width), kernel = resampled_size(layer, input_shape), layer.generator()
     if layer.pointwise:
-        return patch_module(layer.matrix(layer.eval_terms), layer.stride, layer.bias)
-    kernel = layer.generator()
+        return patch_module(layer.polynomial(kernel, layer.eval_terms), layer.stride, layer.bias)
     if layer.padding_mode == "circular":
         raw = kernel_symbol(kernel.double(), height, width)
-        pairs = as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
-        both = [
-            m[..., : layer.out_channels, : layer.inner_channels].to(kernel.dtype)
-            for m in (taylor(raw.real, layer.eval_terms), pairs)
-        ]
-        return nn.Sequential(
-            *stride_modules(layer), FourierConv2d.from_symbol(Symbol(*both), height, width, layer.bias)
-        )
-    plain = TaylorConv2d(
-        layer.inner_channels,
-        layer.out_channels,
-        layer.kernel_size,
-        layer.eval_terms,
-        layer.bias is not None,
-        device=kernel.device,
-        dtype=kernel.dtype,
-    )
+        both = taylor(raw.real, layer.eval_terms), as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
+        cut = Symbol(*(m[..., : layer.out_channels, : layer.inner_channels].to(kernel.dtype) for m in both))
+        fourier = FourierConv2d.from_symbol(cut, height, width, layer.bias)
+        return nn.Sequential(*stride_modules(layer), fourier)
+    sizes = (layer.inner_channels, layer.out_channels, layer.kernel_size, layer.eval_terms, layer.bias is not None)
+    plain = TaylorConv2d(*sizes, device=kernel.device, dtype=kernel.dtype)
     plain.kernel.copy_(kernel)
     if plain.bias is not None and layer.bias is not None:
         plain.bias.copy_(layer.bias)

@@ -1,4 +1,4 @@
-"""Work after an optimiser step: layers declare it, and one function does it for a whole model."""
+"""Work after an optimiser step, which layers declare, and layers whose own weight moves along a manifold."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lipkit.errors import LipkitError, ShapeError, first_line, lacks_memory
-from lipkit.layers.base import check_positive
-from lipkit.modules import Shape
+from lipkit.bounds import spectral_norm
+from lipkit.errors import LipkitError, OptionError, ShapeError, first_line, lacks_memory
+from lipkit.layers.base import ConstrainedLinear, KernelConv2d, check_positive
+from lipkit.layers.dense import orthogonal_free
+from lipkit.layers.export import export_kernel_conv, export_linear
+from lipkit.linalg import at_least_float32
+from lipkit.linalg.stiefel import retract
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 class AfterStep(ABC):
     """A layer whose weights need work after an optimiser step, such as a projection.
 
     Most layers need none: they make their constrained weights at each forward pass. One that does inherits from this
-    class beside ``nn.Module``; `after_step` then finds it in any model, and ``fit``, ``lipkit train`` and the
-    critics of `lipkit.wasserstein` call that function.
+    class beside ``nn.Module``; `after_step` then finds it in any model.
 
     Attributes:
-        interval: steps between two calls in a training loop that counts its steps; above 1 if the work costs much more
-            than a step.
+        interval: steps between two calls, above 1 if the work costs much more than a step.
     """
 
     interval: ClassVar[int] = 1
@@ -52,20 +55,19 @@ def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
 def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
     """Run the declared work of all layers of ``model`` in place. Every training loop has to call it after its steps.
 
-    ``lipkit.fit`` calls it. In a loop of your own::
+    ``lipkit.fit``, ``lipkit train`` and the critics of `lipkit.wasserstein` do. In a loop of your own::
 
         optimizer.step()
         lipkit.layers.after_step(model, (3, 32, 32), step)   # in the loop, the steps counted from 1
         ...
         lipkit.layers.after_step(model, (3, 32, 32))         # once more at the end
 
-    or let `register_after_step` do it. A loop that forgets it trains without a complaint; ``lipschitz`` and ``export``
-    then give the bound of the weights as they are, which can be far above 1.
+    or let `register_after_step` do it. Without it, ``lipschitz`` and ``export`` give the bound of the weights as they
+    are, which can be far above 1.
 
     Args:
-        model: any module, not wrapped for several processes. Layers that declare no work (`AfterStep`) stay untouched.
-        input_shape: of one input of the model, without the batch. A copy of the model in evaluation mode runs one zero
-            input, to find the shape that each layer sees.
+        model: any module, not wrapped for several processes.
+        input_shape: of one input of the model, without the batch: a copy runs one to find the shape each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     Returns:
@@ -82,7 +84,7 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
     if step is not None:
         check_positive(step=step)
     due = {name: m for name, m in after_step_layers(model).items() if step is None or step % m.interval == 0}
-    shapes = seen_shapes(model, due, input_shape) if due else []
+    shapes = seen_shapes(model, due, input_shape) if due else []  # one forward pass, only if a layer acts
     for name, shape in shapes:
         due[name].after_step(shape)
     return len(shapes)
@@ -91,12 +93,8 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
 def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, input_shape: Shape) -> RemovableHandle:
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
-    The bound then holds wherever the loop ends. It costs the work of every layer at every step, whatever its
-    ``interval``; if that is too much, call `after_step` with the number of the step.
-
-    Args:
-        optimizer: of the parameters of ``model``.
-        model, input_shape: see `after_step`.
+    The bound then holds wherever the loop ends, at the cost of the work of every layer at every step, whatever its
+    ``interval``.
 
     Returns:
         A handle; its ``remove()`` ends it.
@@ -124,12 +122,12 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
     >>> seen_shapes(nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, 1, 3)), ["1"], (1, 8, 6))
     [('1', (1, 4, 3))]
     """
-    twin = copy.deepcopy(model).eval()
+    twin = copy.deepcopy(model).eval()  # statistics and hooks of the model stay as they are
     seen: list[tuple[str, Shape]] = []
 
     def watch(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            entry = (name, tuple(next(iter((*args, *named.values()))).shape[1:]))
+            entry = (name, tuple(next(iter((*args, *named.values()))).shape[1:]))  # the first argument, however given
             if entry not in seen:
                 seen.append(entry)
 
@@ -137,7 +135,7 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
 
     for name in names:
         twin.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
-    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.zeros(()))
+    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.zeros(()))  # dtype and device
     try:
         twin(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
     except LipkitError:
@@ -149,3 +147,82 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
             f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {first_line(error)}"
         ) from None
     return seen
+
+
+class OnManifold(AfterStep):
+    """A layer whose parameter ``free`` is semi-orthogonal and stays so under an optimiser made for it.
+
+    `lipkit.training.SpectralDescent` and `lipkit.training.RiemannianAdam` move it along the manifold; every hundredth
+    step removes accumulated rounding. Another optimiser leaves the manifold between these steps; ``lipschitz`` and
+    ``export`` then give the norm of the matrix as it is.
+    """
+
+    interval = 100  # a step adds about 1e-7 to the residual of a square matrix
+    free: Tensor
+
+    @torch.no_grad()
+    def after_step(self, input_shape: Shape) -> None:
+        """Replace the weight by the nearest semi-orthogonal one."""
+        self.free.copy_(retract(self.free.flatten(1)).reshape(self.free.shape))
+
+
+class StiefelLinear(ConstrainedLinear, OnManifold):
+    r"""Dense layer ``y = Wx + b`` with the semi-orthogonal parameter W itself.
+
+    A forward pass is that of ``nn.Linear``: W is not computed from other parameters, so no gradient passes through a
+    construction. The optimiser does the work: see `lipkit.training.SpectralDescent`.
+
+    Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
+
+    Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
+
+    Guarantee:
+        No claimed constant: ``lipschitz`` is the proved norm of W as it is, 1 + 1e-6 or less on the manifold.
+
+    Raises:
+        OptionError: sizes below 1, another dtype.
+
+    >>> from lipkit.linalg import orthogonality_residual
+    >>> bool(orthogonality_residual(StiefelLinear(5, 3).weight()) < 1e-5)
+    True
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+
+    def weight(self) -> Tensor:
+        return at_least_float32(self.free)
+
+
+class StiefelConv2d(KernelConv2d, OnManifold):
+    r"""Pointwise convolution by the semi-orthogonal parameter W itself; with a stride s, W acts on s x s patches.
+
+    Args:
+        in_channels, out_channels, ..., dtype: those of `lipkit.layers.base.ConstrainedConv2d`; ``kernel_size`` is 1,
+            since a step on one matrix does not keep the relations between taps that make a larger kernel orthogonal.
+
+    Parameters ``free`` W (out_channels, s^2 in_channels, 1, 1), semi-orthogonal at the start, and ``bias``.
+
+    Guarantee:
+        No claimed constant: ``lipschitz`` is the proved norm of W as it is.
+
+    Raises:
+        OptionError: ``kernel_size`` other than 1, and what the base class refuses.
+
+    >>> StiefelConv2d(3, 48, 1, stride=4)(torch.ones(2, 3, 8, 8)).shape
+    torch.Size([2, 48, 2, 2])
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        if not self.pointwise:
+            raise OptionError(f"kernel_size: expected 1, got {self.kernel_size}")
+        self.free = orthogonal_free((self.out_channels, self.inner_channels, 1, 1), device, dtype)
+
+    def kernel(self) -> Tensor:
+        return at_least_float32(self.free)
+
+
+lipschitz_rule(StiefelLinear)(lambda layer, input_shape: spectral_norm(layer.weight()))
+lipschitz_rule(StiefelConv2d)(lambda layer, input_shape: spectral_norm(layer.kernel().flatten(1)))
+export_rule(StiefelLinear)(export_linear)
+export_rule(StiefelConv2d)(export_kernel_conv)

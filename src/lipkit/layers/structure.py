@@ -16,11 +16,17 @@ from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, e
 from lipkit.proof.roundoff import reciprocal_up
 
 
+def _along_channels(kind: str, x: Tensor, channels: int) -> tuple[int, ...]:
+    """The shape in which one number per channel meets ``x`` (B, C, ...)."""
+    if x.ndim < 2 or x.shape[1] != channels:
+        raise ShapeError(f"{kind}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
+    return -1, *[1] * (x.ndim - 2)
+
+
 class Normalize(nn.Module):
     r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model.
 
-    Images stay in [0, 1] outside, so radii are in image units: the layer multiplies the Lipschitz constant by
-    :math:`1 / \min_c \mathrm{std}_c`.
+    Radii are then in units of the images. The constant is :math:`1 / \min_c \mathrm{std}_c`.
 
     Args:
         mean, std: one number per channel; every std positive.
@@ -50,11 +56,7 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim < 2 or x.shape[1] != len(self.mean):
-            raise ShapeError(
-                f"Normalize: expected {len(self.mean)} channels in dimension 1, got shape {tuple(x.shape)}"
-            )
-        shape = (-1,) + (1,) * (x.ndim - 2)
+        shape = _along_channels("Normalize", x, len(self.mean))
         return (x - self.mean.view(shape)) / self.std.view(shape)
 
     def extra_repr(self) -> str:
@@ -64,8 +66,7 @@ class Normalize(nn.Module):
 class Rescale(nn.Module):
     r"""Output scaling ``units * x + offset`` per channel, as a layer of the model: outputs leave in physical units.
 
-    The counterpart of :class:`Normalize` at the other end: it multiplies the Lipschitz constant of the network by
-    :math:`\max_c |\mathrm{units}_c|`; ``certify_regression`` uses each output's own.
+    Its constant is :math:`\max_c |\mathrm{units}_c|`; ``certify_regression`` uses each output's own.
 
     Args:
         units: one number per output, finite and not zero.
@@ -97,9 +98,7 @@ class Rescale(nn.Module):
         self.register_buffer("offset", torch.tensor(offset, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim < 2 or x.shape[1] != len(self.units):
-            raise ShapeError(f"Rescale: expected {len(self.units)} channels in dimension 1, got shape {tuple(x.shape)}")
-        shape = (-1,) + (1,) * (x.ndim - 2)
+        shape = _along_channels("Rescale", x, len(self.units))
         return x * self.units.view(shape) + self.offset.view(shape)
 
     def extra_repr(self) -> str:
@@ -161,7 +160,7 @@ class ConvexSum(Join):
     [[0.25, 0.25]]
 
     References:
-        [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
+        As :class:`Residual`.
     """
 
     def __init__(self, share: float = 0.5, device: Any = None, dtype: Any = None) -> None:
@@ -169,7 +168,7 @@ class ConvexSum(Join):
         check_dtype(dtype)
         if not 0 < share < 1:
             raise OptionError(f"share: expected a number strictly between 0 and 1, got {share}")
-        self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))  # logit
 
     def share(self) -> Tensor:
         """s as it is now, 0-d."""
@@ -213,6 +212,7 @@ class Residual(Graph):
     ) -> None:
         branches = [body] if shortcut is None else [body, shortcut]
         join = ConvexSum(share, device, dtype)
+        # Value 0 is the input, value i the output of node i.
         super().__init__([*branches, join], [*([0] for _ in branches), [1, 2 if shortcut else 0]])
 
 
@@ -292,9 +292,8 @@ lipschitz_rule(ScaledAvgPool2d)(1.0)
 @export_rule(Normalize)
 def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    scale = 1 / module.std.double()
-    dtype = module.std.dtype
-    return Affine(scale.to(dtype), (-module.mean.double() * scale).to(dtype))
+    scale, dtype = 1 / module.std.double(), module.std.dtype
+    return Affine(scale.to(dtype), (-module.mean.double() * scale).to(dtype))  # rounded once
 
 
 @export_rule(Rescale)
@@ -305,12 +304,11 @@ def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
 
 @export_rule(Scale)
 def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
-    gamma = module.gamma().reshape(1)
+    gamma = module.gamma().reshape(1)  # one number for all channels
     return Affine(gamma, torch.zeros_like(gamma))
 
 
 @export_rule(ScaledAvgPool2d)
 def _export_pool(module: ScaledAvgPool2d, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    s = module.kernel_size
-    return nn.AvgPool2d(s, divisor_override=s)
+    return nn.AvgPool2d(module.kernel_size, divisor_override=module.kernel_size)  # s means of s^2 pixels

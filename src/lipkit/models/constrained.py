@@ -19,9 +19,8 @@ from lipkit.layers.aol import AolConv2d, AolLinear
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
 from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
 from lipkit.layers.lot import LotConv2d
-from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.rko import RkoConv2d
-from lipkit.layers.svcm import SvcmConv2d
+from lipkit.layers.svcm import OssnConv2d, SvcmConv2d
 from lipkit.linalg import bjorck, newton_schulz, polar
 from lipkit.modules.guarding import guard
 
