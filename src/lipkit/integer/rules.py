@@ -60,8 +60,7 @@ def _move(moved: Tensor) -> Move:
     return Move(moved.flatten().long() - 1)
 
 
-@integer_rule(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle)
-@integer_rule(Reshape, Permute, Piece, Roll, Pad, Shift2d)
+@integer_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d)
 def _moves(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
     move, shape = _move(module(_indices(value.shape))), output_shape(module, value.shape)
     return builder.exact(move, value, shape)

@@ -6,7 +6,6 @@ convolution takes its pair of blocks at each frequency.
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from typing import Any, Self
@@ -40,6 +39,7 @@ from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.registry import export_plain
 
 SQRT2 = math.sqrt(2.0)
 # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
@@ -343,11 +343,8 @@ def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
 
 
 def plain_activation(activation: nn.Module) -> nn.Module:
-    """A copy of the activation for an export, not in place."""
-    guard(activation)
-    plain = copy.deepcopy(activation)
-    if hasattr(plain, "inplace"):
-        setattr(plain, "inplace", False)  # noqa: B010
+    """The activation in an export."""
+    plain: nn.Module = export_plain(activation, (1,))[0]
     return plain
 
 

@@ -36,6 +36,7 @@ from lipkit.layers.base import (
 )
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import circular_module, resampled_size, stride_modules
+from lipkit.layers.sandwich import plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -153,7 +154,7 @@ def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn
     if layer.bias is not None:
         first.bias.copy_(layer.bias)
     second.weight.copy_(-(multiplier[:, None] * free).mT)
-    block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
     return _resized(layer.in_features, layer.inner, layer.out_features, block, 0)
 
 
@@ -164,7 +165,7 @@ def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.M
     back = layer.fitted(adjoint(-multiplier[:, None, None, None] * kernel), *size)
     first = circular_module(layer.fitted(kernel, *size), layer.bias, layer.padding_mode)
     second = circular_module(back, None, layer.padding_mode)
-    block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
     resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block, 2)
     return nn.Sequential(*stride_modules(layer), resized)
 

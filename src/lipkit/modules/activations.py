@@ -21,7 +21,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain
+from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain, export_rule
 from lipkit.modules.ranges import Range, around, monotone
 from lipkit.modules.rearrange import Shift2d, shift
 from lipkit.modules.registry import lipschitz, output_shape
@@ -231,6 +231,17 @@ def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arith
     return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)
 
 
+def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    def rounded(limit: float) -> float:
+        # A number that the format has is not rounded: its significand is a multiple of the unit.
+        whole = (math.frexp(limit)[0] / arithmetic.unit).is_integer()
+        return 0.0 if limit == 0 or (whole and arithmetic.tiny <= abs(limit) <= arithmetic.largest) else abs(limit)
+
+    limits = float(module.min_val), float(module.max_val)
+    largest = max(map(abs, limits))
+    return pointwise(0.0, max(map(rounded, limits)), 0.0, input_shape, arithmetic, largest)
+
+
 def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     alpha = max(1.0, abs(module.alpha))
     return pointwise((LIBRARY + 4) * alpha, (LIBRARY + 4) * alpha, 0.0, input_shape, arithmetic)
@@ -303,7 +314,8 @@ class Activation(NamedTuple):
         kind: its type, matched exactly.
         slope: largest modulus of its derivative, rounded up; a number, or a function of the module.
         rounding: (a, b), which bound the machine's error on a number h by ``u (a |h| + b)``; or a rounding rule.
-        arguments: of its constructor that are stored with a network, and the values that they accept.
+        arguments: of its constructor that are stored with a network, and the values that they accept; None if an
+            `export_rule` names another activation that computes the same.
         restricted: whether its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             function of the module if that depends on its arguments.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
@@ -312,7 +324,7 @@ class Activation(NamedTuple):
     kind: type[nn.Module]
     slope: float | Callable[[Any], float | Tensor]
     rounding: tuple[float, float] | RoundingRule
-    arguments: Mapping[str, Accepts] = MappingProxyType({})
+    arguments: Mapping[str, Accepts] | None = MappingProxyType({})
     restricted: bool | Callable[[Any], bool] = False
     functions: tuple[Callable[..., Any] | str, ...] = ()
 
@@ -372,7 +384,7 @@ def slope_restricted(module: nn.Module) -> bool:
 # bisection of the second derivative (tests/modules/test_slopes.py). All slopes are rounded up in the last digit given.
 for _row in (
     Activation(nn.ReLU, 1.0, (0.0, 0.0), {}, True, (F.relu, F.relu_, torch.relu, "relu", "relu_")),
-    Activation(nn.ReLU6, 1.0, (0.0, 0.0), {}, True, (F.relu6,)),
+    Activation(nn.ReLU6, 1.0, (0.0, 0.0), None, True, (F.relu6,)),
     Activation(nn.CELU, _celu, _celu_error, {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
     Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")),
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
@@ -386,10 +398,8 @@ for _row in (
     Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,)),
     # min(0, x) - log1p(e^-|x|), with log1p <= log 2
     Activation(nn.LogSigmoid, 1.0, (2.0, 2 * LIBRARY + 4), {}, True, (F.logsigmoid,)),
-    # The limits are rounded to the format.
     Activation(nn.Hardtanh, lambda m: 1.0 if -math.inf < m.min_val <= m.max_val < math.inf else math.inf,
-               lambda m, *at: pointwise(0.0, max(abs(m.min_val), abs(m.max_val)), 0.0, *at),
-               {"min_val": real, "max_val": real},
+               _hardtanh_error, {"min_val": real, "max_val": real},
                lambda m: -math.inf < m.min_val <= m.max_val < math.inf, (F.hardtanh, F.hardtanh_)),
     Activation(nn.Softshrink, lambda m: 1.0 if 0 <= m.lambd < math.inf else math.inf,
                lambda m, *at: pointwise(2.0, 4 * abs(m.lambd), 0.0, *at), {"lambd": real},
@@ -414,6 +424,8 @@ for _row in (
     Activation(nn.Hardswish, 1.5, (16.0, 0.0), functions=(F.hardswish,)),
 ):  # fmt: skip
     add_activation(_row)
+
+export_rule(nn.ReLU6)(lambda module, input_shape: nn.Hardtanh(0.0, 6.0))
 
 
 def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:

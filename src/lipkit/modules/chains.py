@@ -49,7 +49,7 @@ class SlopeRun(NamedTuple):
 
 
 # They leave a vector as it is.
-_SAME = (nn.Flatten, nn.Unflatten, nn.Dropout, Reshape)
+_SAME = (nn.Flatten, Reshape)
 
 
 def in_runs(module: nn.Module) -> bool:
@@ -240,10 +240,11 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
     parts: list[Network] = []
     for i, child in enumerate(module):
         before = parts[-1] if parts else None
-        if before is not None and len(before) and not before.multipliers():
-            folded = fold_norm(before[-1], child, input_shape)
+        if before is not None and not before.multipliers():
+            place = max((k for k, part in enumerate(before) if type(part) is not Reshape), default=-1)
+            folded = fold_norm(before[place], child, input_shape) if place >= 0 else None
             if folded is not None:
-                parts[-1] = Network([*before[:-1], folded], before.input_shape)
+                parts[-1] = Network([*before[:place], folded, *before[place + 1 :]], before.input_shape)
                 continue
         parts.append(export_plain(child, input_shape))
         multiplier = module.multiplier(i) if isinstance(module, Network) else None
@@ -264,7 +265,6 @@ def _read(network: Network) -> dict[str, Any]:
     return {"modules": tuple(network), "input_shape": network.input_shape, "multipliers": sizes}
 
 
-_parts = Stored({"modules": submodules}, lambda m: {"modules": tuple(m)}, lambda modules: nn.Sequential(*modules))
 _whole = Stored({"modules": submodules, "input_shape": INTEGER, "multipliers": mapping}, _read, _made)
-add_plain(Plain(nn.Sequential, chain_constant, chain_error, _parts, export=_export_sequential))
+add_plain(Plain(nn.Sequential, chain_constant, chain_error, export=_export_sequential))
 add_plain(Plain(Network, _network, chain_error, _whole, export=_export_sequential))

@@ -28,7 +28,7 @@ from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, n
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.registry import export_plain, lipschitz
-from lipkit.modules.views import Piece
+from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
 
 
@@ -426,10 +426,14 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
         if isinstance(node, Join):
             given = [wiring.add(_joining(node).plain(node), *given)]
         else:
-            alone = given[0] and waiting[given[0]] == 1
-            folded = fold_norm(wiring.modules[given[0] - 1], node, shapes[read[0]]) if alone else None
+            # Through values that nothing else reads, under whatever shape.
+            layer = given[0]
+            while layer and waiting.get(layer, 1) == 1 and type(wiring.modules[layer - 1]) is Reshape:
+                (layer,) = wiring.sources[layer - 1]
+            alone = layer and waiting.get(layer, 1) == 1
+            folded = fold_norm(wiring.modules[layer - 1], node, shapes[read[0]]) if alone else None
             if folded is not None:
-                wiring.modules[given[0] - 1] = folded
+                wiring.modules[layer - 1] = folded
             else:
                 plain = export_plain(node, shapes[read[0]])
                 for part in (plain,) if plain.multipliers() else plain:

@@ -57,14 +57,14 @@ def _batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape | None) -
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Linear)
+_FOLDABLE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
 
     Args:
-        norm: a batch normalisation by running statistics. shape: of one sample between both.
+        norm: a batch normalisation by running statistics. shape: of one sample before it, perhaps behind a `Reshape`.
 
     Raises:
         NoRuleError: as `running_affine`; a normalisation whose forward pass may not be that of its type.
@@ -78,7 +78,8 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     if type(norm) not in NORMS or type(layer) not in _FOLDABLE:
         return None
     assert isinstance(norm, _BatchNorm)
-    if norm.num_features != shape[0] or (type(layer) is nn.Linear and len(shape) != 1):
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    if not norm.num_features == outputs == shape[0] or (type(layer) is nn.Linear and len(shape) != 1):
         return None
     guard(norm)
     scale, shift = running_affine(norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import entries, proportional
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import monotone, one_sign
-from lipkit.modules.registry import check_dims, export_plain, lipschitz, output_shape
-from lipkit.modules.views import Reshape
+from lipkit.modules.registry import check_dims, lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, root
@@ -175,26 +173,6 @@ def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) 
     return nn.MaxPool2d((rows[0] // rows[1], cols[0] // cols[1]))
 
 
-def _image(module: Any) -> nn.Module:
-    """The pooling of images with one row that a pooling of signals is."""
-    neutral = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_size": 1}
-    given = {key: getattr(module, key) for key in neutral if hasattr(module, key)}
-    sizes = {key: (neutral[key], value[-1] if isinstance(value, tuple) else value) for key, value in given.items()}
-    flags = ("ceil_mode", "count_include_pad", "return_indices")
-    flat = {key: getattr(module, key) for key in flags if hasattr(module, key)}
-    made: nn.Module = getattr(nn, type(module).__name__.replace("1d", "2d"))(**sizes, **flat)
-    return made
-
-
-def _signal_pool(module: nn.Module, input_shape: Shape | None) -> Tensor:
-    return lipschitz(_image(module), None if input_shape is None else (input_shape[0], 1, input_shape[1]))
-
-
-def _export_signal_pool(module: nn.Module, input_shape: Shape) -> nn.Module:
-    before, after = (input_shape[0], 1, input_shape[1]), output_shape(module, input_shape)
-    return nn.Sequential(Reshape(*before), export_plain(_image(module), before), Reshape(*after))
-
-
 class Mean(nn.Module):
     r"""The mean over some dimensions of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
 
@@ -316,6 +294,4 @@ _dims = Stored({"dims": COUNT, "keepdim": flag}, make=lambda dims, keepdim: Mean
 add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveMaxPool2d, _adaptive_max_pool, export=_export_adaptive_max_pool, dims=(2, 3)))
-for _kind in (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d):
-    add_plain(Plain(_kind, _signal_pool, export=_export_signal_pool, dims=(2, 2)))
 add_plain(Plain(Mean, _mean, _average, _dims, one_sign))

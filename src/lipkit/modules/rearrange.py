@@ -1,16 +1,19 @@
-"""Modules that move numbers or drop them: reshapes, pixel shuffles, shifts, dropout."""
+"""Modules of torch that move numbers or drop them, as those of `lipkit.modules.views`; shifts of channels."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import COUNT, INTEGER
+from lipkit.modules.configuration import COUNT
 from lipkit.modules.machine import exact
 from lipkit.modules.plain import Plain, Shape, add_plain
 from lipkit.modules.ranges import one_sign
-from lipkit.modules.views import Pad
+from lipkit.modules.registry import output_shape
+from lipkit.modules.views import Pad, Permute, Reshape, reshaped
 
 
 def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
@@ -24,21 +27,54 @@ def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
 
 def _without_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
     _dropout(module, input_shape)
-    return nn.Identity()
+    return nn.Sequential()
 
 
 for _kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
     add_plain(Plain(_kind, _dropout, export=_without_dropout))
 
-for _row in (
-    Plain(nn.Identity, stored={}),
-    Plain(nn.ZeroPad2d, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)),
-    Plain(nn.Flatten, stored={"start_dim": INTEGER, "end_dim": INTEGER}),
-    Plain(nn.Unflatten, stored={"dim": INTEGER, "unflattened_size": INTEGER}),
-    Plain(nn.PixelUnshuffle, stored={"downscale_factor": INTEGER}, dims=(3, 9)),
-    Plain(nn.PixelShuffle, stored={"upscale_factor": INTEGER}, dims=(3, 9)),
-):
-    add_plain(_row._replace(constant=1.0, rounding=exact, range=one_sign))
+
+def _regrouped(apart: Shape, order: Iterable[int], together: Shape) -> nn.Module:
+    return nn.Sequential(Reshape(*apart), Permute(*order), Reshape(*together))
+
+
+def _channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
+    if input_shape is not None and input_shape[0] % module.groups:
+        raise ShapeError(f"nn.ChannelShuffle: expected channels in {module.groups} groups, got {input_shape[0]}")
+    return 1.0
+
+
+def _export_channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
+    _channel_shuffle(module, input_shape)
+    channels, *rest = input_shape
+    apart = (module.groups, channels // module.groups, *rest)
+    return _regrouped(apart, (2, 1, *range(3, 3 + len(rest))), input_shape)
+
+
+def _export_pixels(module: nn.PixelShuffle | nn.PixelUnshuffle, input_shape: Shape) -> nn.Module:
+    (*lead, c, h, w), together = input_shape, output_shape(module, input_shape)
+    if isinstance(module, nn.PixelShuffle):
+        r = module.upscale_factor
+        apart, order = (c // r**2, r, r, h, w), (1, 4, 2, 5, 3)  # a row of pixels and its r channels, then columns
+    else:
+        r = module.downscale_factor
+        apart, order = (c, h // r, r, w // r, r), (1, 3, 5, 2, 4)
+    n = len(lead)
+    return _regrouped((*lead, *apart), (*range(1, n + 1), *(n + dim for dim in order)), together)
+
+
+def _export_flat(module: nn.Flatten | nn.Unflatten, input_shape: Shape) -> nn.Module:
+    return reshaped(output_shape(module, input_shape))
+
+
+_whole_sample = {"start_dim": lambda dim: dim == 1, "end_dim": lambda dim: dim == -1}
+add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
+add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
+add_plain(Plain(nn.Flatten, 1.0, exact, _whole_sample, one_sign, export=_export_flat))
+add_plain(Plain(nn.Unflatten, 1.0, export=_export_flat))
+for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
+    add_plain(Plain(_pixels, 1.0, export=_export_pixels, dims=(3, 9)))
+add_plain(Plain(nn.ChannelShuffle, _channel_shuffle, export=_export_channel_shuffle))
 
 
 # One pixel down, up, right and left, as (dimension, shift) of torch.roll.

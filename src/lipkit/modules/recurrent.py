@@ -361,10 +361,14 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {module.in_features}), got {input_shape}")
     guard(module)
     plain = copy.deepcopy(module)
-    if module.units[0]:
-        phi = export(module.phi, (module.units[0],))
-        plain.phi = phi[0] if len(phi) == 1 else phi
+    plain.phi = plain_phi(module.phi, module.units[0])
     return plain
+
+
+def plain_phi(phi: nn.Module, units: int) -> nn.Module:
+    """The export of phi, without its chain where it is one module."""
+    plain = export(phi, (units or 1,))
+    return plain[0] if len(plain) == 1 else plain
 
 
 def _of_torch(module: Any) -> tuple[Tensor, Tensor, System]:

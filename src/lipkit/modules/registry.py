@@ -228,7 +228,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
         try:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
-            network = Network([rule(module, shape)], shape)
+            network = _generalised(Network([rule(module, shape)], shape), type(module))
             if not _finite(network) and _finite(module):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
             return network
@@ -239,6 +239,18 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
                 f"export: the constrained weights of {type_name(type(module))} cannot be computed in float64 from "
                 f"parameters of size {largest:.3g}: expected about 1e6 or less ({error})"
             ) from None
+
+
+def _generalised(network: Network, kind: type[nn.Module]) -> Network:
+    """The result of the rule of ``kind``, its modules that another type can stand for exported in turn."""
+    old = [type(m) is not kind and type(m) in ROWS and ROWS[type(m)].stored is None for m in network]
+    if not any(old):
+        return network
+    modules, shape = list[nn.Module](), network.input_shape
+    for module, replaced in zip(network, old, strict=True):
+        modules.append(export_plain(module, shape) if replaced and ROWS[type(module)].export else module)
+        shape = output_shape(module, shape)
+    return Network(modules, network.input_shape)
 
 
 def _finite(module: nn.Module) -> bool:

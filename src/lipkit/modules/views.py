@@ -49,6 +49,11 @@ class Reshape(nn.Module):
         return ", ".join(map(str, self.shape))
 
 
+def reshaped(shape: Shape) -> nn.Module:
+    """The module that shows samples under this shape."""
+    return nn.Flatten() if len(shape) == 1 else Reshape(*shape)
+
+
 add_plain(Plain(Reshape, 1.0, exact, Stored({"shape": COUNT}, make=lambda shape: Reshape(*shape)), one_sign))
 
 
@@ -278,20 +283,6 @@ def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
     return (Enlarge if module.mode == "nearest" else EnlargeBilinear)(*factors)
 
 
-def _shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
-    if input_shape is not None and input_shape[0] % module.groups:
-        raise ShapeError(f"nn.ChannelShuffle: expected channels in {module.groups} groups, got {input_shape[0]}")
-    return 1.0
-
-
-def _export_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
-    _shuffle(module, input_shape)
-    channels, *rest = input_shape
-    dims = [2, 1, *range(3, 3 + len(rest))]
-    apart = Reshape(module.groups, channels // module.groups, *rest)
-    return nn.Sequential(apart, Permute(*dims), Reshape(channels, *rest))
-
-
 def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     if input_shape is None:
         raise ShapeError("nn.Upsample: expected an input_shape, because its factors depend on the sizes, got none")
@@ -324,9 +315,17 @@ def _between_pixels(module: EnlargeBilinear, input_shape: Shape, arithmetic: Ari
     return measure
 
 
-for _kind, _rounding in ((Enlarge, exact), (EnlargeBilinear, _between_pixels)):
-    _stored = {"rows": COUNT, "cols": COUNT}
-    add_plain(Plain(_kind, lambda module, shape: root(module.rows * module.cols), _rounding, _stored, one_sign))
+def _enlarged(module: Enlarge, input_shape: Shape | None) -> float:
+    return root(module.rows * module.cols)
+
+
+def _export_enlarge(module: Enlarge, input_shape: Shape) -> nn.Module:
+    (c, h, w), together = input_shape, output_shape(module, input_shape)
+    return nn.Sequential(Reshape(c, h, 1, w, 1), Expand(c, h, module.rows, w, module.cols), Reshape(*together))
+
+
+_factor = {"rows": COUNT, "cols": COUNT}
+add_plain(Plain(Enlarge, _enlarged, export=_export_enlarge, dims=(3, 3)))
+add_plain(Plain(EnlargeBilinear, _enlarged, _between_pixels, _factor, one_sign))
 add_plain(Plain(Expand, _expand, exact, Stored({"shape": COUNT}, make=lambda shape: Expand(*shape)), one_sign))
 add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
-add_plain(Plain(nn.ChannelShuffle, _shuffle, export=_export_shuffle))
