@@ -21,7 +21,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain, export_rule
+from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, Shown, add_plain, export_rule
 from lipkit.modules.ranges import Range, around, monotone
 from lipkit.modules.rearrange import Shift2d, shift
 from lipkit.modules.registry import lipschitz, output_shape
@@ -182,7 +182,7 @@ class MaxMinShift2d(Shift2d):
         return y
 
 
-class GroupSort(nn.Module):
+class GroupSort(Shown):
     """:func:`group_sort` as a module. 1-Lipschitz.
 
     Args:
@@ -203,9 +203,6 @@ class GroupSort(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return group_sort(x, self.group_size)
-
-    def extra_repr(self) -> str:
-        return f"group_size={self.group_size}"
 
 
 # One unit in the last place is at most 2 u of the result.

@@ -24,7 +24,7 @@ from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
 from lipkit.modules.machine import entries
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
@@ -76,7 +76,7 @@ class Affine(nn.Module):
         return f"scale={tuple(self.scale.shape)}, shift={tuple(self.shift.shape)}"
 
 
-class PositionCode(nn.Module):
+class PositionCode(Shown):
     """``y = x + P`` with a trained offset P of each channel and place: a translation, so 1-Lipschitz.
 
     Between layers that treat all places alike it tells them apart.
@@ -104,9 +104,6 @@ class PositionCode(nn.Module):
         if x.shape[1:] != self.offset.shape:
             raise ShapeError(f"PositionCode: expected (B, *{tuple(self.offset.shape)}), got {tuple(x.shape)}")
         return x + self.offset
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, {self.height}, {self.width}"
 
 
 def inner_products(

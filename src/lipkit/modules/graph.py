@@ -26,13 +26,13 @@ from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
 from lipkit.modules.registry import export_plain, lipschitz
 from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
 
 
-class Join(nn.Module):
+class Join(Shown):
     """A module of a `Graph` that reads several values of one sample."""
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -65,9 +65,6 @@ class Add(Join):
             total = total + value if sign > 0 else total - value
         return total
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.signs))
-
 
 class Concatenate(Join):
     """Values one behind the other along dimension ``dim`` (the batch is 0).
@@ -87,9 +84,6 @@ class Concatenate(Join):
 
     def forward(self, *values: Tensor) -> Tensor:
         return torch.cat(values, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
 
 
 class Maximum(Join):

@@ -15,10 +15,10 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import check_dims, export_copy, output_shape
-from lipkit.modules.views import Reshape
+from lipkit.modules.views import Reshape, Together
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import gamma, multiply_up, reciprocal_up, to_double, up
 
@@ -147,7 +147,7 @@ def _export_batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape) -
     return Affine(scale.to(dtype), shift.to(dtype))
 
 
-class Center(nn.Module):
+class Center(Shown):
     r"""Batch centring: the mean of each channel (dimension 1) is subtracted, in evaluation a running mean.
 
     In evaluation a translation, so its constant is 1; in training the output depends on the batch, and there is none.
@@ -192,9 +192,6 @@ class Center(nn.Module):
             with torch.no_grad():
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         return x - mean.view(-1, *[1] * (x.ndim - 2))
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, momentum={self.momentum}"
 
 
 def _center(module: Center, input_shape: Shape | None) -> float:
@@ -268,11 +265,8 @@ class BatchLipNorm(Center):
         axes = [1] * (x.ndim - 2)
         return centred * (variance.amax() + self.eps).rsqrt() + self.bias.view(-1, *axes)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, eps={self.eps}"
 
-
-class LayerCenter(nn.Module):
+class LayerCenter(Together):
     r"""Layer centring: the mean over some dimensions of a sample is subtracted; an orthogonal projection, of norm 1.
 
     .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x
@@ -292,20 +286,11 @@ class LayerCenter(nn.Module):
         deel-torchlip's LayerCentering; layer normalisation without its division, which has no small constant.
     """
 
-    def __init__(self, *dims: int) -> None:
-        super().__init__()
-        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            raise OptionError(f"LayerCenter: expected different dimensions behind the batch, at least 1, got {dims}")
-        self.dims = tuple(dims)
-
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(self.dims, keepdim=True)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims))
 
-
-class UnitNorm(nn.Module):
+class UnitNorm(Together):
     r"""Numbers divided by their l2 norm, or by eps where that is larger: ``F.normalize``.
 
     .. math:: y = x / \max(\|x\|_2, \epsilon)
@@ -321,18 +306,13 @@ class UnitNorm(nn.Module):
     """
 
     def __init__(self, *dims: int, eps: float) -> None:
-        super().__init__()
-        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            raise OptionError(f"UnitNorm: expected different dimensions behind the batch, at least 1, got {dims}")
+        super().__init__(*dims)
         if not (math.isfinite(eps) and eps > 0):
             raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: at 0 it has no constant")
-        self.dims, self.eps = tuple(dims), eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
-
-    def extra_repr(self) -> str:
-        return f"{', '.join(map(str, self.dims))}, eps={self.eps:g}"
 
     def within(self, x: Range) -> UnitNorm:
         """One that computes the same for inputs in a range, its eps as large as possible."""

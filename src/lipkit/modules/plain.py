@@ -20,6 +20,7 @@ one its type names (hooks, an instance-level ``forward``), is refused. Parametri
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,6 +77,20 @@ RangeRule = Callable[[Any, Range], Range]
 IntegerRule = Callable[[Any, Any, Any, float], Any]
 
 Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
+
+
+class Shown(nn.Module):
+    """A module that shows what its constructor takes, from its attributes of these names; tensors are left out."""
+
+    def extra_repr(self) -> str:
+        own, shown = vars(self), list[str]()
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            if name in own and parameter.kind is parameter.VAR_POSITIONAL:
+                shown += map(str, own[name])
+            elif name in own:
+                named = parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+                shown.append(f"{name}={own[name]}" if named else str(own[name]))
+        return ", ".join(shown)
 
 
 class Plain(NamedTuple):

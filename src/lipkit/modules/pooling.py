@@ -7,14 +7,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
+from lipkit.modules.views import Together
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, root
@@ -173,7 +174,7 @@ def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) 
     return nn.MaxPool2d((rows[0] // rows[1], cols[0] // cols[1]))
 
 
-class Mean(nn.Module):
+class Mean(Together):
     r"""The mean over some dimensions of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
 
     Args:
@@ -188,16 +189,11 @@ class Mean(nn.Module):
     """
 
     def __init__(self, *dims: int, keepdim: bool = False) -> None:
-        super().__init__()
-        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            raise OptionError(f"Mean: expected different dimensions behind the batch, at least 1, got {dims}")
-        self.dims, self.keepdim = tuple(dims), keepdim
+        super().__init__(*dims)
+        self.keepdim = keepdim
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(self.dims, keepdim=self.keepdim)
-
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims)) + f", keepdim={self.keepdim}"
 
 
 def _mean(module: Mean, input_shape: Shape | None) -> float:
@@ -207,7 +203,7 @@ def _mean(module: Mean, input_shape: Shape | None) -> float:
     return 1 / math.sqrt(math.prod(input_shape[dim - 1] for dim in module.dims)) * (1 + gamma(4))
 
 
-class L2NormPool2d(nn.Module):
+class L2NormPool2d(Shown):
     r"""The l2 norm of each window of each channel: a map of norm 1, which loses signs and places but no length.
 
     Args:
@@ -239,9 +235,6 @@ class L2NormPool2d(nn.Module):
         if s is None:
             return torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True)
         return torch.linalg.vector_norm(x.unflatten(3, (-1, s)).unflatten(2, (-1, s)), dim=(3, 5))
-
-    def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}"
 
 
 def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:

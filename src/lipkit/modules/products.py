@@ -128,9 +128,6 @@ class MatrixProduct(Limited):
     def made(self, limits: Tensor) -> MatrixProduct:
         return MatrixProduct(self.rows, self.inner, self.cols, limits)
 
-    def extra_repr(self) -> str:
-        return f"{self.rows}, {self.inner}, {self.cols}"
-
 
 def refuse_unlimited(network: nn.Module) -> None:
     """Raise ``NoRuleError`` if the network holds a product without limits."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.machine import exact
-from lipkit.modules.plain import Plain, Shape, add_plain
+from lipkit.modules.plain import Plain, Shape, Shown, add_plain
 from lipkit.modules.ranges import one_sign
 from lipkit.modules.registry import output_shape
 from lipkit.modules.views import Pad, Permute, Reshape, reshaped
@@ -102,7 +102,7 @@ def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
     return torch.cat([kept, *(g.roll(steps * by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
 
 
-class Shift2d(nn.Module):
+class Shift2d(Shown):
     """:func:`shift` as a module: 1-Lipschitz.
 
     Args:
@@ -126,9 +126,6 @@ class Shift2d(nn.Module):
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ShapeError(f"Shift2d: expected images (B, {self.channels}, H, W), got {tuple(x.shape)}")
         return shift(x, self.moved)
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, moved={self.moved}"
 
 
 add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, whole
 from lipkit.modules.machine import entries, exact
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import one_sign
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import root
 
 
-class Reshape(nn.Module):
+class Reshape(Shown):
     """The numbers of each sample under another shape, in the same order.
 
     Args:
@@ -45,9 +45,6 @@ class Reshape(nn.Module):
             raise ShapeError(f"Reshape: expected {math.prod(self.shape)} entries of each sample, got {tuple(x.shape)}")
         return x.reshape(x.shape[0], *self.shape)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.shape))
-
 
 def reshaped(shape: Shape) -> nn.Module:
     """The module that shows samples under this shape."""
@@ -57,7 +54,18 @@ def reshaped(shape: Shape) -> nn.Module:
 add_plain(Plain(Reshape, 1.0, exact, Stored({"shape": COUNT}, make=lambda shape: Reshape(*shape)), one_sign))
 
 
-class Permute(nn.Module):
+class Together(Shown):
+    """The base of modules that take some dimensions of a sample together: from 1 on, the batch is 0."""
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
+            name = type(self).__name__
+            raise OptionError(f"{name}: expected different dimensions behind the batch, at least 1, got {dims}")
+        self.dims = tuple(dims)
+
+
+class Permute(Shown):
     """The dimensions behind the batch in another order.
 
     Args:
@@ -80,14 +88,11 @@ class Permute(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(0, *self.dims)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims))
-
 
 add_plain(Plain(Permute, 1.0, exact, Stored({"dims": COUNT}, make=lambda dims: Permute(*dims)), one_sign))
 
 
-class Piece(nn.Module):
+class Piece(Shown):
     """The entries ``start, start + step, ...`` below ``stop`` of one dimension, as chunks and slices take them.
 
     Raises:
@@ -117,14 +122,11 @@ class Piece(nn.Module):
             raise ShapeError(f"Piece: expected entry {self.entries[-1]} in dimension {self.dim}, got {tuple(x.shape)}")
         return x[(slice(None),) * self.dim + (slice(self.start, self.stop, self.step),)]
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, {self.start}, {self.stop}, {self.step}"
-
 
 add_plain(Plain(Piece, 1.0, exact, {"dim": COUNT, "start": whole(0), "stop": COUNT, "step": COUNT}, one_sign))
 
 
-class Roll(nn.Module):
+class Roll(Shown):
     """One dimension moved circularly.
 
     >>> import torch
@@ -141,14 +143,11 @@ class Roll(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.roll(self.shift, self.dim)
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, {self.shift}"
-
 
 add_plain(Plain(Roll, 1.0, exact, {"dim": COUNT, "shift": INTEGER}, one_sign))
 
 
-class Pad(nn.Module):
+class Pad(Shown):
     """Zeros around the last dimensions, as ``torch.nn.functional.pad``; negative numbers cut off.
 
     Args:
@@ -179,14 +178,11 @@ class Pad(nn.Module):
                 y = y.narrow(y.ndim - 1 - i, begin, end - begin)
         return y
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.padding))
-
 
 add_plain(Plain(Pad, 1.0, exact, Stored({"padding": INTEGER}, make=lambda padding: Pad(*padding)), one_sign))
 
 
-class Enlarge(nn.Module):
+class Enlarge(Shown):
     r"""Every pixel ``rows`` times ``cols``: nearest-neighbour upsampling, of constant :math:`\sqrt{rows\,cols}`.
 
     Raises:
@@ -209,9 +205,6 @@ class Enlarge(nn.Module):
         b, c, h, w = x.shape
         y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)
         return y.reshape(b, c, h * self.rows, w * self.cols)
-
-    def extra_repr(self) -> str:
-        return f"{self.rows}, {self.cols}"
 
 
 class EnlargeBilinear(Enlarge):
@@ -241,7 +234,7 @@ class EnlargeBilinear(Enlarge):
         return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=False)
 
 
-class Expand(nn.Module):
+class Expand(Shown):
     """The numbers of each sample repeated to another shape, along its dimensions of size 1.
 
     Args:
@@ -266,9 +259,6 @@ class Expand(nn.Module):
         if not fits or any(n not in (1, m) for n, m in zip(x.shape[1:], self.shape, strict=True)):
             raise ShapeError(f"Expand: expected samples that can be repeated to {self.shape}, got {tuple(x.shape)}")
         return x.expand(-1, *self.shape)
-
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.shape))
 
 
 def _expand(module: Expand, input_shape: Shape | None) -> float:
