@@ -34,8 +34,7 @@ from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import Shape, output_shape
-from lipkit.modules.residual import SlopeResidual
-from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 

@@ -31,8 +31,7 @@ from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean, _pair
 from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.modules.residual import SlopeResidual
-from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll

@@ -24,7 +24,8 @@ from lipkit.lowering import lipschitz
 from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.parametrised import settled
-from lipkit.modules.recurrent import plain_phi, unitwise
+from lipkit.modules.recurrent import unitwise
+from lipkit.modules.registry import export_part
 
 
 class Parts(NamedTuple):
@@ -442,7 +443,7 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
     gamma = float(lipschitz(layer))
     matrix, bias, multiplier = exactly(layer, lambda made: made.parts()[:3])
-    made, phi = in_float64(layer).parts(), plain_phi(layer.phi, getattr(layer, "units", 0))
+    made, phi = in_float64(layer).parts(), export_part(layer.phi, (getattr(layer, "units", 1),))
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
     for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):
         # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks. A smaller

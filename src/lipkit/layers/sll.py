@@ -40,7 +40,7 @@ from lipkit.layers.sandwich import plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
-from lipkit.modules.residual import SlopeResidual
+from lipkit.modules.sandwich import SlopeResidual
 from lipkit.modules.views import Pad
 
 

@@ -32,7 +32,7 @@ from lipkit.modules.machine import local_error, nothing
 from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.registry import export, lipschitz
+from lipkit.modules.registry import export_part, lipschitz
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import UNIT, product, to_double, up
@@ -361,14 +361,8 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {module.in_features}), got {input_shape}")
     guard(module)
     plain = copy.deepcopy(module)
-    plain.phi = plain_phi(module.phi, module.units[0])
+    plain.phi = export_part(module.phi, (module.units[0] or 1,))
     return plain
-
-
-def plain_phi(phi: nn.Module, units: int) -> nn.Module:
-    """The export of phi, without its chain where it is one module."""
-    plain = export(phi, (units or 1,))
-    return plain[0] if len(plain) == 1 else plain
 
 
 def _of_torch(module: Any) -> tuple[Tensor, Tensor, System]:

@@ -241,6 +241,12 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             ) from None
 
 
+def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
+    """:func:`export` of a part of a module, without its chain where that holds one."""
+    network = export(module, input_shape)
+    return network[0] if len(network) == 1 else network  # type: ignore[no-any-return]
+
+
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
     """The result of the rule of ``kind``, its modules that another type can stand for exported in turn."""
     old = [type(m) is not kind and type(m) in ROWS and ROWS[type(m)].stored is None for m in network]
