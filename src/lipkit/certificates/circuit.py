@@ -32,10 +32,9 @@ from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean, window_terms
-from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
-from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 

@@ -29,12 +29,11 @@ from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import entries, local_error
 from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean, _pair
-from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll, Shift2d
 from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm
 

@@ -23,8 +23,8 @@ from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import entries, proportional
 from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, Shown, add_plain, export_rule
 from lipkit.modules.ranges import Range, around, monotone
-from lipkit.modules.rearrange import Shift2d, shift
 from lipkit.modules.registry import lipschitz, output_shape
+from lipkit.modules.views import Shift2d, shift
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow
 from lipkit.proof.roundoff import to_double
 

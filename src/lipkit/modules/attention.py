@@ -31,7 +31,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import entries, local_error, proportional
 from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.ranges import around
+from lipkit.modules.ranges import within_one
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double, up
@@ -163,8 +163,7 @@ def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithm
     return proportional(2 * gamma, floor, rising, 2.0)
 
 
-_inside = lambda module, x: around(torch.zeros_like(x.low), torch.ones_like(x.low))  # noqa: E731
-add_plain(Plain(Attraction, 1.0, _attraction_error, {"heads": COUNT}, _inside, dims=(2, 9)))
+add_plain(Plain(Attraction, 1.0, _attraction_error, {"heads": COUNT}, within_one, dims=(2, 9)))
 _stored = Stored(
     dict.fromkeys(("first", "force"), submodule), make=lambda first, force: GradientStep(first, force, torch.zeros(()))
 )

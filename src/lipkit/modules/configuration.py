@@ -6,6 +6,7 @@ never imports or evaluates anything that a configuration says.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -137,6 +138,9 @@ def _build(config: Any, depth: int) -> nn.Module:
         elif accepts is submodules:
             given[key] = tuple(_build(part, depth + 1) for part in given[key])
     try:
-        return (entry.make or kind)(**given)
+        make = entry.make or kind
+        starred = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.VAR_POSITIONAL]
+        listed = [value for key in starred for value in given.pop(key, ())]
+        return make(*listed, **given)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"network configuration: {name} cannot be built: {error}") from None

@@ -12,6 +12,7 @@ the sum of their squares.
 from __future__ import annotations
 
 import collections
+import copy
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -147,7 +148,7 @@ class Joining(NamedTuple):
     form: Callable[[Any, Sequence[Form]], Form]
     error: Callable[[Any, Sequence[Line]], Line]
     operations: Callable[[Any], int]
-    plain: Callable[[Any], Join]
+    plain: Callable[[Any], Join] = copy.deepcopy
     number: Callable[[Any], float] = lambda join: 0.0
 
 
@@ -175,9 +176,9 @@ def add_join(kind: type[Join], answers: Joining) -> None:
     remember(kind)
 
 
-add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda m: len(m.signs) - 1, lambda m: Add(*m.signs)))
-add_join(Concatenate, Joining(lambda _, forms: stacked(forms), _beside, lambda m: 0, lambda m: Concatenate(m.dim)))
-add_join(Maximum, Joining(lambda _, forms: stacked(forms), _beside, lambda m: 0, lambda m: Maximum()))
+add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda join: len(join.signs) - 1))
+for _kind in (Concatenate, Maximum):
+    add_join(_kind, Joining(lambda _, forms: stacked(forms), _beside, lambda join: 0))
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
@@ -504,7 +505,7 @@ def _wired(value: Any) -> bool:
     )
 
 
-add_plain(Plain(Add, stored=Stored({"signs": INTEGER}, make=lambda signs: Add(*signs))))
+add_plain(Plain(Add, stored={"signs": INTEGER}))
 add_plain(Plain(Concatenate, stored={"dim": INTEGER}))
 add_plain(Plain(Maximum, stored={}))
 add_plain(Plain(Blend, stored=Stored({}, make=lambda: Blend(torch.zeros(())))))

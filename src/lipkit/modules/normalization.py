@@ -15,8 +15,8 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
-from lipkit.modules.ranges import Range, around
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, add_plain
+from lipkit.modules.ranges import Range, around, within_one
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape, Together
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
@@ -429,12 +429,9 @@ def _layer_norm_range(module: nn.LayerNorm, x: Range) -> Range:
 for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
 add_plain(Plain(BatchLipNorm, _batch_lip_norm, export=_export_batch_lip_norm))
-_dims = Stored({"dims": COUNT}, make=lambda dims: LayerCenter(*dims))
-_unit = Stored({"dims": COUNT, "eps": real}, make=lambda dims, eps: UnitNorm(*dims, eps=eps))
-_inside = lambda module, x: around(torch.zeros_like(x.low), torch.ones_like(x.low))  # noqa: E731
-add_plain(Plain(UnitNorm, _unit_norm, _unit_norm_error, _unit, _inside))
+add_plain(Plain(UnitNorm, _unit_norm, _unit_norm_error, {"dims": COUNT, "eps": real}, within_one))
 _norm = {"normalized_shape": INTEGER, "eps": real, "elementwise_affine": flag, "bias": flag}
-add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, _dims))
+add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, {"dims": COUNT}))
 add_plain(Plain(nn.LayerNorm, _layer_norm, _layer_norm_error, _norm, _layer_norm_range, export=_export_layer_norm))
 add_plain(Plain(nn.GroupNorm, lambda module, input_shape: own_constant(module), export=_export_apart))
 for _instance, _rank in ((nn.InstanceNorm1d, 2), (nn.InstanceNorm2d, 3), (nn.InstanceNorm3d, 4)):

@@ -12,10 +12,10 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
-from lipkit.modules.views import Together
+from lipkit.modules.views import EnlargeBilinear, Together, enlarged
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, root
@@ -250,7 +250,10 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
 add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))
 
 
-def window_terms(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape) -> int:
+Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
+
+
+def window_terms(module: Average, input_shape: Shape) -> int:
     """The most numbers in one window, and windows on one number.
 
     >>> window_terms(nn.AdaptiveAvgPool2d((2, 3)), (1, 8, 8)), window_terms(nn.AvgPool2d(3, 2), (1, 8, 8))
@@ -258,13 +261,15 @@ def window_terms(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape
     """
     if isinstance(module, nn.AvgPool2d):
         return math.prod(_pair(module.kernel_size))
+    if isinstance(module, EnlargeBilinear):
+        return 5  # four pixels, by two products each
     if isinstance(module, Mean):
         return entries(input_shape) // entries(output_shape(module, input_shape))
     axes = _axes(module, input_shape)
     return math.prod(n // m if n % m == 0 else max(n // m, m // n) + 2 for n, m in axes)
 
 
-def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
     terms = window_terms(module, input_shape)
     error = arithmetic.gamma(terms + 3)
@@ -283,8 +288,8 @@ def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Sh
 
 _counted = {**_windows, "count_include_pad": flag, "divisor_override": either(INTEGER, None)}
 _size = {"output_size": either(INTEGER, None)}
-_dims = Stored({"dims": COUNT, "keepdim": flag}, make=lambda dims, keepdim: Mean(*dims, keepdim=keepdim))
 add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveMaxPool2d, _adaptive_max_pool, export=_export_adaptive_max_pool, dims=(2, 3)))
-add_plain(Plain(Mean, _mean, _average, _dims, one_sign))
+add_plain(Plain(Mean, _mean, _average, {"dims": COUNT, "keepdim": flag}, one_sign))
+add_plain(Plain(EnlargeBilinear, enlarged, _average, {"rows": COUNT, "cols": COUNT}, one_sign))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +61,11 @@ class Limited(Join):
         """Bounds of the norms of the first and of the second factor, as multipliers of the other."""
         raise NotImplementedError
 
-    def limited(self, limits: Tensor) -> Limited:
+    def limited(self, limits: Tensor) -> Self:
         """A copy of the product with these limits."""
-        made = self.made(limits)
-        made.where = self.where
+        made = copy.deepcopy(self)
+        made.limits = limits.detach().clone()
         return made
-
-    def made(self, limits: Tensor) -> Limited:
-        """A product of this type and these limits."""
-        raise NotImplementedError
 
 
 class Product(Limited):
@@ -88,9 +84,6 @@ class Product(Limited):
         # A file may hold negative ones: then the factor is constant, of that modulus.
         a, b = to_double(self.limits).abs().tolist()
         return a, b
-
-    def made(self, limits: Tensor) -> Product:
-        return Product(limits)
 
 
 class MatrixProduct(Limited):
@@ -125,9 +118,6 @@ class MatrixProduct(Limited):
         norms = a * root(self.rows * self.inner), b * root(self.inner * self.cols)
         return grow(norms[0]), grow(norms[1])
 
-    def made(self, limits: Tensor) -> MatrixProduct:
-        return MatrixProduct(self.rows, self.inner, self.cols, limits)
-
 
 def refuse_unlimited(network: nn.Module) -> None:
     """Raise ``NoRuleError`` if the network holds a product without limits."""
@@ -152,13 +142,7 @@ def _lines(join: Limited, lines: Sequence[Line]) -> Line:
 
 
 def _joining(operations: Callable[[Any], int]) -> Joining:
-    return Joining(
-        _form,
-        _lines,
-        operations,
-        lambda product: product.limited(product.limits),
-        lambda product: float(product.limits.abs().max()),
-    )
+    return Joining(_form, _lines, operations, number=lambda product: float(product.limits.abs().max()))
 
 
 add_join(Product, _joining(lambda product: 3))
