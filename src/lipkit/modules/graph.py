@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
-from lipkit.modules.registry import export_plain, lipschitz
+from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
 
@@ -259,29 +259,20 @@ def refuse_inplace(module: nn.Module) -> None:
 
 
 def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
-    """Shapes of the values of one sample, found by running two zeros through the graph.
+    """Shapes of the values of one sample, module by module.
 
     Raises:
         ShapeError: a module does not accept what it reads, or does not keep the samples of a batch apart.
     """
-    floating = [t for t in (*graph.parameters(), *graph.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
-    values = [torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)]
-    with torch.no_grad():
-        for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
-            try:
-                values.append(node(*(values[value] for value in read)))
-            except (RuntimeError, ValueError, IndexError) as error:
-                if lacks_memory(error):
-                    raise
-                given = [tuple(values[value].shape[1:]) for value in read]
-                reason = first_line(error)
-                raise ShapeError(
-                    f"module {i}, {type_name(type(node))}, does not accept inputs of shape {given}: {reason}"
-                ) from None
-            if not isinstance(values[-1], Tensor) or values[-1].ndim < 2 or len(values[-1]) != 2:
-                raise ShapeError(f"module {i}, {type_name(type(node))}: expected one output per sample of a batch")
-    return [tuple(value.shape[1:]) for value in values]
+    shapes = [input_shape]
+    for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
+        try:
+            shapes.append(output_shape(node, *(shapes[value] for value in read)))
+        except ShapeError as error:
+            raise ShapeError(f"module {i}: {error}") from None
+        if not shapes[-1]:
+            raise ShapeError(f"module {i}, {type_name(type(node))}: expected outputs with dimensions besides the batch")
+    return shapes
 
 
 def _joining(node: nn.Module) -> Joining:

@@ -36,11 +36,9 @@ def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[in
     """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often.
 
     >>> max_pool_constant([3, 3], [2, 2], [1, 1])
-    2.0000000000000004
+    2.0
     """
-    count = math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True))
-    root = math.sqrt(count)
-    return root if count == 1 else math.nextafter(root, math.inf)
+    return root(math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True)))
 
 
 def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> Tensor:

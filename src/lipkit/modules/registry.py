@@ -263,8 +263,8 @@ def _finite(module: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
-    """Shape of one output for one input of ``input_shape``, found by running two zeros through ``module``.
+def output_shape(module: nn.Module, *input_shapes: Shape) -> Shape:
+    """Shape of one output for one input (a join: several) of this shape, found by running two zeros through ``module``.
 
     Raises:
         ShapeError: the module does not accept that shape, or does not keep the samples of a batch apart.
@@ -274,20 +274,18 @@ def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
     """
     floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     like = floating[0] if floating else torch.zeros(())
-    zero = torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)
+    zeros = [torch.zeros(2, *shape, dtype=like.dtype, device=like.device) for shape in input_shapes]
     try:
         with torch.no_grad():
-            y = module(zero)
+            y = module(*zeros)
     except ShapeError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):  # the shape may be accepted
             raise
-        reason = first_line(error)
-        raise ShapeError(f"{type_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
-    if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(zero):
+        name, shapes = type_name(type(module)), " and ".join(map(str, input_shapes))
+        raise ShapeError(f"{name} does not accept inputs of shape {shapes}: {first_line(error)}") from None
+    if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != 2:
         got = tuple(y.shape) if isinstance(y, Tensor) else type_name(type(y))
-        raise ShapeError(
-            f"{type_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}"
-        )
+        raise ShapeError(f"{type_name(type(module))}: expected one output per sample of a batch of 2, got {got}")
     return tuple(y.shape[1:])
