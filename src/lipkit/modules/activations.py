@@ -46,7 +46,7 @@ class _MaxMin(torch.autograd.Function):
         a, b = inputs[0].chunk(2, dim=1)
         ordered = a >= b
         ctx.save_for_backward(ordered)
-        ctx.save_for_forward(ordered)
+        ctx.save_for_forward(ordered)  # for the derivative forwards
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class _MaxMinShift(torch.autograd.Function):
         ordered, ctx.moved, kept = a >= b, moved, a.shape[1] - 4 * moved
         ctx.save_for_backward(ordered)
         top, bottom = y.chunk(2, dim=1)
-        torch.maximum(a, b, out=top)
+        torch.maximum(a, b, out=top)  # written where it ends up
         if moved:
             bottom[:, kept:] = shift(torch.minimum(a[:, kept:], b[:, kept:]), moved)
             a, b, bottom = a[:, :kept], b[:, :kept], bottom[:, :kept]
@@ -84,9 +84,9 @@ class _MaxMinShift(torch.autograd.Function):
         if g.dtype is torch.float16 or torch.is_grad_enabled() or transformed(g):
             return _exchanged(ordered, shift(g, moved, -1) if moved else g), None
         made, weight, kept = torch.empty_like(g), ordered.to(g.dtype), ordered.shape[1] - 4 * moved
-        rows = [[*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1)]]
+        rows = [[*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1)]]  # two gradients, the choice, two results
         if moved:
-            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]
+            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]  # those that are moved apart
             rows.append([last[0], shift(last[1], moved, -1), *last[2:]])
         for above, below, share, first, second in rows:
             torch.lerp(below, above, share, out=first)
@@ -215,7 +215,7 @@ def pointwise(
     a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic, largest: float = 0.0
 ) -> Measure:
     """A scalar function within ``u (a |h| + b) + jump`` on every number; ``largest``: modulus of its largest number."""
-    root = math.sqrt(entries(input_shape))
+    root = math.sqrt(entries(input_shape))  # the norm of an error of 1 in every entry
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
     factor = grow(a * arithmetic.unit * (1 + 2.0**-10))
     constant = grow(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
@@ -225,7 +225,7 @@ def pointwise(
 def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     slope = float(module.weight.detach().abs().amax()) if isinstance(module, nn.PReLU) else abs(module.negative_slope)
     lost = arithmetic.tiny / arithmetic.unit  # a slope below the normal range may count as 0
-    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)
+    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)  # a product by a rounded slope
 
 
 def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -282,7 +282,7 @@ def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> Non
 
 
 def _at_least_one(slope: float) -> float:
-    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
+    return math.inf if math.isnan(slope) else max(1.0, abs(slope))  # the other side has slope 1
 
 
 def _celu(module: nn.CELU) -> float:
@@ -358,7 +358,7 @@ def add_activation(row: Activation) -> None:
     def range_of(module: nn.Module, x: Range) -> Range:
         if slope_restricted(module):
             return monotone(module, x)
-        return around(module(x.centre), float(lipschitz(module)) * x.radius)
+        return around(module(x.centre), float(lipschitz(module)) * x.radius)  # entries move alone
 
     add_plain(Plain(row.kind, slope, error, row.arguments, range_of))
     ACTIVATIONS[row.kind] = row
@@ -448,7 +448,7 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     groups = math.sqrt(entries(input_shape) / n)
     each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
     constant = grow(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
-    return proportional(0.0, constant, 4.0, 4.0 * n)
+    return proportional(0.0, constant, 4.0, 4.0 * n)  # sums of n exponentials of at most 1
 
 
 # Its Jacobian diag(p) - p p^T has norm at most 1/2.

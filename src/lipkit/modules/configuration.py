@@ -22,7 +22,7 @@ def flag(value: Any) -> bool:
 
 def real(value: Any) -> bool:
     """A finite number."""
-    return type(value) in (int, float) and abs(value) < 1e300
+    return type(value) in (int, float) and abs(value) < 1e300  # a bool is no number, and NaN compares false
 
 
 def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None) -> Accepts:
@@ -32,7 +32,7 @@ def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None
         if isinstance(value, tuple):
             fits = len(value) <= 16 and count in (len(value), None)
             return fits and all(not isinstance(v, tuple) and accepts(v) for v in value)
-        return type(value) is int and least <= value <= most
+        return type(value) is int and least <= value <= most  # True is none
 
     return accepts
 

@@ -79,7 +79,7 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
     if mode == "replicate":
         return 1 + (before + after if size is None or size == 1 else max(before, after))
     if mode == "reflect":
-        meet = before and after and (size is None or 3 <= size <= before + after + 1)
+        meet = before and after and (size is None or 3 <= size <= before + after + 1)  # in one pixel
         return 3 if meet else 2 if before or after else 1
     return 1
 
@@ -118,7 +118,7 @@ def _conv(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
         raise NoRuleError(
             f"nn.Conv2d: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}"
         )
-    reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]
+    reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]  # of a window
     padded = [before + after for before, after in pads]
     if any(p > r for p, r in zip(padded, reach, strict=True)):
         raise NoRuleError(
@@ -172,7 +172,7 @@ def padded_copies(module: _Conv, input_shape: Shape) -> float:
     sizes = input_shape[1:]
     grid = torch.arange(math.prod(sizes), dtype=torch.float64).reshape(1, 1, *sizes)
     padded = F.pad(grid, list(module._reversed_padding_repeated_twice), mode=module.padding_mode)
-    return float(torch.bincount(padded.flatten().long()).amax())
+    return float(torch.bincount(padded.flatten().long()).amax())  # pixels are their own numbers
 
 
 def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -185,9 +185,9 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
 
     def sums(w: Tensor) -> tuple[float, float]:
         # Each channel on one side against the channels of its group on the other, over all taps.
-        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))
+        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))  # (groups, rows of one, channels of one)
         one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
-        return (other, one) if transposed else (one, other)
+        return (other, one) if transposed else (one, other)  # rows of its stored weight are inputs
 
     return inner_products(
         absolute,
@@ -197,7 +197,7 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
         entries(output_shape(module, input_shape)),
         arithmetic,
         copies=padded_copies(module, input_shape),
-        blocked=type(module) is nn.Conv2d and groups == 1,
+        blocked=type(module) is nn.Conv2d and groups == 1,  # as `lipkit.modules.blocked` does
     )
 
 

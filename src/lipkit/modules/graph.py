@@ -61,7 +61,7 @@ class Add(Join):
 
     def forward(self, *values: Tensor) -> Tensor:
         check_alike(self, values, len(self.signs))
-        total = values[0] if self.signs[0] > 0 else -values[0]
+        total = values[0] if self.signs[0] > 0 else -values[0]  # exact: a sign is no rounding
         for value, sign in zip(values[1:], self.signs[1:], strict=True):
             total = total + value if sign > 0 else total - value
         return total
@@ -161,7 +161,7 @@ def _summed(join: Join, lines: Sequence[Line]) -> Line:
 
 def _beside(join: Join, lines: Sequence[Line]) -> Line:
     # || a_i + b_i s || <= || a || + || b || s.
-    at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)
+    at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)  # parts are orthogonal
     rounding = 1 + (len(lines) + 8) * 2.0**-52
     return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
 
@@ -235,7 +235,7 @@ class Graph(nn.Module):
             raise OptionError(f"Graph: expected every value but the last to be read, got values {unread} that are not")
 
     def forward(self, x: Tensor) -> Tensor:
-        last = {value: i for i, read in enumerate(self.sources) for value in read}
+        last = {value: i for i, read in enumerate(self.sources) for value in read}  # after that its memory is free
         values = {0: x}
         for i, (node, read) in enumerate(zip(self.nodes, self.sources, strict=True)):
             values[i + 1] = node(*(values[value] for value in read))
@@ -390,12 +390,12 @@ class Wiring:
                 alone = len(part) == 1 and self.sources[value - 1] == (begin,) and not isinstance(first, Join)
                 chain.append(first if alone else Graph(*self.part(part, begin)))
                 begin, part = value, []
-            open_until = max(open_until, last.get(value, 0))
+            open_until = max(open_until, last.get(value, 0))  # the last reader of any value so far
         return chain
 
     def part(self, values: Sequence[int], begin: int = 0) -> tuple[list[nn.Module], list[list[int]]]:
         """The modules that compute ``values`` from value ``begin``, and their sources, numbered as in a `Graph`."""
-        number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}
+        number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}  # value 0 is the part's input
         sources = [[number[value] for value in self.sources[after - 1]] for after in values]
         return [self.modules[value - 1] for value in values], sources
 
@@ -447,7 +447,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
             for i, ((node, read), step) in enumerate(zip(nodes, steps, strict=True)):
                 given = [bounds[value] for value in read]
                 bound = _advanced(node, step, given, shapes[i + 1], arithmetic)
-                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))
+                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))  # its gain over all paths
                 peak = peak.most(bound.peak)
                 for value in set(read):
                     if last[value] == i:
@@ -468,7 +468,7 @@ def _advanced(
     reached, number = joining.error(node, reaches), joining.number(node)
     operations = joining.operations(node)
     centre = node(*(bound.centre for bound in given))
-    floor = 4 * (operations + 1) * math.sqrt(entries(shape))
+    floor = 4 * (operations + 1) * math.sqrt(entries(shape))  # units below the normal range, in every entry
 
     def own(machine: Arithmetic) -> Line:
         # A number that is rounded is off by u of it, and one below the normal range by all of it.
@@ -481,10 +481,10 @@ def _advanced(
     before = joining.error(node, [Line(bound.centre_error, 0.0) for bound in given])
     return ErrorBound(
         centre=centre,
-        centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,
+        centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,  # at the sample: s = 0
         error=joining.error(node, [bound.error for bound in given]).plus(own(arithmetic)),
         move=given[0].move,
-        peak=Line(reached.at * 2 + number, reached.slope * 2),
+        peak=Line(reached.at * 2 + number, reached.slope * 2),  # partial sums, and the stored number
     )
 
 

@@ -36,7 +36,7 @@ class HalfAbs(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1] // 2
+        n = x.shape[1] // 2  # of an odd number the smaller half
         return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
 
 
@@ -141,7 +141,7 @@ class Householder(Shown):
         for theta in angles:
             a, b = x.chunk(2, dim=1)
             c, s = theta.cos(), theta.sin()
-            keep = a * (theta / 2).sin() > b * (theta / 2).cos()
+            keep = a * (theta / 2).sin() > b * (theta / 2).cos()  # on the near side of the line
             x = torch.cat((torch.where(keep, a, a * c + b * s), torch.where(keep, b, a * s - b * c)), dim=1)
         return x
 

@@ -63,11 +63,7 @@ _FOLDABLE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
 
-    Args:
-        norm: a batch normalisation by running statistics. shape: of one sample before it, perhaps behind a `Reshape`.
-
-    Raises:
-        NoRuleError: as `running_affine`; a normalisation whose forward pass may not be that of its type.
+    ``shape`` is that of one sample in front of the normalisation, which may be another one than behind the layer.
 
     >>> norm = nn.BatchNorm1d(2).eval()
     >>> _ = norm.running_mean.fill_(1.0)
@@ -118,7 +114,7 @@ def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:
             f"nn.{type(module).__name__}: expected eps a positive finite number, got {module.eps}: without it samples "
             "of small variance are stretched without limit"
         )
-    constant = torch.tensor(1 / math.sqrt(module.eps) * (1 + gamma(4)), dtype=torch.float64)
+    constant = torch.tensor(1 / math.sqrt(module.eps) * (1 + gamma(4)), dtype=torch.float64)  # root and quotient
     if module.weight is not None:
         constant = multiply_up(to_double(module.weight).abs().amax(), constant.to(module.weight.device))
     return constant
@@ -256,10 +252,10 @@ class BatchLipNorm(Center):
         if self.training:
             if x.numel() < 2 * x.shape[1]:
                 raise ShapeError(f"BatchLipNorm: expected two numbers of each channel or more, got {tuple(x.shape)}")
-            variance = torch.var(x, [d for d in range(x.ndim) if d != 1], correction=0)
+            variance = torch.var(x, [d for d in range(x.ndim) if d != 1], correction=0)  # of this batch: biased
             count = x.numel() // x.shape[1]
             with torch.no_grad():
-                unbiased = variance * (count / (count - 1))
+                unbiased = variance * (count / (count - 1))  # as the statistics of torch
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         centred = super().forward(x)
         axes = [1] * (x.ndim - 2)
@@ -316,7 +312,7 @@ class UnitNorm(Together):
 
     def within(self, x: Range) -> UnitNorm:
         """One that computes the same for inputs in a range, its eps as large as possible."""
-        nearest = torch.maximum(x.low, -x.high).clamp_min(0)
+        nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))
 
@@ -375,9 +371,9 @@ def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> n
     n = math.prod(input_shape) // groups
     parts: list[nn.Module] = [nn.LayerNorm(n, module.eps, elementwise_affine=False)]
     if (groups, n) != input_shape:
-        parts = [Reshape(groups, n), *parts, Reshape(*input_shape)]
+        parts = [Reshape(groups, n), *parts, Reshape(*input_shape)]  # channels of a group are neighbours
     weight, bias = (module._parameters[name] for name in ("weight", "bias"))
-    like = bias if weight is None else weight
+    like = bias if weight is None else weight  # for its dtype and device
     if like is not None:  # a functional form may have either alone
         scale = torch.ones_like(like) if weight is None else weight
         parts.append(Affine(scale, torch.zeros_like(like) if bias is None else bias))
@@ -391,7 +387,7 @@ def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arit
     weight, bias = (0.0 if t is None else float(t.detach().abs().amax()) for t in (module.weight, module.bias))
     weight = 1.0 if module.weight is None else weight
     shift = 0.0 if module.bias is None else float(size(module.bias[None])) * math.sqrt(numbers / module.bias.numel())
-    gamma = arithmetic.gamma(4 * terms + 32)
+    gamma = arithmetic.gamma(4 * terms + 32)  # two sums over the group, and what follows
     # Squares must not overflow either.
     cap = min(math.sqrt(terms * eps) / (4 * gamma), math.sqrt(arithmetic.largest) / 8)
     # What is flushed to zero must not count beside eps.

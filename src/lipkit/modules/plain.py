@@ -162,7 +162,7 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
 
     def filled(rule: Rule) -> Rule:
         for kind in types:
-            row = ROWS.get(kind, Plain(kind))
+            row = ROWS.get(kind, Plain(kind))  # another rule may have made it
             if getattr(row, column) is not None:
                 raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
             answer: dict[str, Any] = {column: rule}

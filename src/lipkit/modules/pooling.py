@@ -48,39 +48,31 @@ def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bo
     [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
     span = n + 2 * padding - kernel
-    outputs = (-(-span // stride) if ceil_mode else span // stride) + 1
+    outputs = (-(-span // stride) if ceil_mode else span // stride) + 1  # -(-a // b) rounds up
     if ceil_mode and (outputs - 1) * stride >= n + padding:
-        outputs -= 1
+        outputs -= 1  # no window begins in the padding behind
     a = torch.zeros(max(outputs, 0), n, dtype=torch.float64)
     for i in range(outputs):
         start = i * stride - padding
         end = min(start + kernel, n + padding)
-        inside = range(max(start, 0), min(end, n))
+        inside = range(max(start, 0), min(end, n))  # padding has no weights
         a[i, inside.start : inside.stop] = 1 / ((end - start) if count_pad else max(len(inside), 1))
     return a
 
 
-def average_norm(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """Norm of :func:`average_matrix`, proved.
+def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
+    """Proved norm of :func:`average_matrix`; for n = None of every size, ``sqrt(row sum x column sum)``.
 
     >>> abs(average_norm(8, 2, 2, 0, False, True) - 0.5 ** 0.5) < 1e-9
     True
-    """
-    return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
-
-
-def average_norm_any_size(kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """`average_norm` for every image size: ``sqrt(row sum x column sum)`` with rows of at most 1.
-
-    A pixel lies in at most ``overlap`` windows, each of weight ``1 / kernel``, or at most 1 where a border window may
-    count fewer pixels.
-
-    >>> average_norm_any_size(2, 2, 0, False, True) >= 0.5 ** 0.5
+    >>> average_norm(None, 2, 2, 0, False, True) >= 0.5 ** 0.5
     True
     """
+    if n is not None:
+        return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
+    # Rows sum to 1 at most. A pixel has a weight of 1 / kernel in each window, or 1 where a border one may count fewer.
     weight = 1.0 if ceil_mode or (padding and not count_pad) else 1 / kernel
-    # Three roundings of half a unit each.
-    return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))
+    return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))  # three roundings of half a unit each
 
 
 def _pair(value: int | tuple[int, ...]) -> list[int]:
@@ -108,14 +100,10 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     if module.divisor_override is not None:
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
         factor = math.prod(kernels) / abs(module.divisor_override)
-        return factor * math.prod(average_norm_any_size(*a, False, True) for a in axes) * (1 + gamma(8))
+        return factor * math.prod(average_norm(None, *a, False, True) for a in axes) * (1 + gamma(8))
     flags = (module.ceil_mode, module.count_include_pad)
-    if input_shape is None:
-        constant = math.prod(average_norm_any_size(*axis, *flags) for axis in axes)
-    else:
-        sizes = input_shape[-2:]
-        constant = math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True))
-    return constant * (1 + gamma(4))
+    sizes = (None, None) if input_shape is None else input_shape[-2:]
+    return math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True)) * (1 + gamma(4))
 
 
 def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> list[tuple[int, int]]:
@@ -140,7 +128,7 @@ def adaptive_windows(n: int, m: int) -> Tensor:
     [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
     """
     i, pixel = torch.arange(m)[:, None], torch.arange(n)
-    return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()
+    return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()  # below the rounded-up (i + 1) n / m
 
 
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
@@ -158,7 +146,7 @@ def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) 
 def _adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> float:
     _refuse_indices(module)
     count = math.prod(int(adaptive_windows(n, m).sum(0).amax()) for n, m in _axes(module, input_shape))
-    return root(count)
+    return root(count)  # how often a pixel is picked at most
 
 
 def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) -> nn.Module:
@@ -270,7 +258,7 @@ def window_terms(module: Average, input_shape: Shape) -> int:
 def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
     terms = window_terms(module, input_shape)
-    error = arithmetic.gamma(terms + 3)
+    error = arithmetic.gamma(terms + 3)  # the sum, a rounded divisor, the quotient
     # All weights have one sign: the matrix of their moduli has the same norm.
     norm = grow(float(lipschitz(module, input_shape)))
     floor = math.sqrt(outputs) * (terms + 2) * arithmetic.tiny

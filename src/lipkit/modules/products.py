@@ -138,7 +138,7 @@ def _form(join: Limited, forms: Sequence[Form]) -> Form:
 
 def _lines(join: Limited, lines: Sequence[Line]) -> Line:
     a, b = join.norms()
-    return lines[0].times(b).plus(lines[1].times(a))
+    return lines[0].times(b).plus(lines[1].times(a))  # each factor moves beside the other's limit
 
 
 def _joining(operations: Callable[[Any], int]) -> Joining:
@@ -199,7 +199,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
         if isinstance(node, Limited):
             node = node.limited(_limits(node, parts).to(node.limits))
             assert isinstance(twin, Limited)
-            twin = twin.limited(node.limits.double())
+            twin = twin.limited(node.limits.double())  # as rounded to the network's format
         if isinstance(node, Join):
             values.append(_joined(twin, parts))
             nodes.append(node)
@@ -215,7 +215,7 @@ def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
     if not bool(largest.isfinite().all()):
         name = product.where or type(product).__name__
         raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
-    return torch.minimum(largest, product.limits.double())
+    return torch.minimum(largest, product.limits.double())  # limits that are there stay
 
 
 def _range_of(module: nn.Module, x: Range) -> Range:
@@ -239,7 +239,7 @@ def _joined(join: nn.Module, parts: list[Range]) -> Range:
         return around(join(*(part.centre for part in parts)), radius)
     u, v = parts
     if kind is Product:
-        corners = torch.stack([a * b for a in u for b in v])
+        corners = torch.stack([a * b for a in u for b in v])  # a product on a box is extreme at a corner
         return Range(corners.amin(0), corners.amax(0))
     if kind is MatrixProduct:
         most = [torch.maximum(part.low.abs(), part.high.abs()) for part in parts]

@@ -43,7 +43,7 @@ def what_is_missing(module: nn.Module) -> str | None:
 def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     if not isinstance(module, nn.Module):
         raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
-    refuse_wrapper(module, function)
+    refuse_wrapper(module, function)  # before its hooks are complained about
     guard(module)
     kind = type(module)
     if (found := _answer(kind, function)) is not None:
@@ -168,7 +168,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         check_samples_apart(module, shape)
         value = rule(module, shape)
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
-    if bool(bound < 0):
+    if bool(bound < 0):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
     # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
     # Blocks are bounded through their children; what else they hold may be a claim that proves nothing.
@@ -222,7 +222,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     with torch.no_grad(), without_autocast():
         module = settled(module)
     rule = _rule(module, "export")
-    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
+    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})  # their streams as well
     # Constructors draw random initial values, which are overwritten: the caller's random stream must not change.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
@@ -244,7 +244,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
 def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
     """:func:`export` of a part of a module, without its chain where that holds one."""
     network = export(module, input_shape)
-    return network[0] if len(network) == 1 else network  # type: ignore[no-any-return]
+    return network[0] if len(network) == 1 else network
 
 
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:

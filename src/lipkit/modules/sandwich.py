@@ -51,7 +51,8 @@ def _export_block(module: Block, input_shape: Shape) -> nn.Module:
     for part in module.parts():
         parts.append(export_part(part, input_shape))
         input_shape = output_shape(parts[-1], input_shape)
-    return type(module)(*parts, module.multiplier)  # type: ignore[arg-type]
+    first, activation, second = parts
+    return type(module)(first, activation, second, module.multiplier)
 
 
 def _stored(kind: type[Block]) -> Stored:
@@ -96,7 +97,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
     if type(module) is nn.Linear:
         return module.weight
     if type(module) is nn.Conv2d and module.groups == 1 and module.padding in ((0, 0), "valid"):
-        return None if windows_overlap(module) else module.weight.flatten(1)
+        return None if windows_overlap(module) else module.weight.flatten(1)  # one product for each window
     return None
 
 
@@ -112,7 +113,7 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     if type(one) is FourierConv2d and type(two) is FourierConv2d and one.out_channels == len(multiplier):
         transforms = one.matrices() if one.whole and two.whole else []
         if len(transforms) == two.transforms and all(map(torch.equal, transforms, two.matrices())):
-            size = transform_norm(transforms) ** 2 * (1 + gamma(2))
+            size = transform_norm(transforms) ** 2 * (1 + gamma(2))  # to the frequencies, and back
             gains = [sandwich_gain(one.real, two.real, multiplier, size)]
             if len(one.pair):
                 pairs = [torch.complex(*to_double(layer.pair).unbind(1)) for layer in (one, two)]
@@ -153,11 +154,9 @@ class SlopeResidual(Block):
 
 
 def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error: float = 0.0) -> Tensor:
-    """Upper bound of the constant of a `SlopeResidual` with these matrices (or batches, one for each frequency).
+    """Upper bound of the constant of a `SlopeResidual` with matrices ``(..., h, n)`` and ``(..., n, h)`` in float64.
 
-    Args:
-        w1: ``(..., h, n)``, float64 or complex128. w2: ``(..., n, h)``. multiplier: ``(h,)``, positive.
-        entry_error: bound of the spectral norm of the rounding error already in w1 and w2, each.
+    ``entry_error`` bounds the spectral norm of the rounding error that is already in w1 and w2, each.
 
     >>> w = torch.eye(2, dtype=torch.float64)
     >>> 1 <= slope_residual_bound(w, -2 * w, 2 * torch.ones(2)).item() < 1 + 1e-9
@@ -186,7 +185,7 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
         return None
     (kh, kw), (h, w) = layer.kernel_size, shape[1:]
     if layer.padding_mode == "zeros":
-        h, w = h + kh - 1, w + kw - 1
+        h, w = h + kh - 1, w + kw - 1  # the image with its border
     if h < kh or w < kw:
         return None
     kernel = to_double(layer.weight)
@@ -205,7 +204,7 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
         return torch.minimum(product, slope_residual_bound(to_double(one.weight), to_double(two.weight), lam))
     if type(one) is nn.Conv2d and type(two) is nn.Conv2d and input_shape and one.out_channels == len(lam):
         first, second = (_convolution_matrices(layer, input_shape) for layer in (one, two))
-        same = one.padding_mode == two.padding_mode
+        same = one.padding_mode == two.padding_mode  # else the matrices are of two images
         if first is not None and second is not None and same and first[2] == second[2]:
             error = max(first[1], second[1])
             return torch.minimum(product, slope_residual_bound(first[0], second[0], lam, error))

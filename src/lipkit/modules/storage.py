@@ -59,14 +59,9 @@ _SMALLEST = 1 << 15
 def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """Round the large tensors to integers of ``bits`` bits, block by block.
 
-    n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight.
-
-    Args:
-        tensors: by name. Those of at least 32,768 finite floating numbers are rounded; all others stay.
-        bits: 8 or 16.
-
-    Returns:
-        The tensors, each rounded one as integers, with the steps of its blocks (blocks,) under its name and ``.steps``.
+    n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight. Tensors of
+    at least 32,768 finite numbers are rounded to integers of 8 or 16 bits, the steps of their blocks (blocks,) stand
+    under their name and ``.steps``; all others stay.
 
     >>> stored = to_integers({"weight": torch.randn(256, 128), "bias": torch.zeros(256)}, 8)
     >>> {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}
@@ -78,11 +73,11 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
             stored[name] = tensor
             continue
         blocks = _blocks(tensor)
-        steps = blocks.abs().amax(1) / (2 ** (bits - 1) - 1)
+        steps = blocks.abs().amax(1) / (2 ** (bits - 1) - 1)  # the largest number becomes the largest integer
         # Any step serves a block of zeros, or one whose division underflows.
         steps = torch.where(steps > 0, steps, torch.ones_like(steps))
         integers = (blocks / steps[:, None]).round().to(_INTEGERS[bits])
-        stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)
+        stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)  # without the filling zeros
         stored[name + STEPS] = steps
     return stored
 
@@ -110,7 +105,7 @@ def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if steps is None or not good or not bool((steps.isfinite() & (steps > 0)).all()):
             found = "none" if steps is None else f"{steps.dtype} of shape {tuple(steps.shape)}"
             raise DataError(f"{name}: expected {count} positive finite steps beside its integers, got {found}")
-        numbers = _blocks(tensor).to(steps.dtype) * steps[:, None]
+        numbers = _blocks(tensor).to(steps.dtype) * steps[:, None]  # rounded once, as the format says
         tensors[name] = numbers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)
     return tensors
 
@@ -200,7 +195,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     """The network of a configuration on torch's meta device, checked against the tensors it will hold."""
     with torch.device("meta"):
-        skeleton = build(config)
+        skeleton = build(config)  # no memory yet: a file may claim any size
     if type(skeleton) is not Network:
         raise DataError(f"expected a Network at the top, got {type(skeleton).__name__}")
     expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
@@ -276,7 +271,7 @@ def rebuilt(config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:
     """
     network = _skeleton(config.get("network"), tensors)
     network.input_range = _input_range(config)
-    network.load_state_dict(tensors, assign=True)
+    network.load_state_dict(tensors, assign=True)  # shapes and dtypes are checked
     network.requires_grad_(False)
     # Transforms are no state: they are made here, from sizes that the tensors have confirmed.
     network._apply(lambda t: t)

@@ -171,7 +171,7 @@ class Pad(Shown):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim <= len(self.padding) // 2:
             raise ShapeError(f"Pad: expected more than {len(self.padding) // 2} dimensions, got {tuple(x.shape)}")
-        y = F.pad(x, [max(size, 0) for size in self.padding]) if max(self.padding) > 0 else x
+        y = F.pad(x, [max(size, 0) for size in self.padding]) if max(self.padding) > 0 else x  # cuts follow
         # Cuts are slices: not every runtime takes negative sizes.
         for i, (before, after) in enumerate(zip(self.padding[::2], self.padding[1::2], strict=True)):
             if min(before, after) < 0:
@@ -204,7 +204,7 @@ class Enlarge(Shown):
         if x.ndim != 4:
             raise ShapeError(f"Enlarge: expected images (B, C, H, W), got {tuple(x.shape)}")
         b, c, h, w = x.shape
-        y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)
+        y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)  # views until the reshape
         return y.reshape(b, c, h * self.rows, w * self.cols)
 
 
@@ -278,7 +278,7 @@ def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     if input_shape is None:
         raise ShapeError("nn.Upsample: expected an input_shape, because its factors depend on the sizes, got none")
     before, after = input_shape[1:], output_shape(module, input_shape)[1:]
-    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
+    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]  # 0: refused below
     given = module.scale_factor if isinstance(module.scale_factor, tuple) else (module.scale_factor,)
     # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many,
     # and the weights between them exact.
@@ -350,7 +350,7 @@ def _export_pixels(module: nn.PixelShuffle | nn.PixelUnshuffle, input_shape: Sha
     else:
         r = module.downscale_factor
         apart, order = (c, h // r, r, w // r, r), (1, 3, 5, 2, 4)
-    n = len(lead)
+    n = len(lead)  # dimensions in front, which stay
     return _regrouped((*lead, *apart), (*range(1, n + 1), *(n + dim for dim in order)), together)
 
 
@@ -389,7 +389,7 @@ def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
     References:
         Wu et al., CVPR 2018 (shift instead of spatial convolutions); LipNeXt, ICLR 2026 (as an isometry).
     """
-    kept, *groups = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)
+    kept, *groups = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)  # the last channels are moved
     return torch.cat([kept, *(g.roll(steps * by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
 
 
