@@ -1,18 +1,5 @@
 """One row for each module: all that it answers, in one table by exact type.
 
-The contract of a constrained layer:
-
-1. All parameters exist, in their final shape, when ``__init__`` returns; the raw parameter is never called
-   ``weight``.
-2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
-   the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
-   error is inside the bound, and norms that wide CPL layers do not prove in training). The image size comes from the
-   input.
-3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
-4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
-   raises.
-5. A class is abstract or final; variants are functions passed as options.
-
 A layer that is trained joins by two rules, `lipschitz_rule` and `export_rule`; a module of exported networks by a row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz: a module without a rule, and one whose forward pass is not the
 one its type names (hooks, an instance-level ``forward``), is refused. Parametrised ones are what their numbers say.
