@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -153,14 +154,11 @@ class Joining(NamedTuple):
 
 
 def _summed(join: Join, lines: Sequence[Line]) -> Line:
-    total = lines[0]
-    for line in lines[1:]:
-        total = total.plus(line)
-    return total
+    return functools.reduce(Line.plus, lines)
 
 
-def _beside(join: Join, lines: Sequence[Line]) -> Line:
-    # || a_i + b_i s || <= || a || + || b || s.
+def beside(lines: Sequence[Line]) -> Line:
+    """The bound of values beside each other: ``|| a_i + b_i s || <= || a || + || b || s``."""
     at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)  # parts are orthogonal
     rounding = 1 + (len(lines) + 8) * 2.0**-52
     return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
@@ -178,7 +176,7 @@ def add_join(kind: type[Join], answers: Joining) -> None:
 
 add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda join: len(join.signs) - 1))
 for _kind in (Concatenate, Maximum):
-    add_join(_kind, Joining(lambda _, forms: stacked(forms), _beside, lambda join: 0))
+    add_join(_kind, Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0))
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:

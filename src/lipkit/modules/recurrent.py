@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.linalg.scan import Stream, simulate
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.configuration import COUNT, real, submodule, whole
-from lipkit.modules.graph import Concatenate, Graph
+from lipkit.modules.graph import Concatenate, Graph, beside
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error, nothing
@@ -33,7 +34,7 @@ from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.registry import export_part, lipschitz
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import UNIT, product, to_double, up
 
@@ -340,13 +341,8 @@ def _walk(
 
 def _total(steps: list[_Step]) -> Local:
     """All outputs together."""
-    count = len(steps)
-    at = torch.linalg.vector_norm(torch.stack([step.y.at for step in steps]), dim=0) * (1 + 4 * count * UNIT)
-    error = Line(grow(at), grow(math.hypot(*(step.y.slope for step in steps)) * (1 + 4 * count * UNIT)))
-    peak = steps[0].peak
-    for step in steps[1:]:
-        peak = peak.most(step.peak)
-    return Local(error, peak)
+    peaks = (step.peak for step in steps)
+    return Local(beside([step.y for step in steps]), functools.reduce(Line.most, peaks))
 
 
 def _made(in_features: int, out_features: int, units: Any, states: int, **rest: Any) -> Recurrent:
