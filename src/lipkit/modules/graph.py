@@ -257,11 +257,7 @@ def refuse_inplace(module: nn.Module) -> None:
 
 
 def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
-    """Shapes of the values of one sample, module by module.
-
-    Raises:
-        ShapeError: a module does not accept what it reads, or does not keep the samples of a batch apart.
-    """
+    """Shapes of the values of one sample, module by module."""
     shapes = [input_shape]
     for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
         try:

@@ -28,11 +28,7 @@ _InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
 def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
-    """Scale and shift (C,) in float64 of a normalisation by running statistics.
-
-    Raises:
-        NoRuleError: training mode, or no running statistics.
-    """
+    """Scale and shift (C,) in float64 of a normalisation by running statistics."""
     if module.training or module.running_mean is None or module.running_var is None:
         raise NoRuleError(
             f"nn.{type(module).__name__}: expected evaluation mode with running statistics, got "
@@ -104,11 +100,7 @@ def scaled_kernel(layer: Any, scale: Tensor, *, inputs: bool = False) -> Tensor:
 
 
 def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:
-    r""":math:`\max |w| / \sqrt{\epsilon}`, rounded up, of a normalisation by the sample's own statistics.
-
-    Raises:
-        NoRuleError: eps is not positive and finite.
-    """
+    r""":math:`\max |w| / \sqrt{\epsilon}`, rounded up, of a normalisation by the sample's own statistics."""
     if not (math.isfinite(module.eps) and module.eps > 0):
         raise NoRuleError(
             f"nn.{type(module).__name__}: expected eps a positive finite number, got {module.eps}: without it samples "

@@ -161,9 +161,6 @@ _SLACK = 1e-6
 def limited(network: Network, box: tuple[float, float]) -> Network:
     """The network with limits on its products that no input with entries in the box exceeds.
 
-    Raises:
-        NoRuleError: the range of a factor is not finite.
-
     >>> from lipkit.lowering import export
     >>> from lipkit.modules import Graph
     >>> square = Network([Graph([Product()], [[0, 0]])], (2,))

@@ -138,11 +138,7 @@ def _small(first: nn.Module) -> FourierConv2d:
 
 
 def check_parts(module: SpreadConv2d) -> FourierConv2d:
-    """The first part of a layer, after a check that both parts have the types and shapes that the proof assumes.
-
-    Raises:
-        OptionError: another first part or a weight of another shape. NoRuleError: see `lipkit.modules.guarding`.
-    """
+    """The first part of a layer, after a check that both parts have the types and shapes that the proof assumes."""
     guard(module.first)
     first = _small(module.first)
     expected = (module.out_channels, first.in_channels, *module.kernel_size)

@@ -264,11 +264,7 @@ def configuration(network: Network) -> dict[str, Any]:
 
 
 def rebuilt(config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:
-    """The network of a configuration and of its tensors.
-
-    Raises:
-        DataError: they do not fit each other.
-    """
+    """The network of a configuration and of its tensors."""
     network = _skeleton(config.get("network"), tensors)
     network.input_range = _input_range(config)
     network.load_state_dict(tensors, assign=True)  # shapes and dtypes are checked
