@@ -459,14 +459,14 @@ PLAIN = {"type": "Conv2d", "stride": [1, 1], "padding": "same", "padding_mode": 
 
 
 def geometry(config, shape):
-    """Sides, kernel, stride and dilation of images, of one row in one dimension."""
-    flat, found = config["type"].endswith("1d"), [config[k] for k in ("kernel_size", "stride", "dilation")]
-    need(len(shape) == 3 - flat, f"{config['type']} on {shape}")
-    return flat, (shape[0], 1, shape[1]) if flat else shape, *([1, *v] if flat else v for v in found)
+    """Kernel, stride and dilation, each of two sizes."""
+    found = [config[k] for k in ("kernel_size", "stride", "dilation")]
+    need(len(shape) == 3 and all(len(sizes) == 2 for sizes in found), f"{config['type']} of {found} on {shape}")
+    return found
 
 
 def convolution(config, get, shape):
-    flat, shape, kernel, stride, dilation = geometry(config, shape)
+    kernel, stride, dilation = geometry(config, shape)
     padding, mode, g = config["padding"], config["padding_mode"], config["groups"]
     cin, cout, sides = config["in_channels"], config["out_channels"], shape[1:]
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -474,15 +474,14 @@ def convolution(config, get, shape):
         need(set(stride) == {1}, "a stride of 1")
         pads = [(s // 2, s - s // 2) for s in spans]  # as torch pads: the odd one behind
     else:
-        padding = [0] * (2 - flat) if padding == "valid" else padding
-        pads = [(p, p) for p in ([0, *padding] if flat else padding)]
+        pads = [(p, p) for p in ([0, 0] if padding == "valid" else padding)]
     need(shape[0] == cin and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
     most = [n - (mode == "reflect") for n in sides]  # a reflection does not repeat the border
     need(all(0 <= p <= n for pad, n in zip(pads, most, strict=True) for p in pad), f"padding {padding}")
     padded = [n + left + right for n, (left, right) in zip(sides, pads, strict=True)]
     out = [(n - span - 1) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True)]
     need(all(n > span for n, span in zip(padded, spans, strict=True)), "a kernel larger than its input")
-    stored = get("weight", (cout, cin // g, *(kernel[1:] if flat else kernel)))
+    stored = get("weight", (cout, cin // g, *kernel))
     (w, error), bias = ops.of(stored.reshape(g, cout // g, -1)), get.bias(config, cout)
     n, taps = w.shape[2], kernel[0] * kernel[1]
     disjoint = all(s > span for s, span in zip(stride, spans, strict=True))  # no pixel in two windows
@@ -509,16 +508,16 @@ def convolution(config, get, shape):
             kind = "rows first" if mode == "circular" else "a part of rows first"
             blocks = (stack, wave_error, 2, (kind, *circle))
     widths = [(0, 0), (0, 0), *pads]
-    final = (cout, out[1]) if flat else (cout, *out)
+    final = (cout, *out)
 
     def forward(c):
-        c = np.pad(c.reshape(len(c), *shape), widths, mode=PAD[mode])
+        c = np.pad(c, widths, mode=PAD[mode])
         views = np.lib.stride_tricks.sliding_window_view(c, [s + 1 for s in spans], (2, 3))
         views = views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
         rows = views.transpose(0, 2, 3, 1, 4, 5).reshape(-1, g, n).swapaxes(0, 1)
         y = ops.dot(np.ascontiguousarray(rows), w).swapaxes(0, 1).reshape(len(c), *out, cout)
         y = y if bias is None else ops.add(y, bias)
-        return y.transpose(0, 3, 1, 2).reshape(len(c), *final)
+        return y.transpose(0, 3, 1, 2)
 
     norm *= root(Fraction(repeated))
     room = math.prod(out) * g * n
@@ -528,15 +527,15 @@ def convolution(config, get, shape):
 
 def transposed(config, get, shape):
     """The adjoint of a convolution of zero-padded images: zeros between the inputs, then the kernel turned."""
-    flat, shape, kernel, stride, dilation = geometry(config, shape)
-    pads, more = ([0, *config[k]] if flat else config[k] for k in ("padding", "output_padding"))
+    kernel, stride, dilation = geometry(config, shape)
+    pads, more = config["padding"], config["output_padding"]
     cin, cout, g = config["in_channels"], config["out_channels"], config["groups"]
     need(shape[0] == cin and g >= 1 and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
     edges = [(d * (k - 1) - p, d * (k - 1) - p + m) for d, k, p, m in zip(dilation, kernel, pads, more, strict=True)]
     apart = [(n - 1) * s + 1 for n, s in zip(shape[1:], stride, strict=True)]  # s - 1 zeros between two inputs
     wide = grown(cin, *(n + left + right for n, (left, right) in zip(apart, edges, strict=True)))
     out = tuple(n - d * (k - 1) for n, d, k in zip(wide[1:], dilation, kernel, strict=True))
-    stored = get("weight", (cin, cout // g, *(kernel[1:] if flat else kernel))).reshape(g, cin // g, cout // g, *kernel)
+    stored = get("weight", (cin, cout // g, *kernel)).reshape(g, cin // g, cout // g, *kernel)
     turned = PLAIN | {"in_channels": cout, "out_channels": cin, "kernel_size": kernel, "stride": stride}
     turned |= {"padding": pads, "dilation": dilation, "groups": g}
     adjoint = convolution(turned, Tensors({"weight": stored.reshape(cin, cout // g, *kernel)}), (cout, *out))
@@ -544,14 +543,14 @@ def transposed(config, get, shape):
     tensors = {"weight": stored.swapaxes(1, 2)[..., ::-1, ::-1].reshape(cout, cin // g, *kernel)}  # turned by half
     tensors |= {"bias": get("bias", (cout,))} if config["bias"] else {}
     turned |= {"in_channels": cin, "out_channels": cout, "stride": [1, 1], "padding": [0, 0], "bias": config["bias"]}
-    plain, final = convolution(turned, Tensors(tensors), wide), (cout, out[1]) if flat else (cout, *out)
+    plain = convolution(turned, Tensors(tensors), wide)
 
     def forward(c):
         y = np.zeros((len(c), cin, *apart), c.dtype)
-        y[:, :, :: stride[0], :: stride[1]] = c.reshape(len(c), *shape)
-        return plain.forward(_padded(y, [(0, 0), *edges])).reshape(len(c), *final)
+        y[:, :, :: stride[0], :: stride[1]] = c
+        return plain.forward(_padded(y, [(0, 0), *edges]))
 
-    return Node(final, adjoint.norm, forward, plain.a, plain.b, room=max(plain.room, cin * math.prod(apart)))
+    return Node((cout, *out), adjoint.norm, forward, plain.a, plain.b, room=max(plain.room, cin * math.prod(apart)))
 
 
 def frequencies(h, w):
@@ -756,7 +755,6 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "GELU": (lambda config, _: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
     "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
     "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
-    "ReLU6": (1, lambda c, _: np.clip(c, 0, 6)),
     "Hardtanh": (1, _clip),
     "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
     "ELU": (lambda config, _: max(1, _positive("alpha")(config)), lambda c, config: _elu(c, config["alpha"]),
@@ -767,7 +765,7 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
                    lambda config: Fraction(need(config["lambd"] >= 0, "Softshrink below 0") or 1)),
 }  # fmt: skip
-RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "ReLU6", "Hardtanh",
+RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
 
 
@@ -1084,21 +1082,12 @@ def _padded(c, edges):
 
 def _moves(config, shape):
     kind, n = config["type"], len(shape)
-    if kind == "Identity":
-        return lambda c: c
-    if kind in ("Flatten", "Unflatten", "Reshape"):
-        if kind == "Reshape":
-            out = tuple(config["shape"])
-        else:
-            ends = [config[k] for k in (("start_dim", "end_dim") if kind == "Flatten" else ("dim", "dim"))]
-            start, end = (d + n if d < 0 else d - 1 for d in ends)
-            need(0 <= start <= end < n, f"{kind} within a sample")
-            whole = math.prod(shape[start : end + 1])
-            sizes = [whole] if kind == "Flatten" else list(config["unflattened_size"])
-            if sizes.count(-1) == 1:
-                sizes[sizes.index(-1)] = whole // max(-math.prod(sizes), 1)
-            out = (*shape[:start], *sizes, *shape[end + 1 :])
-        need(math.prod(out) == math.prod(shape) and min(out, default=0) >= 1, f"{kind} of {shape} to {out}")
+    if kind == "Flatten":
+        need((config["start_dim"], config["end_dim"]) == (1, -1), "Flatten of whole samples")
+        return lambda c: c.reshape(len(c), -1)
+    if kind == "Reshape":
+        out = tuple(config["shape"])
+        need(math.prod(out) == math.prod(shape) and min(out, default=0) >= 1, f"Reshape of {shape} to {out}")
         return lambda c: c.reshape(len(c), *out)
     if kind == "Permute":
         dims = config["dims"]
@@ -1123,30 +1112,15 @@ def _moves(config, shape):
         for of in (min, max):
             grown(*(m + of(a, 0) + of(b, 0) for m, (a, b) in zip(shape, edges, strict=True)))
         return lambda c: _padded(c, edges)
-    need(n == 3, f"images, got {shape}")
-    c0, h, w = shape
-    if kind == "Enlarge":
-        rows, cols = config["rows"], config["cols"]
-        grown(c0, h, rows, w, cols)
-        return lambda c: c.repeat(rows, 2).repeat(cols, 3)
-    if kind == "Shift2d":
-        moved = config["moved"]
-        need(c0 == config["channels"] and moved >= 1 and 4 * moved <= c0, f"Shift2d of {shape}")
+    channels, moved = config["channels"], config["moved"]  # of a Shift2d
+    need(n == 3 and shape[0] == channels and moved >= 1 and 4 * moved <= channels, f"{kind} of {shape}")
 
-        def shifted(c):
-            groups = np.split(c, [c0 - k * moved for k in (4, 3, 2, 1)], 1)
-            moves = zip(groups[1:], ((1, 2), (-1, 2), (1, 3), (-1, 3)), strict=True)
-            return np.concatenate([groups[0], *(np.roll(part, by, axis) for part, (by, axis) in moves)], 1)
+    def shifted(c):
+        groups = np.split(c, [channels - k * moved for k in (4, 3, 2, 1)], 1)
+        moves = zip(groups[1:], ((1, 2), (-1, 2), (1, 3), (-1, 3)), strict=True)
+        return np.concatenate([groups[0], *(np.roll(part, by, axis) for part, (by, axis) in moves)], 1)
 
-        return shifted
-    if kind == "PixelUnshuffle":
-        r = config["downscale_factor"]
-        split, order, out = (c0, h // r, r, w // r, r), (0, 1, 3, 5, 2, 4), (c0 * r * r, h // r, w // r)
-    else:
-        r = config["upscale_factor"]
-        split, order, out = (c0 // (r * r), r, r, h, w), (0, 1, 4, 2, 5, 3), (c0 // (r * r), h * r, w * r)
-    need(r >= 1 and math.prod(split) == math.prod(shape), f"{kind} by {r} of {shape}")
-    return lambda c: c.reshape(-1, *split).transpose(order).reshape(-1, *out)
+    return shifted
 
 
 # --- values that meet -------------------------------------------------------------------------------------------------
@@ -1418,21 +1392,18 @@ def spread(config, get, shape):
     return improved(node, min(node.norm, spectral(ops.add(product, -eye), error)))
 
 
-def sequential(config, get, shape):
+def network(config, get, shape):
     nodes = []
-    expected = config.get("input_shape", list(shape))
-    need(expected == list(shape), f"a network for {expected}, got {shape}")
+    need(config["input_shape"] == list(shape), f"a network for {config['input_shape']}, got {shape}")
     for i, part in enumerate(config["modules"]):
         nodes.append(build(part, get.at(str(i)), nodes[-1].shape if nodes else shape))
     node = chain(nodes or [Node(shape, 1, lambda c: c)])
     node.parts, node.multipliers = nodes, {}
-    if config["type"] == "Network":
-        needless = {"Network", "Sequential", "Identity"} & {part["type"] for part in config["modules"]}
-        need(not needless, f"a network with {needless} in its chain")
-        places = {*map(str, range(len(nodes)))}
-        for i, n in config["multipliers"].items():
-            need(i in places and type(n) is int, f"multiplier {i} of {n!r:.80} numbers")
-            node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
+    need("Network" not in {part["type"] for part in config["modules"]}, "a network with a network in its chain")
+    places = {*map(str, range(len(nodes)))}
+    for i, n in config["multipliers"].items():
+        need(i in places and type(n) is int, f"multiplier {i} of {n!r:.80} numbers")
+        node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
     return node
 
 
@@ -1442,19 +1413,18 @@ def recurrent(config, get, shape):
 
 KINDS = {
     "Recurrent": recurrent,
-    "Linear": linear, "Conv1d": convolution, "Conv2d": convolution, "ConvTranspose1d": transposed,
-    "ConvTranspose2d": transposed, "FourierConv2d": fourier, "TaylorConv2d": taylor,
+    "Linear": linear, "Conv2d": convolution, "ConvTranspose2d": transposed,
+    "FourierConv2d": fourier, "TaylorConv2d": taylor,
     "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
     "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm, "LayerNorm": layer_norm,
     "EnlargeBilinear": bilinear,
     "Graph": graph, "SlopeResidual": slope_residual, "Attraction": attraction, "GradientStep": gradient_step,
-    "SandwichBlock": sandwich, "SpreadConv2d": spread, "Sequential": sequential, "Network": sequential,
+    "SandwichBlock": sandwich, "SpreadConv2d": spread, "Network": network,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
-for _name in ("Identity", "Flatten", "Unflatten", "PixelShuffle", "PixelUnshuffle",
-              "Shift2d", "Reshape", "Permute", "Piece", "Roll", "Pad", "Enlarge", "Expand"):  # fmt: skip
+for _name in ("Flatten", "Reshape", "Permute", "Piece", "Roll", "Pad", "Expand", "Shift2d"):
     KINDS[_name] = rearrangement
 for _name, (_slope, _function, *_scale) in SMOOTH.items():
     KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
@@ -1464,13 +1434,13 @@ for _name, (_slope, _function, *_scale) in SMOOTH.items():
 # list of integers, / one or a word, | one or an integer, ~ the same or null, % a list that its rule reads, ! an object.
 ARGUMENTS = {
     "Linear": "in_features out_features bias?", "NActivation": "channels", "Affine": "scale* shift*",
-    "Conv1d Conv2d": "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?",
-    "ConvTranspose1d ConvTranspose2d":
+    "Conv2d": "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?",
+    "ConvTranspose2d":
         "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*",
     "FourierConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
     "Softmax Concatenate": "dim",
-    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "PixelShuffle": "upscale_factor",
-    "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*", "PixelUnshuffle": "downscale_factor",
+    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?",
+    "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*",
     "SandwichBlock SlopeResidual": "channels first! activation! second!", "Attraction": "heads",
     "GradientStep": "first! force!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
@@ -1481,16 +1451,15 @@ ARGUMENTS = {
     "AdaptiveAvgPool2d": "output_size~", "GroupSort": "group_size~", "Householder": "channels order",
     "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
-    "Pad": "padding*", "Flatten": "start_dim end_dim", "Unflatten": "dim unflattened_size*",
+    "Pad": "padding*", "Flatten": "start_dim end_dim",
     "Reshape Expand": "shape*", "Piece": "dim start stop step",
-    "Enlarge EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
     "Recurrent": "in_features out_features states units% block phi! gain. rate.",
-    "Sequential": "modules%", "Network": "modules% input_shape* multipliers!",
+    "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
 WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh")}
-SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "unflattened_size", "start", "signs", "shift",
-          "divisor_override"}  # fmt: skip
+SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "start", "signs", "shift", "divisor_override"}
 
 
 def arguments(config):

@@ -21,7 +21,7 @@ def identity(classes: int, positions: int) -> Network:
     layer = nn.Conv1d(classes, classes, 1, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(classes)[:, :, None])
-    return Network([layer.double()], (classes, positions))
+    return export(layer.double(), (classes, positions))
 
 
 def sample(count: int, classes: int, positions: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def test_rounding_of_a_narrow_evaluator_is_part_of_the_budget() -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([1.0, 1.0]).view(2, 1, 1))
         layer.bias.copy_(torch.tensor([2.0**-20, 0.0]))
-    net = Network([layer], (1, 1))
+    net = export(layer, (1, 1))
     x, y = torch.full((1, 1, 1), 1000.0), torch.zeros(1, 1, dtype=torch.int64)
     assert int(dense(net, x, y, 1e-9).worst) == 1
     assert int(dense(net, x, y, 1e-9, proof=prove(net, evaluator="float32")).worst) == 0

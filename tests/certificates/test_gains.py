@@ -99,7 +99,7 @@ def test_chords_across_kinks_count() -> None:
         (nn.LeakyReLU(-2.0), (-1.0, 1.0), 2.0),
         (nn.Hardtanh(-1.0, 1.0), (-2.0, -1.00001), 0.0),
         (nn.Hardtanh(-1.0, 1.0), (-2.0, -0.99), 1.0),
-        (nn.ReLU6(), (6.00001, 7.0), 0.0),
+        (nn.Hardtanh(0.0, 6.0), (6.00001, 7.0), 0.0),
         (nn.ReLU(), (-1.0, -1e-9), 0.0),
         (nn.ReLU(), (-1.0, 1e-300), 1.0),
     ]:

@@ -16,7 +16,7 @@ from lipkit.bounds.lmi import lmi_matrix
 from lipkit.certificates import lipsdp
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Add, Affine, Graph, Network
+from lipkit.modules import Add, Affine, Graph, Network, Reshape
 
 
 def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:
@@ -163,13 +163,11 @@ def test_linear_modules_that_follow_each_other_are_one_layer() -> None:
         nn.Tanh(),
         nn.Flatten(),
         Affine(scale, scale),
-        nn.Dropout(0.5),
+        Reshape(6),
         third,
         Affine(torch.ones(1), d[0, :1]),
     ]
-    written = Network(
-        [first, nn.Unflatten(1, (1, 4)), second, Affine(scale[:1], scale[:1]), *chain, nn.ReLU(), last], (3,)
-    )
+    written = Network([first, Reshape(1, 4), second, Affine(scale[:1], scale[:1]), *chain, nn.ReLU(), last], (3,))
     folded = Network([nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)], (3,)).double()
     for i, weight in ((0, 3 * b @ a), (2, c * scale), (4, d)):
         folded[i].weight.data = weight

@@ -17,7 +17,7 @@ from benchmarks.local_certificates import nearest_flip, truth
 from torch import Tensor, nn
 
 import lipkit_check
-from lipkit import modules
+from lipkit import export, modules
 from lipkit.certificates import certify, local, relaxation
 from lipkit.certificates.certificate_file import describe, read_certificate, verify, write_certificate
 from lipkit.certificates.circuit import _RULES, Circuit, Leaf, Linear, Noise, circuit_rule
@@ -568,11 +568,11 @@ def test_a_share_that_is_no_number_certifies_nothing() -> None:
 
 
 LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
-    (nn.Conv1d(2, 4, 3, stride=2, padding=1, groups=2), (2, 7)),
-    (nn.Conv1d(2, 3, 2, padding="same", padding_mode="reflect"), (2, 6)),
+    (nn.Conv2d(2, 4, (1, 3), stride=(1, 2), padding=(0, 1), groups=2), (2, 1, 7)),
+    (nn.Conv2d(2, 3, (1, 2), padding="same", padding_mode="reflect"), (2, 1, 6)),
     (nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(2, 0), dilation=(1, 2)), (2, 6, 7)),
     (nn.Conv2d(1, 2, 3, padding=2, padding_mode="replicate"), (1, 4, 5)),
-    (nn.ConvTranspose1d(4, 2, 3, stride=2, groups=2), (4, 5)),
+    (nn.ConvTranspose2d(4, 2, (1, 3), stride=(1, 2), groups=2), (4, 1, 5)),
     (nn.ConvTranspose2d(2, 3, 3, stride=(1, 2), dilation=(2, 1), output_padding=(1, 1)), (2, 4, 3)),
     (nn.AvgPool2d(3, 2, 1, divisor_override=-5), (2, 6, 5)),
     (nn.AvgPool2d((2, 3), ceil_mode=True, count_include_pad=False, padding=1), (1, 5, 5)),
@@ -592,7 +592,7 @@ LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("module", "shape"), LINEAR, ids=lambda part: str(part)[:40])
 def test_adjoints_moduli_and_biases_are_those_of_the_module(module: nn.Module, shape: tuple[int, ...]) -> None:
-    network = modules.Network([module], shape).double()
+    network = export(module, shape).double()
     circuit = Circuit(network, None)
     x, y = torch.randn(3, *shape, dtype=torch.float64), network(torch.zeros(1, *shape, dtype=torch.float64))
     matrix = torch.func.jacrev(lambda v: network(v[None])[0].flatten())(x[0]).flatten(1)

@@ -110,15 +110,15 @@ def map_of(make: Callable[[list[float]], modules.Network], count: int, share: Fr
 
 
 def conv_of(f: list[float]) -> modules.Network:
-    layer = nn.Conv1d(1, 1, len(f), padding=len(f) - 1, bias=False, dtype=DOUBLE)
+    layer = nn.Conv2d(1, 1, (1, len(f)), padding=(0, len(f) - 1), bias=False, dtype=DOUBLE)
     layer.weight.data.copy_(torch.tensor(f[::-1], dtype=DOUBLE))
-    return network(layer, inputs=(1, 1))
+    return network(layer, inputs=(1, 1, 1))
 
 
 def turned_of(f: list[float]) -> modules.Network:
-    layer = nn.ConvTranspose1d(1, 1, len(f), bias=False, dtype=DOUBLE)
+    layer = nn.ConvTranspose2d(1, 1, (1, len(f)), bias=False, dtype=DOUBLE)
     layer.weight.data.copy_(torch.tensor(f, dtype=DOUBLE))
-    return network(layer, inputs=(1, 1))
+    return network(layer, inputs=(1, 1, 1))
 
 
 def bias(m: Any) -> bool:

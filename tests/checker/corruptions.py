@@ -146,7 +146,7 @@ def other_activation(folder: Path, rng: Random) -> None:
     modules = run.config["network"]["modules"]
     places = [i for i, part in enumerate(modules) if part["type"] == "MaxMin"]
     others: tuple[dict[str, Any], ...] = (
-        {"type": "ReLU"}, {"type": "Identity"}, {"type": "GroupSort", "group_size": 4}, {"type": "Tanh"},
+        {"type": "ReLU"}, {"type": "HalfAbs"}, {"type": "GroupSort", "group_size": 4}, {"type": "Tanh"},
         {"type": "LeakyReLU", "negative_slope": 0.5}, {"type": "Abs"}, {"type": 3}, {"kind": "MaxMin"},
     )  # fmt: skip
     modules[rng.choice(places)] = others[rng.integers(len(others))]
@@ -183,10 +183,10 @@ def huge_dimension(folder: Path, rng: Random) -> None:
             extra = [
                 {"type": "Pad", "padding": [huge] * 4},
                 {"type": "AdaptiveAvgPool2d", "output_size": huge},
-                {"type": "Unflatten", "dim": 1, "unflattened_size": [huge, huge]},
+                {"type": "Reshape", "shape": [huge, huge]},
                 {"type": "AvgPool2d", "kernel_size": 1, "stride": 1, "padding": huge, "ceil_mode": False,
                  "count_include_pad": True, "divisor_override": None},
-                {"type": "PixelShuffle", "upscale_factor": huge},
+                {"type": "Expand", "shape": [huge] * 3},
             ]  # fmt: skip
             network["modules"].insert(0, extra[rng.integers(len(extra))])
         case _:

@@ -47,7 +47,7 @@ def block(kind: Callable[..., nn.Module]) -> nn.Module:
 
 
 MORE: list[tuple[nn.Module, Shape]] = [
-    (nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), (3,)), (modules.Network([nn.Tanh()], (3,)), (3,)),
+    (modules.Network([nn.Tanh()], (3,)), (3,)),
     (wired(Add(1, -1), Maximum(), Blend(torch.tensor(0.3)), Concatenate(1)), (4,)),
     (Graph([nn.ReLU(), Product(torch.tensor([0.5, 2.0]))], [[0], [0, 1]]), (4,)),
     (Graph([Permute(2, 1), MatrixProduct(2, 3, 2, torch.rand(2))], [[0], [0, 1]]), (2, 3)),
@@ -58,7 +58,7 @@ MORE: list[tuple[nn.Module, Shape]] = [
     (modules.GradientStep(nn.Linear(4, 3), nn.Softmax(-1), torch.rand(())), (2, 4)),
     (modules.GradientStep(nn.Linear(4, 6), modules.Attraction(2), torch.rand(())), (3, 4)),
     (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), IMAGE),
-    (nn.Conv1d(2, 2, 2, padding=1, padding_mode="circular"), (2, 4)),
+    (nn.Conv2d(2, 2, (1, 2), padding=(0, 1), padding_mode="circular"), (2, 1, 4)),
 ]  # fmt: skip
 BASES = [(make(), shape) for make, shape in EXAMPLES.values()] + LINEAR + BENT + MORE
 SIZES: tuple[Any, ...] = (-3, -2, -1, 0, 1, 2, 3, 4, 16, 2**31, 2**40, 10**30)

@@ -126,7 +126,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("b = 2 * (error + ops.rounding(1) * largest(stored))", "b = 2 * error"),
     ("forward, ops.rounding(p * q), b)", "forward, Fraction(0), b)"),
     ("out, forward, root(Fraction(1, n)))", "out, forward, Fraction(1, n))"),
-    ("Node(final, adjoint.norm, forward", "Node(final, plain.norm / 2, forward"),
+    ("Node((cout, *out), adjoint.norm, forward", "Node((cout, *out), plain.norm / 2, forward"),
     ],
     # the LMI
     "arithmetic runs: multipliers or positive": [
@@ -174,7 +174,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     "forged_networks: not taken": [
     ("(len(shape) + 1) * (config[\"dim\"] < 0)", "len(shape) * (config[\"dim\"] < 0)"),
     ("1 <= axis <= len(shape)", "0 <= axis <= len(shape)"),
-    ("need(len(shape) == 3 - flat,", "need(True,"),
+    ("need(len(shape) == 3 and all(len(sizes) == 2 for sizes in found),", "need(True,"),
     ("need(set(stride) == {1}", "need(True"),
     ('n - (mode == "reflect") for n', "n for n"),
     ("            arguments(part)\n", ""),
@@ -187,7 +187,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("and value in WORDS[key]", ""),
     ("-(1 << 31) if key in SIGNED else 1, isinstance", "-(1 << 31), isinstance"),
     ('(("*", "/", "|", "~") if several else ("", "|", "~"))', '("", "*", "/", "|", "~")'),
-    ("need(not needless", "need(True"),
+    ("need(\"Network\" not in {", "need(True or \"Network\" not in {"),
     ("need(i in places and", "need("),
     ("places and type(n) is int", "places"),
     ('need(config["group_size"] != 1 and', "need("),
@@ -217,6 +217,10 @@ HARMLESS = {
         "    while dense[i] and i + 2 < len(dense)",
         "    while i + 2 < len(dense)",
     ): "a layer before vectors that is not dense has no matrix: what claims one is refused",
+    (
+        "need(len(shape) == 3 and all(len(sizes) == 2 for sizes in found),",
+        "need(True,",
+    ): "sizes that do not go together raise where they are paired, or where windows are taken",
     ("if e > 1:", "if e > 2:"): "it only ends the search: a larger error is in the bound that it proves",
     (
         "-(1 << 31) if key in SIGNED else 1, isinstance",

@@ -70,23 +70,22 @@ def series(n: int) -> Bomb:
 # By name: a network of a size, whose files hold next to nothing.
 BOMBS: dict[str, Callable[[int], Bomb]] = {
     "AdaptiveAvgPool2d": lambda n: ([of("AdaptiveAvgPool2d", output_size=[n, 1])], [1, 8, 8], {}),
-    "AvgPool2d": lambda n: ([of("Enlarge", rows=n, cols=1), of("AvgPool2d", kernel_size=1, **POOL,
+    "AvgPool2d": lambda n: ([of("Expand", shape=[1, n, 1]), of("AvgPool2d", kernel_size=1, **POOL,
                              count_include_pad=True, divisor_override=None)], [1, 1, 1], {}),
-    "MaxPool2d": lambda n: ([of("Enlarge", rows=n, cols=1), of("MaxPool2d", kernel_size=[n // 2, 1], dilation=1,
+    "MaxPool2d": lambda n: ([of("Expand", shape=[1, n, 1]), of("MaxPool2d", kernel_size=[n // 2, 1], dilation=1,
                              **POOL)], [1, 1, 1], {}),
-    "Enlarge": lambda n: ([of("Enlarge", rows=n, cols=n)], [1, 1, 1], {}),
     "EnlargeBilinear": lambda n: ([of("EnlargeBilinear", rows=n, cols=1)], [1, 8, 1], {}),
     "Expand": lambda n: ([of("Expand", shape=[n, n])], [1, 1], {}),
     "Pad": lambda n: ([of("Pad", padding=[n, 0])], [1], {}),
     "Pad and back": lambda n: ([of("Pad", padding=[n, 0]), of("Pad", padding=[-n, 0])], [4], {}),
     "Pad twice": lambda n: ([of("Pad", padding=[0, n, 0, n])], [1, 1], {}),
     "Concatenate": lambda n: ([doubled(n.bit_length())], [4], {}),
-    "MatrixProduct": lambda n: ([of("Enlarge", rows=n, cols=1), of("Reshape", shape=[n, 1]),
+    "MatrixProduct": lambda n: ([of("Expand", shape=[1, n, 1]), of("Reshape", shape=[n, 1]),
                                  of("Graph", modules=[of("Permute", dims=[2, 1]),
                                     of("MatrixProduct", rows=n, inner=1, cols=n)], sources=[[0], [0, 1]])],
                                 [1, 1, 1], {"2.nodes.1.limits": np.ones(2)}),
-    "convolution": lambda n: ([of("Enlarge", rows=n, cols=n), conv()], [1, 1, 1], {"1.weight": np.ones((1, 1, 3, 3))}),
-    "replicated": lambda n: ([of("Enlarge", rows=n, cols=1), conv("replicate")], [1, 1, 4],
+    "convolution": lambda n: ([of("Expand", shape=[1, n, n]), conv()], [1, 1, 1], {"1.weight": np.ones((1, 1, 3, 3))}),
+    "replicated": lambda n: ([of("Expand", shape=[1, n, 4]), conv("replicate")], [1, 1, 4],
                              {"1.weight": np.ones((1, 1, 3, 3))}),
     "FourierConv2d": plane, "TaylorConv2d": series, "multipliers": narrow,
     "Mean": lambda n: ([of("Mean", dims=[1], keepdim=True)], [n], {}),
@@ -146,7 +145,8 @@ def test_bombs_are_refused_before_they_cost_anything(name: str) -> None:
 
 ONE = {"kernel_size": [1, 1], "in_channels": 1, "out_channels": 1, "bias": False}
 EACH: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any], str]] = [
-    (of("Sequential", modules=[linear(1, 1)] * 9), (1,), {f"{i}.weight": np.ones((1, 1)) for i in range(9)}, "a norm"),
+    (of("Graph", modules=[linear(1, 1)] * 9, sources=[[i] for i in range(9)]), (1,),
+     {f"nodes.{i}.weight": np.ones((1, 1)) for i in range(9)}, "a norm"),
     (conv(), (1, 1, 12_000), {"weight": np.ones((1, 1, 3, 3))}, "the angles"),
     (conv(), (1, 200, 900), {"weight": np.ones((1, 1, 3, 3))}, "a convolution on"),
     (of("ReLU"), (1 << 22,), {}, "an activation"), (of("Pad", padding=[1 << 22, 0]), (1,), {}, "an activation"),

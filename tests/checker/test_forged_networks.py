@@ -19,8 +19,8 @@ from lipkit.modules.configuration import stored_as
 from lipkit.modules.plain import stored_types
 
 NORM = {"eps": 1e-3, "elementwise_affine": False, "bias": False}
-CONV = {"in_channels": 2, "out_channels": 1, "kernel_size": [1], "stride": [1], "padding": [0], "dilation": [1],
-        "groups": 1, "padding_mode": "zeros", "bias": False}  # fmt: skip
+CONV = {"in_channels": 2, "out_channels": 1, "kernel_size": [1, 1], "stride": [1, 1], "padding": [0, 0],
+        "dilation": [1, 1], "groups": 1, "padding_mode": "zeros", "bias": False}  # fmt: skip
 POOL = {"stride": 1, "padding": 0, "ceil_mode": False}
 
 
@@ -40,15 +40,15 @@ def test_the_checker_knows_the_arguments_of_every_type() -> None:
     ({"type": "Softmax", "dim": -3}, (3, 2)), ({"type": "Softmax", "dim": 2}, (3,)),
     ({"type": "Softmax", "dim": None}, (3, 2)), ({"type": "LayerNorm", "normalized_shape": [3], **NORM}, (3, 4)),
     ({"type": "Pad", "padding": [0, 0, 1, -1]}, (3,)), ({"type": "Flatten", "start_dim": 0, "end_dim": 1}, (1,)),
-    ({"type": "Unflatten", "dim": 0, "unflattened_size": [-1, 1]}, (3,)), ({"type": "Conv1d", **CONV}, (2, 3, 1)),
-    ({"type": "Conv1d", **CONV}, (2,)), ({"type": "LeakyReLU", "negative_slope": "0.5"}, (3,)),
+    ({"type": "Flatten", "start_dim": 1, "end_dim": 2}, (1, 3)), ({"type": "Conv2d", **CONV}, (2, 1, 3, 1)),
+    ({"type": "Conv2d", **CONV}, (2, 3)), ({"type": "LeakyReLU", "negative_slope": "0.5"}, (3,)),
     ({"type": "PReLU", "negative_slope": 0.5}, (3,)), ({"type": "GELU", "approximate": "other"}, (3,)),
-    ({"type": "Sequential", "modules": [{"type": "ReLU"}], "multipliers": {}}, (3,)),
+    ({"type": "ReLU", "multipliers": {}}, (3,)),
     ({"type": "Hardtanh", "min_val": 1.0, "max_val": 1.0}, (3,)), ({"type": "GroupSort", "group_size": 1}, (1,)),
-    ({"type": "Conv1d", **CONV, "padding": "same", "stride": [2]}, (2, 4)),
-    ({"type": "Conv1d", **CONV, "padding": [3], "padding_mode": "reflect"}, (2, 3)),
-    ({"type": "Conv1d", **CONV, "padding_mode": "edge"}, (2, 3)),
-    ({"type": "Conv1d", **CONV, "kernel_size": 1}, (2, 3)),
+    ({"type": "Conv2d", **CONV, "padding": "same", "stride": [1, 2]}, (2, 1, 4)),
+    ({"type": "Conv2d", **CONV, "padding": [0, 3], "padding_mode": "reflect"}, (2, 1, 3)),
+    ({"type": "Conv2d", **CONV, "padding_mode": "edge"}, (2, 1, 3)),
+    ({"type": "Conv2d", **CONV, "kernel_size": 1}, (2, 1, 3)), ({"type": "Conv2d", **CONV, "stride": [1]}, (2, 1, 3)),
     ({"type": "Graph", "modules": [{"type": "Add", "signs": [1, True]}], "sources": [[0, 0]]}, (3,)),
     ({"type": "Graph", "modules": [{"type": "Maximum", "dim": 1}], "sources": [[0, 0]]}, (3,)),
     ({"type": "AvgPool2d", "kernel_size": 2, **POOL, "count_include_pad": True}, (1, 4, 4)),
@@ -56,16 +56,16 @@ def test_the_checker_knows_the_arguments_of_every_type() -> None:
     ({"type": "L2NormPool2d", "kernel_size": True}, (1, 4, 4)),
     ({"type": "L2NormPool2d", "kernel_size": [2, 2]}, (1, 4, 4)),
     ({"type": "Pad", "padding": [True, 0, 0, 0]}, (1, 4, 4)), ({"type": "Pad", "padding": 1}, (1, 4, 4)),
-    ({"type": "Enlarge", "rows": [2], "cols": 2}, (1, 4, 4)),
+    ({"type": "EnlargeBilinear", "rows": [2], "cols": 2}, (1, 4, 4)),
     ({"type": "AdaptiveAvgPool2d", "output_size": None}, (1, 4, 4)),
-    ({"type": "Graph", "modules": [{"type": "Unflatten", "dim": 1, "unflattened_size": [1, 3]},
+    ({"type": "Graph", "modules": [{"type": "Reshape", "shape": [1, 3]},
                                    {"type": "Add", "signs": [1, 1]}], "sources": [[0], [0, 1]]}, (3,)),
 ])  # fmt: skip
 def test_what_torch_computes_otherwise_is_refused_by_both(
     config: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     seen = Counter[str]()
-    base = {"Conv1d": nn.Conv1d(2, 1, 1, bias=False)}.get(config["type"], nn.Identity())
+    base = {"Conv2d": nn.Conv2d(2, 1, 1, bias=False)}.get(config["type"], nn.Identity())
     assert fault(tmp_path, config, shape, base, seen) is None
     assert set(seen) == {"refused, refused"}
 
@@ -116,8 +116,7 @@ def test_keys_that_stand_twice(tmp_path: Path) -> None:
 def test_multipliers_and_chains_stand_as_lipkit_writes_them() -> None:
     chain: dict[str, Any] = {"type": "Network", "input_shape": [2], "multipliers": {}}
     parts = [{"type": "ReLU"}]
-    inner = [{"type": "Sequential", "modules": parts}, {**chain, "modules": parts}, {"type": "Identity"}]
-    bad = [({}, [*parts, part]) for part in inner] + [({key: 2}, parts) for key in ("1", "00", " 0", "-1", "x")]
+    bad = [({}, [*parts, {**chain, "modules": parts}])] + [({key: 2}, parts) for key in ("1", "00", " 0", "-1", "x")]
     for multipliers, modules_ in [*bad, ({"0": True}, parts), ({"0": 2.0}, parts), ([2], parts)]:
         config = {**chain, "modules": modules_, "multipliers": multipliers}
         with pytest.raises(k.Refused):

@@ -25,18 +25,18 @@ from lipkit.modules.configuration import describe
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.products import MatrixProduct, Product
-from lipkit.modules.views import Enlarge, Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 
 SHAPE = (2, 4, 6)
 LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
     (Reshape(6, 8), SHAPE), (Permute(3, 1, 2), SHAPE), (Piece(3, 1, 6, 2), SHAPE), (Piece(1, 1, 2), SHAPE),
-    (Roll(2, -1), SHAPE), (Roll(3, 7), SHAPE), (Pad(1, 2, -1, 0), SHAPE), (Pad(0, -2), (5,)), (Enlarge(2, 3), SHAPE),
+    (Roll(2, -1), SHAPE), (Roll(3, 7), SHAPE), (Pad(1, 2, -1, 0), SHAPE), (Pad(0, -2), (5,)),
     (Expand(2, 3, 6), (2, 1, 6)), (Expand(4, 4), (1, 1)), (Mean(2, 3), SHAPE), (Mean(1, keepdim=True), SHAPE),
     (Affine(torch.rand(1, 4, 1) - 2, torch.rand(2, 1, 6)), SHAPE),
     (Affine(torch.rand(5), torch.ones(1)), (5,)),
     (nn.ConvTranspose2d(2, 3, 2, 2), SHAPE), (nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2), SHAPE),
     (nn.ConvTranspose2d(2, 3, (3, 1), (1, 2), (2, 0), (0, 1), dilation=(2, 1), bias=False), SHAPE),
-    (nn.ConvTranspose1d(2, 3, 4, 3, 2, 1), (2, 5)), (nn.ConvTranspose2d(2, 2, 3, 1, 1), SHAPE),
+    (nn.ConvTranspose2d(2, 3, (1, 4), (1, 3), (0, 2), (0, 1)), (2, 1, 5)), (nn.ConvTranspose2d(2, 2, 3, 1, 1), SHAPE),
 ]  # fmt: skip
 BENT: list[tuple[nn.Module, tuple[int, ...]]] = [
     (HalfAbs(), (5, 2)), (NActivation(4, 0.2, -0.3), (4, 3)), (Householder(6, order=3), (6, 2)),
@@ -91,7 +91,7 @@ def test_linear_modules_are_bounded_by_their_dense_matrix(case: int, arithmetic:
     node = compare(module, shape, arithmetic)
     norm = np.linalg.norm(jacobian(module.double(), shape), 2)
     assert norm <= float(node.norm) * (1 + 1e-12)
-    loose = 1.6 if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) else 1
+    loose = 1.6 if isinstance(module, nn.ConvTranspose2d) else 1
     assert float(node.norm) <= norm * loose * (1 + 1e-6)
 
 
@@ -260,7 +260,6 @@ class Worse(Bad):
     ({"type": "Piece", "dim": 1, "start": 0, "stop": 5, "step": 1}, (4,), "Piece"),
     ({"type": "Expand", "shape": [1 << 26]}, (1,), "an activation"),
     ({"type": "Pad", "padding": [1 << 30, 0]}, (4,), "an activation"),
-    ({"type": "Enlarge", "rows": 1 << 15, "cols": 1 << 15}, (1, 2, 2), "an activation"),
     ({"type": "Expand", "shape": [4, 4]}, (2, 4), "Expand"), ({"type": "Pad", "padding": [1, 0, 0, 0]}, (4,), "Pad of"),
     ({"type": "Pad", "padding": [7, -5]}, (4,), "an activation"),
     ({"type": "Permute", "dims": [1, 1]}, (4, 4), "Permute"), ({"type": "Reshape", "shape": [3]}, (4,), "Reshape"),

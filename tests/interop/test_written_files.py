@@ -50,15 +50,11 @@ def recurrent(phi: nn.Module, block: int = 4) -> Case:
 
 PLAIN: list[Case] = [
     (lambda: modules.Pad(*(1, 2, 0, 2)), IMAGE),
-    (lambda: nn.Flatten(2, -1), IMAGE),
-    (lambda: nn.Unflatten(-1, (2, 4)), IMAGE),
-    (lambda: nn.PixelUnshuffle(2), IMAGE),
-    (lambda: nn.PixelShuffle(2), (8, 2, 3)),
+    (nn.Flatten, IMAGE),
     (lambda: modules.Pad(0, 0, 0, 0, 0, 3), IMAGE),
     (lambda: modules.Pad(0, -3), (5,)),
     (lambda: modules.Shift2d(9, 2), (9, 2, 3)),
     (nn.ReLU, (3,)),
-    (nn.ReLU6, (3,)),
     (lambda: nn.LeakyReLU(-0.5), (3,)),
     (lambda: nn.LeakyReLU(2.0), (3,)),
     (lambda: nn.PReLU(2, -0.7), IMAGE),
@@ -93,8 +89,8 @@ PLAIN: list[Case] = [
     (lambda: modules.UnitNorm(1, eps=0.25), IMAGE),
     (lambda: random(nn.LayerNorm((3, 4), 0.5, bias=False)), (2, 3, 4)),
     (lambda: nn.LayerNorm(4, 1e-2, elementwise_affine=False), (2, 3, 4)),
-    (lambda: nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 7)),
-    (lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, dilation=2), (4, 5)),
+    (lambda: nn.Conv2d(2, 3, (1, 3), padding="same", dilation=(1, 2)), (2, 1, 7)),
+    (lambda: nn.ConvTranspose2d(4, 6, (1, 3), (1, 2), (0, 1), (0, 1), dilation=(1, 2)), (4, 1, 5)),
     (lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), bias=False), IMAGE),
     conv((3, 2), (1, 2), (2, 1), (1, 2), 2, bias=False),
     conv(3, padding=(1, 2), padding_mode="reflect"),
@@ -132,9 +128,9 @@ PLAIN: list[Case] = [
     (lambda: modules.Roll(3, -3), IMAGE),
     (lambda: modules.Roll(1, 5), IMAGE),
     (lambda: modules.Pad(1, 2, 0, 3), IMAGE),
-    (lambda: modules.Enlarge(2, 3), IMAGE),
     (lambda: modules.EnlargeBilinear(2, 4), IMAGE),
     (lambda: modules.Expand(2, 8, 8), (2, 1, 8)),
+    (lambda: modules.Expand(2, 8, 2, 4, 3), (2, 8, 1, 4, 1)),
     (lambda: random(modules.FourierConv2d(2, 3, 5, 6)), (2, 5, 6)),
     (lambda: random(modules.FourierConv2d(2, 4, 6, 9, (3, 3), True)), (2, 6, 9)),
     (lambda: random(modules.FourierConv2d(2, 4, 4, 6, (2, 3), bias=False)), (2, 4, 6)),
@@ -154,7 +150,7 @@ CIRCULAR: list[Case] = [
     conv(3, padding=(1, 2), padding_mode="circular"),
     conv((2, 3), padding="same", padding_mode="circular"),
     conv(3, 2, 2, 2, padding_mode="circular"),
-    (lambda: nn.Conv1d(2, 4, 3, 2, 2, groups=2, padding_mode="circular"), (2, 7)),
+    (lambda: nn.Conv2d(2, 4, (1, 3), (1, 2), (0, 2), groups=2, padding_mode="circular"), (2, 1, 7)),
     (lambda: random(modules.SpreadConv2d(modules.FourierConv2d(2, 2, 3, 4, bias=False), 3, (3, 2))), (2, 3, 4)),
 ]
 # Pairs of runtimes disagree about some of these; the reference evaluator of onnx cannot crop, and wants one group.
@@ -167,7 +163,7 @@ CEIL: list[Case] = [
 ODD: list[Case] = [
     (lambda: modules.Pad(*(1, -1, 0, 2)), IMAGE),
     (lambda: modules.Pad(1, -2, 0, 3), IMAGE),
-    (lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, 2, dilation=2), (4, 5)),
+    (lambda: nn.ConvTranspose2d(4, 6, (1, 3), (1, 2), (0, 1), (0, 1), 2, dilation=(1, 2)), (4, 1, 5)),
 ]
 # A graph of all modules at once would take minutes to write.
 TABLES = {f"plain{i}": PLAIN[i::8] for i in range(8)} | {"circular": CIRCULAR, "ceil": CEIL, "odd": ODD}
@@ -267,7 +263,7 @@ def test_every_module_is_the_same_as_a_program(table: str, tmp_path: Path) -> No
 
 def test_every_stored_type_is_in_the_table() -> None:
     network = beside_each_other(itertools.chain(*TABLES.values()), torch.float32)
-    assert set(stored_types()) - {type(module) for module in network.modules()} == {nn.Sequential, nn.Identity}
+    assert set(stored_types()) <= {type(module) for module in network.modules()}
 
 
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

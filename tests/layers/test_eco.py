@@ -16,7 +16,7 @@ from lipkit.layers.eco import EcoConv2d
 from lipkit.linalg.exponential import taylor_range
 from lipkit.linalg.polar import polar
 from lipkit.lowering import export, lipschitz
-from lipkit.modules import FourierConv2d, load, save
+from lipkit.modules import FourierConv2d, Permute, Reshape, load, save
 from lipkit.testing import check_layer, dense_matrix
 
 SIZES = [(6, 3), (12, 3), (24, 3), (30, 3), (8, 2), (16, 2), (32, 2), (8, 4), (16, 4), (32, 4), (6, 2)]
@@ -174,7 +174,7 @@ def test_stride_is_a_pixel_unshuffle_and_the_kernel_divides_what_is_left() -> No
     layer = make(2, 8, 3, stride=2, dtype=torch.float64, orthogonalize="exponential")
     np.testing.assert_allclose(values(layer, (2, 6, 12)), 1, atol=1e-12)
     network = export(layer, (2, 6, 12))
-    assert [type(m) for m in network] == [nn.PixelUnshuffle, FourierConv2d]
+    assert [type(m) for m in network] == [Reshape, Permute, Reshape, FourierConv2d]
     with pytest.raises(ShapeError, match=r"got 3 x 3 for 4 x 6; these fit: 1, 2$"):
         layer(torch.zeros(1, 2, 8, 12, dtype=torch.float64))
 

@@ -20,7 +20,7 @@ from lipkit.layers import MaxMin, base
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear, cpl_multiplier
 from lipkit.modules import Network, load, save
 from lipkit.modules.configuration import describe
-from lipkit.modules.residual import SlopeResidual
+from lipkit.modules.sandwich import SlopeResidual
 
 DENSE = (SllLinear, CplLinear)
 CONV = (SllConv2d, CplConv2d)

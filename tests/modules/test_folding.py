@@ -67,6 +67,28 @@ def test_what_is_read_elsewhere_keeps_its_function(model: nn.Module, left: int) 
     assert norms(exported) == left
 
 
+class Signals(nn.Module):
+    """Convolutions of signals, whose outputs stand behind a `Reshape` in an export; the second is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(4, 4, 3, padding=1), nn.ConvTranspose1d(4, 4, 3, padding=1)
+        self.n, self.m = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.n(self.a(x)))
+        return y + self.m(y)
+
+
+@pytest.mark.parametrize(("model", "left"), [(Signals(), 1), (nn.Sequential(Signals().a, nn.BatchNorm1d(4)), 0)])
+def test_a_norm_is_folded_through_a_new_shape(model: nn.Module, left: int) -> None:
+    model = settle(model)
+    x = torch.randn(5, 4, 6, dtype=torch.float64)
+    exported = export(model, (4, 6))
+    assert torch.allclose(exported(x), model(x))
+    assert norms(exported) == left
+
+
 def test_training_mode_is_refused() -> None:
     with pytest.raises(NoRuleError, match=r"training|evaluation mode"):
         export(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), (2,))

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
         200,
     ),
     "conv, dilated": (lambda: nn.Conv2d(4, 5, 2, dilation=3), IMAGE, 150),
-    "conv1d": (lambda: nn.Conv1d(4, 5, 3, padding=1), (4, 9), 150),
+    "conv on a row": (lambda: nn.Conv2d(4, 5, (1, 3), padding=(0, 1)), (4, 1, 9), 150),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), IMAGE, 200),
     "affine": (lambda: modules.Affine(torch.randn(4), torch.randn(4)), IMAGE, 20),
     "batch norm": (lambda: export(norm_with_statistics(), IMAGE)[0], IMAGE, 60),

@@ -16,18 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lipkit import export, lipschitz
 from lipkit.certificates.certificate_file import data_sha256
 from lipkit.errors import DataError, OptionError
 from lipkit.modules import (
     Add,
     Affine,
     Blend,
+    Enlarge,
     FourierConv2d,
     Graph,
     GroupSort,
     MaxMin,
     Network,
     Recurrent,
+    Reshape,
     Shift2d,
     SpreadConv2d,
     load,
@@ -40,20 +43,13 @@ from lipkit.modules.plain import stored_types
 IMAGE = (2, 8, 8)
 EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     nn.Linear: (lambda: nn.Linear(3, 4), (3,)),
-    nn.Conv1d: (lambda: nn.Conv1d(2, 3, 3, padding="same"), (2, 7)),
     nn.Conv2d: (lambda: nn.Conv2d(2, 4, (3, 2), (1, 2), (2, 1), (1, 2), 2, bias=False), IMAGE),
-    nn.ConvTranspose1d: (lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, 2, dilation=2), (4, 5)),
     nn.ConvTranspose2d: (lambda: nn.ConvTranspose2d(2, 3, (3, 2), (1, 2), bias=False), IMAGE),
-    nn.Identity: (nn.Identity, (3,)),
-    nn.Flatten: (lambda: nn.Flatten(1, 2), IMAGE),
-    nn.Unflatten: (lambda: nn.Unflatten(1, (2, 3)), (6,)),
-    nn.PixelUnshuffle: (lambda: nn.PixelUnshuffle(2), IMAGE),
-    nn.PixelShuffle: (lambda: nn.PixelShuffle(2), (4, 3, 3)),
+    nn.Flatten: (nn.Flatten, IMAGE),
     nn.AvgPool2d: (lambda: nn.AvgPool2d((3, 2), 2, 1, True, False, 5), IMAGE),
     nn.MaxPool2d: (lambda: nn.MaxPool2d(2, (1, 2), 1, 2, ceil_mode=True), IMAGE),
     nn.AdaptiveAvgPool2d: (lambda: nn.AdaptiveAvgPool2d((None, 1)), IMAGE),
     nn.ReLU: (nn.ReLU, (3,)),
-    nn.ReLU6: (nn.ReLU6, (3,)),
     nn.LeakyReLU: (lambda: nn.LeakyReLU(0.1), (3,)),
     nn.PReLU: (lambda: nn.PReLU(3, 0.7), (3,)),
     nn.ELU: (lambda: nn.ELU(0.3), (3,)),
@@ -110,7 +106,7 @@ def network() -> Network:
     return Network(
         [
             Affine(torch.tensor([2.0]), torch.tensor([0.5])),
-            nn.PixelUnshuffle(2),
+            Reshape(4, 4, 4),
             fourier,
             MaxMin(),
             Graph([nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1), Blend(torch.tensor(0.3))], [[0], [1], [2, 0]]),
@@ -143,8 +139,28 @@ def test_every_plain_type_comes_back(kind: type[nn.Module], dtype: torch.dtype, 
 
 
 def test_every_torch_module_of_the_closed_list_is_tried() -> None:
-    containers = {Network, nn.Sequential}
-    assert {k for k in set(stored_types()) - containers if k.__module__.startswith("torch.")} <= set(EXAMPLES)
+    assert {k for k in set(stored_types()) if k.__module__.startswith("torch.")} <= set(EXAMPLES)
+
+
+OTHERS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Flatten(1, 2), IMAGE), (nn.Flatten(-1, -1), IMAGE), (nn.Unflatten(1, (2, -1)), (6,)), (nn.ReLU6(), (3,)),
+    (nn.PixelUnshuffle(2), (3, 4, 6)), (nn.PixelShuffle(2), (8, 3, 4)), (nn.PixelShuffle(2), (3, 2, 4, 2, 5)),
+    (nn.PixelUnshuffle(3), (2, 1, 3, 6)), (nn.ChannelShuffle(3), (6, 2, 5)), (nn.ZeroPad2d((1, -1, 0, 2)), IMAGE),
+    (nn.Conv1d(2, 3, 3, padding="same", bias=False), (2, 7)), (nn.AvgPool1d(3, 2, 1), (2, 8)),
+    (nn.Conv1d(2, 4, 3, 2, 2, 2, 2, padding_mode="reflect"), (2, 9)), (nn.MaxPool1d(3, 2, 1, 2), (2, 9)),
+    (nn.Conv1d(2, 4, 3, 1, 1, padding_mode="circular"), (2, 9)), (nn.AdaptiveAvgPool1d(3), (2, 7)),
+    (nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, 2, dilation=2), (4, 5)), (nn.Upsample(scale_factor=2), IMAGE),
+    (Enlarge(2, 3), IMAGE), (nn.Sequential(nn.Identity(), nn.Dropout()).eval(), (3,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "shape"), OTHERS, ids=lambda part: str(part)[:40])
+def test_types_that_others_stand_for(module: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
+    net, x = export(module, shape), torch.randn(3, *shape)
+    assert {type(part) for part in net} <= set(stored_types()) - {type(module)} | {nn.Flatten}
+    assert torch.equal(net(x), module(x))
+    assert torch.equal(load(save(net, tmp_path))(x), net(x))
+    assert float(lipschitz(net)) == pytest.approx(float(lipschitz(module, shape).detach()), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", list(EXAMPLES), ids=lambda k: k.__name__)
@@ -454,7 +470,7 @@ def replace(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
 def nested(depth: int) -> dict[str, Any]:
     config: dict[str, Any] = {"type": "ReLU"}
     for _ in range(depth):
-        config = {"type": "Sequential", "modules": [config]}
+        config = {"type": "Graph", "modules": [config], "sources": [[0]]}
     return config
 
 
@@ -472,7 +488,7 @@ LIES = {
     "extra key": network_value(code="import os"),
     "extra argument": module(6, device="cuda"),
     "missing argument": lambda c: c["network"]["modules"][6].pop("bias"),
-    "top is a sequential": lambda c: c["network"].update(type="Sequential"),
+    "top is a graph": lambda c: c["network"].update(type="Graph"),
     "huge linear": module(6, in_features=10**9, out_features=10**9),
     "beyond int64": module(6, in_features=10**30),
     "overflowing linear": module(6, in_features=2**31 - 1, out_features=2**31 - 1),
@@ -528,7 +544,7 @@ LIES = {
     "graph without modules": lambda c: c["network"]["modules"][4].pop("modules"),
     "modules are null": lambda c: c["network"]["modules"][4].update(modules=None),
     "deep": replace(3, nested(200)),
-    "chain does not fit": module(1, downscale_factor=4),
+    "chain does not fit": module(1, shape=[8, 4, 4]),
     "input shape does not fit": network_value(input_shape=[1, 8, 9]),
     "input shape is empty": network_value(input_shape=[]),
     "input shape is a string": network_value(input_shape="188"),

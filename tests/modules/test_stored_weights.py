@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lipkit
 from lipkit.errors import DataError, OptionError
 from lipkit.modules import FourierConv2d, MaxMin, Network, load, save, sha256
-from lipkit.modules.stored_weights import from_integers, to_integers
+from lipkit.modules.storage import from_integers, to_integers
 
 
 def _orthogonal(layer: nn.Linear) -> nn.Linear:

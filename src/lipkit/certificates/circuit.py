@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv1d_input, conv2d_input
+from torch.nn.grad import conv2d_input
 
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import NoRuleError
@@ -31,11 +31,9 @@ from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean, window_terms
-from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import Shape, output_shape
-from lipkit.modules.residual import SlopeResidual
-from lipkit.modules.sandwich import SandwichBlock
-from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
+from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 
@@ -252,10 +250,7 @@ def _device(module: nn.Module) -> torch.device:
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-@circuit_rule(
-    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d),
-    *(Reshape, Permute, Piece, Roll, Pad, Shift2d, Enlarge, Expand),
-)
+@circuit_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d, Expand)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
     # Numbers of entries, moved as the module moves numbers, are exact.
     moved = module(_positions(circuit.shapes[value], _device(module)))
@@ -287,10 +282,9 @@ def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, bl
     return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # and one for the bias
 
 
-@circuit_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+@circuit_rule(nn.Conv2d, nn.ConvTranspose2d)
 def _convolution(circuit: Circuit, module: Any, value: int) -> int:
-    turned = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
-    axes, taps = module.weight.ndim - 2, math.prod(module.weight.shape[2:])
+    turned, taps = isinstance(module, nn.ConvTranspose2d), math.prod(module.weight.shape[2:])
     weight, size, groups = module.weight.detach(), module.weight.detach().abs(), module.groups
     out = output_shape(module, circuit.shapes[value])
     padding = module.padding
@@ -298,23 +292,20 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         border = list(module._reversed_padding_repeated_twice)
         padded = F.pad(_positions(circuit.shapes[value], _device(module)), border, mode=mode)
-        value, padding = circuit.select(value, padded[0].long()), (0,) * axes
+        value, padding = circuit.select(value, padded[0].long()), (0, 0)
     into = circuit.shapes[value]
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
-    plain: Any = (F.conv1d, F.conv2d)[axes - 1]
-    turned_back: Any = (F.conv_transpose1d, F.conv_transpose2d)[axes - 1]
     if turned:
-        back = functools.partial(plain, **options)
-        ahead: Callable[..., Tensor] = functools.partial(turned_back, output_padding=module.output_padding, **options)
+        back = functools.partial(F.conv2d, **options)
+        ahead: Any = functools.partial(F.conv_transpose2d, output_padding=module.output_padding, **options)
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         # Padding of the output that a stride does not cover has windows of its own, which no input has.
-        adjoint = lambda a: back(a, weight)[(..., *map(slice, into[1:]))]  # noqa: E731
+        adjoint = lambda a: back(a, weight)[..., : into[1], : into[2]]  # noqa: E731
     else:
-        ahead = functools.partial(plain, **options)
-        gradient = (conv1d_input, conv2d_input)[axes - 1]
+        ahead = functools.partial(F.conv2d, **options)
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
-        adjoint = lambda a: gradient((len(a), *into), weight, a, **options)  # noqa: E731
-    bias = None if module.bias is None else module.bias.detach().reshape(-1, *[1] * axes).expand(out)
+        adjoint = lambda a: conv2d_input((len(a), *into), weight, a, **options)  # noqa: E731
+    bias = None if module.bias is None else module.bias.detach()[:, None, None].expand(out)
     # The blocked evaluator sums only these in blocks.
     noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
@@ -365,8 +356,8 @@ circuit_rule(Concatenate)(lambda circuit, module, *values: circuit.stack(values,
 circuit_rule(Maximum)(lambda circuit, module, *values: functools.reduce(circuit.maximum, values))
 
 
-@circuit_rule(nn.Sequential, Network)
-def _chain(circuit: Circuit, module: nn.Sequential, value: int) -> int:
+@circuit_rule(Network)
+def _chain(circuit: Circuit, module: Network, value: int) -> int:
     for part in module:
         value = circuit.module(part, value)
     return value

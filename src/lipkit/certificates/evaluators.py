@@ -25,7 +25,7 @@ from lipkit.modules.convolutions import windows_overlap
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, arithmetic_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32, "integer": torch.int32}
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, modules.TaylorConv2d)
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _convolves(module: nn.Module, blocks: bool) -> bool:
 
 def _shares_windows(module: nn.Module) -> bool:
     """True where algorithms can reuse work between windows; without overlap a convolution is a product of matrices."""
-    if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
+    if type(module) is nn.Conv2d:
         return windows_overlap(module)
     return not isinstance(module, modules.FourierConv2d)
 

@@ -413,7 +413,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
         ends = [module(x) for x in (low, high, torch.maximum(low, torch.minimum(high, torch.zeros_like(low))))]
         return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, 0.0)
-    if kind in (nn.ReLU6, nn.Hardtanh):
+    if kind is nn.Hardtanh:
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)
         return (inside.double(), (~outside).double()), (module(low), module(high))

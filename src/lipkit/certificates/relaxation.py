@@ -56,7 +56,6 @@ _SILU = 2.3993572805154
 
 CURVES: dict[type[nn.Module], Curve] = {
     **dict.fromkeys((nn.ReLU, nn.LeakyReLU, nn.PReLU, LPReLU, HalfAbs), Curve(_at(0.0), (0, 0))),
-    nn.ReLU6: Curve(_at(0.0, 6.0), (0, 0, 0)),
     nn.Hardtanh: Curve(lambda m: (m.min_val, m.max_val), (0, 0, 0)),
     nn.Softshrink: Curve(lambda m: (-m.lambd, m.lambd), (0, 0, 0)),
     nn.Hardsigmoid: Curve(_at(-3.0, 3.0), (0, 0, 0)),

@@ -29,13 +29,11 @@ from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import entries, local_error
 from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean, _pair
-from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.modules.residual import SlopeResidual
-from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll, Shift2d
 from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm
 
@@ -60,8 +58,7 @@ def _move(moved: Tensor) -> Move:
     return Move(moved.flatten().long() - 1)  # -1: padding
 
 
-@integer_rule(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle)
-@integer_rule(Reshape, Permute, Piece, Roll, Pad, Shift2d)
+@integer_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d)
 def _moves(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
     move, shape = _move(module(_indices(value.shape))), output_shape(module, value.shape)
     return builder.exact(move, value, shape)

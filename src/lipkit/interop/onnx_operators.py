@@ -25,7 +25,7 @@ def _clip(c: Call) -> Any:
         raise c.refuse("two limits, the lower one first", f"{low} and {high}")
     if low is None and high is None:
         return nn.Identity()
-    return nn.ReLU6() if (low, high) == (0.0, 6.0) else torch.clamp(c.x, low, high)
+    return torch.clamp(c.x, low, high)
 
 
 def _softmax(c: Call) -> Any:

@@ -20,11 +20,12 @@ from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_acti
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.scan import simulate
-from lipkit.lowering import export, lipschitz
+from lipkit.lowering import lipschitz
 from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.parametrised import settled
 from lipkit.modules.recurrent import unitwise
+from lipkit.modules.registry import export_part
 
 
 class Parts(NamedTuple):
@@ -428,10 +429,7 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
     gamma = float(lipschitz(layer))
     matrix, bias, multiplier = exactly(layer, lambda made: made.parts()[:3])
-    made, phi = in_float64(layer).parts(), plain_activation(layer.phi)
-    if isinstance(layer, R2dn) and layer.phi is layer.inner:
-        exported = export(layer.inner, (layer.units,))
-        phi = exported[0] if len(exported) == 1 else exported
+    made, phi = in_float64(layer).parts(), export_part(layer.phi, (getattr(layer, "units", 1),))
     # P = I, exact in every format.
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
     # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks.

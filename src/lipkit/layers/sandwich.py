@@ -5,7 +5,6 @@ A sandwich layer is a linear map, an activation with slope in [0, 1] and another
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.registry import export_plain
 
 SQRT2 = math.sqrt(2.0)
 
@@ -376,11 +376,8 @@ def _symbol(real: Tensor, pair: Tensor) -> Symbol:
 
 
 def plain_activation(activation: nn.Module) -> nn.Module:
-    """A copy of the activation for an export, not in place."""
-    guard(activation)
-    plain = copy.deepcopy(activation)
-    if hasattr(plain, "inplace"):
-        setattr(plain, "inplace", False)  # noqa: B010
+    """The activation in an export."""
+    plain: nn.Module = export_plain(activation, (1,))[0]
     return plain
 
 

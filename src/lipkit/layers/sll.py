@@ -23,10 +23,11 @@ from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import circular_module, linear_module, resampled_size, stride_modules
+from lipkit.layers.sandwich import plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
-from lipkit.modules.residual import SlopeResidual
+from lipkit.modules.sandwich import SlopeResidual
 from lipkit.modules.views import Pad
 
 
@@ -109,7 +110,7 @@ def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn
         raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
     first, second = linear_module(free, layer.bias), linear_module(-(multiplier[:, None] * free).mT, None)
-    block = SlopeResidual(first, base.slope_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
     return _resized(layer.in_features, layer.inner, layer.out_features, block, 0)
 
 
@@ -120,7 +121,7 @@ def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.M
     back = layer.fitted(adjoint(-multiplier[:, None, None, None] * kernel), *size)
     first = circular_module(layer.fitted(kernel, *size), layer.bias, layer.padding_mode)
     second = circular_module(back, None, layer.padding_mode)
-    block = SlopeResidual(first, base.slope_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
     resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block, 2)
     return nn.Sequential(*stride_modules(layer), resized)
 

@@ -18,7 +18,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Wiring
 from lipkit.modules.plain import Shape
 from lipkit.modules.products import Limited
-from lipkit.modules.views import Expand, Piece, Reshape
+from lipkit.modules.views import Expand, Piece, reshaped
 from lipkit.proof.roundoff import to_double
 
 MIXED = "expected a result with one row per sample, got one whose shape mixes the batch with other dimensions"
@@ -156,7 +156,7 @@ class Build:
         before, after = before or (1,), after or (1,)
         if before == after:
             return value
-        return self.add(nn.Flatten() if len(after) == 1 else Reshape(*after), value)
+        return self.add(reshaped(after), value)
 
     def broadcast(self, x: Any) -> Operand:
         """``x`` repeated to the shape of the result, as elementwise functions do."""

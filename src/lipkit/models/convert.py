@@ -24,8 +24,8 @@ from lipkit.modules import (
     Add,
     Affine,
     Concatenate,
-    Enlarge,
     EnlargeBilinear,
+    Expand,
     Graph,
     MaxMin,
     Mean,
@@ -285,9 +285,9 @@ class Builder(Converter):
         if per_channel:
             self.note(name, module, "nothing", "the layers around it have biases")
             return []
-        if kind in (Enlarge, EnlargeBilinear):
+        if kind in (Expand, EnlargeBilinear):
             self.note(name, module, kind.__name__, "divided by the root of its factor")
-            return [module, _gain(1 / math.sqrt(module.rows * module.cols))]  # type: ignore[operator]
+            return [module, _gain(math.sqrt(math.prod(shape) / math.prod(output_shape(module, shape))))]
         pool = _window(module, shape)
         if pool is not None:
             self.note(name, module, "ScaledAvgPool2d", "rescaled")

@@ -15,15 +15,13 @@ from lipkit.modules.plain import ROWS, Local, Plain, Shape, Stored, add_plain, e
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.ranges import Range, around, monotone, one_sign
-from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.recurrent import Recurrent, contraction
 from lipkit.modules.registry import output_shape
-from lipkit.modules.residual import SlopeResidual
-from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d
 from lipkit.modules.storage import load, save, sha256
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
 
 __all__ = [
     "ROWS",

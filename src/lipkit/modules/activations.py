@@ -21,10 +21,10 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain
+from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, Shown, add_plain, export_rule
 from lipkit.modules.ranges import Range, around, monotone
-from lipkit.modules.rearrange import Shift2d, shift
 from lipkit.modules.registry import lipschitz, output_shape
+from lipkit.modules.views import Shift2d, shift
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow
 from lipkit.proof.roundoff import to_double
 
@@ -46,7 +46,7 @@ class _MaxMin(torch.autograd.Function):
         a, b = inputs[0].chunk(2, dim=1)
         ordered = a >= b
         ctx.save_for_backward(ordered)
-        ctx.save_for_forward(ordered)
+        ctx.save_for_forward(ordered)  # for the derivative forwards
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class _MaxMinShift(torch.autograd.Function):
         ordered, ctx.moved, kept = a >= b, moved, a.shape[1] - 4 * moved
         ctx.save_for_backward(ordered)
         top, bottom = y.chunk(2, dim=1)
-        torch.maximum(a, b, out=top)
+        torch.maximum(a, b, out=top)  # written where it ends up
         if moved:
             bottom[:, kept:] = shift(torch.minimum(a[:, kept:], b[:, kept:]), moved)
             a, b, bottom = a[:, :kept], b[:, :kept], bottom[:, :kept]
@@ -84,9 +84,9 @@ class _MaxMinShift(torch.autograd.Function):
         if g.dtype is torch.float16 or torch.is_grad_enabled() or transformed(g):
             return _exchanged(ordered, shift(g, moved, -1) if moved else g), None
         made, weight, kept = torch.empty_like(g), ordered.to(g.dtype), ordered.shape[1] - 4 * moved
-        rows = [[*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1)]]
+        rows = [[*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1)]]  # two gradients, the choice, two results
         if moved:
-            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]
+            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]  # those that are moved apart
             rows.append([last[0], shift(last[1], moved, -1), *last[2:]])
         for above, below, share, first, second in rows:
             torch.lerp(below, above, share, out=first)
@@ -182,7 +182,7 @@ class MaxMinShift2d(Shift2d):
         return y
 
 
-class GroupSort(nn.Module):
+class GroupSort(Shown):
     """:func:`group_sort` as a module. 1-Lipschitz.
 
     Args:
@@ -204,9 +204,6 @@ class GroupSort(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return group_sort(x, self.group_size)
 
-    def extra_repr(self) -> str:
-        return f"group_size={self.group_size}"
-
 
 # One unit in the last place is at most 2 u of the result.
 LIBRARY = 2 * 16.0
@@ -218,7 +215,7 @@ def pointwise(
     a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic, largest: float = 0.0
 ) -> Measure:
     """A scalar function within ``u (a |h| + b) + jump`` on every number; ``largest``: modulus of its largest number."""
-    root = math.sqrt(entries(input_shape))
+    root = math.sqrt(entries(input_shape))  # the norm of an error of 1 in every entry
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
     factor = grow(a * arithmetic.unit * (1 + 2.0**-10))
     constant = grow(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
@@ -228,7 +225,18 @@ def pointwise(
 def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     slope = float(module.weight.detach().abs().amax()) if isinstance(module, nn.PReLU) else abs(module.negative_slope)
     lost = arithmetic.tiny / arithmetic.unit  # a slope below the normal range may count as 0
-    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)
+    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)  # a product by a rounded slope
+
+
+def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    def rounded(limit: float) -> float:
+        # A number that the format has is not rounded: its significand is a multiple of the unit.
+        whole = (math.frexp(limit)[0] / arithmetic.unit).is_integer()
+        return 0.0 if limit == 0 or (whole and arithmetic.tiny <= abs(limit) <= arithmetic.largest) else abs(limit)
+
+    limits = float(module.min_val), float(module.max_val)
+    largest = max(map(abs, limits))
+    return pointwise(0.0, max(map(rounded, limits)), 0.0, input_shape, arithmetic, largest)
 
 
 def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -274,7 +282,7 @@ def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> Non
 
 
 def _at_least_one(slope: float) -> float:
-    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
+    return math.inf if math.isnan(slope) else max(1.0, abs(slope))  # the other side has slope 1
 
 
 def _celu(module: nn.CELU) -> float:
@@ -303,7 +311,8 @@ class Activation(NamedTuple):
         kind: its type, matched exactly.
         slope: largest modulus of its derivative, rounded up; a number, or a function of the module.
         rounding: (a, b), which bound the machine's error on a number h by ``u (a |h| + b)``; or a rounding rule.
-        arguments: of its constructor that are stored with a network, and the values that they accept.
+        arguments: of its constructor that are stored with a network, and the values that they accept; None if an
+            `export_rule` names another activation that computes the same.
         restricted: whether its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             function of the module if that depends on its arguments.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
@@ -312,7 +321,7 @@ class Activation(NamedTuple):
     kind: type[nn.Module]
     slope: float | Callable[[Any], float | Tensor]
     rounding: tuple[float, float] | RoundingRule
-    arguments: Mapping[str, Accepts] = MappingProxyType({})
+    arguments: Mapping[str, Accepts] | None = MappingProxyType({})
     restricted: bool | Callable[[Any], bool] = False
     functions: tuple[Callable[..., Any] | str, ...] = ()
 
@@ -349,7 +358,7 @@ def add_activation(row: Activation) -> None:
     def range_of(module: nn.Module, x: Range) -> Range:
         if slope_restricted(module):
             return monotone(module, x)
-        return around(module(x.centre), float(lipschitz(module)) * x.radius)
+        return around(module(x.centre), float(lipschitz(module)) * x.radius)  # entries move alone
 
     add_plain(Plain(row.kind, slope, error, row.arguments, range_of))
     ACTIVATIONS[row.kind] = row
@@ -372,7 +381,7 @@ def slope_restricted(module: nn.Module) -> bool:
 # bisection of the second derivative (tests/modules/test_slopes.py). All slopes are rounded up in the last digit given.
 for _row in (
     Activation(nn.ReLU, 1.0, (0.0, 0.0), {}, True, (F.relu, F.relu_, torch.relu, "relu", "relu_")),
-    Activation(nn.ReLU6, 1.0, (0.0, 0.0), {}, True, (F.relu6,)),
+    Activation(nn.ReLU6, 1.0, (0.0, 0.0), None, True, (F.relu6,)),
     Activation(nn.CELU, _celu, _celu_error, {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
     Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")),
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
@@ -386,10 +395,8 @@ for _row in (
     Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,)),
     # min(0, x) - log1p(e^-|x|), with log1p <= log 2
     Activation(nn.LogSigmoid, 1.0, (2.0, 2 * LIBRARY + 4), {}, True, (F.logsigmoid,)),
-    # The limits are rounded to the format.
     Activation(nn.Hardtanh, lambda m: 1.0 if -math.inf < m.min_val <= m.max_val < math.inf else math.inf,
-               lambda m, *at: pointwise(0.0, max(abs(m.min_val), abs(m.max_val)), 0.0, *at),
-               {"min_val": real, "max_val": real},
+               _hardtanh_error, {"min_val": real, "max_val": real},
                lambda m: -math.inf < m.min_val <= m.max_val < math.inf, (F.hardtanh, F.hardtanh_)),
     Activation(nn.Softshrink, lambda m: 1.0 if 0 <= m.lambd < math.inf else math.inf,
                lambda m, *at: pointwise(2.0, 4 * abs(m.lambd), 0.0, *at), {"lambd": real},
@@ -415,6 +422,8 @@ for _row in (
 ):  # fmt: skip
     add_activation(_row)
 
+export_rule(nn.ReLU6)(lambda module, input_shape: nn.Hardtanh(0.0, 6.0))
+
 
 def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     """The rounding of a module that compares numbers: it only moves them."""
@@ -439,7 +448,7 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     groups = math.sqrt(entries(input_shape) / n)
     each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
     constant = grow(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
-    return proportional(0.0, constant, 4.0, 4.0 * n)
+    return proportional(0.0, constant, 4.0, 4.0 * n)  # sums of n exponentials of at most 1
 
 
 # Its Jacobian diag(p) - p p^T has norm at most 1/2.

@@ -31,7 +31,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import entries, local_error, proportional
 from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.ranges import around
+from lipkit.modules.ranges import within_one
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double, up
@@ -54,7 +54,7 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (u,), both = ctx.saved_tensors, g + g.mT
-        return 2 * (both.sum(-1, keepdim=True) * u - both @ u)
+        return 2 * (both.sum(-1, keepdim=True) * u - both @ u)  # sum over j of (g_ij + g_ji) (u_i - u_j)
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def attraction(u: Tensor, heads: int) -> Tensor:
     >>> [round(value, 6) for value in attraction(torch.tensor([[[0.0], [1.0]]]), 1).flatten().tolist()]
     [-0.353553, 0.353553]
     """
-    parts = u.unflatten(-1, (heads, -1)).movedim(-2, -3)
+    parts = u.unflatten(-1, (heads, -1)).movedim(-2, -3)  # (..., heads, n, e)
     weights = (1 + distances(parts)).rsqrt()
     moved = parts * weights.mean(-1, keepdim=True) - weights @ parts / u.shape[-2]
     return moved.movedim(-3, -2).flatten(-2)
@@ -139,7 +139,7 @@ class GradientStep(nn.Module):
 def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
     inner = None if input_shape is None else output_shape(module.first, input_shape)
     norm, slope, step = lipschitz(module.first, input_shape), lipschitz(module.force, inner), to_double(module.step)
-    curvature = up(step.abs() * slope * norm.square(), 4) + 2.0**-1000
+    curvature = up(step.abs() * slope * norm.square(), 4) + 2.0**-1000  # for products below the range
     convex = type(module.force) in (nn.Softmax, Attraction) or slope_restricted(module.force)
     return up(curvature - 1, 1).clamp_min(1.0) if convex and bool(step >= 0) else up(1 + curvature, 1)
 
@@ -147,7 +147,7 @@ def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
 def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
     back = nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
-    back.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False)
+    back.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False)  # A^T
     parts = [module.first, module.force, back, Affine(-step, torch.zeros_like(step)), Add(1, 1)]
     return local_error(Graph(parts, [[0], [1], [2], [3], [0, 4]]), input_shape, arithmetic)
 
@@ -163,8 +163,7 @@ def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithm
     return proportional(2 * gamma, floor, rising, 2.0)
 
 
-_inside = lambda module, x: around(torch.zeros_like(x.low), torch.ones_like(x.low))  # noqa: E731
-add_plain(Plain(Attraction, 1.0, _attraction_error, {"heads": COUNT}, _inside, dims=(2, 9)))
+add_plain(Plain(Attraction, 1.0, _attraction_error, {"heads": COUNT}, within_one, dims=(2, 9)))
 _stored = Stored(
     dict.fromkeys(("first", "force"), submodule), make=lambda first, force: GradientStep(first, force, torch.zeros(()))
 )

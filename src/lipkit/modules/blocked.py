@@ -25,7 +25,7 @@ def pairwise(parts: Tensor) -> Tensor:
     """
     while len(parts) > 1:
         half = len(parts) // 2
-        rest = parts[2 * half :]
+        rest = parts[2 * half :]  # the odd one, for the next round
         parts = parts[:half] + parts[half : 2 * half]
         if len(rest):
             parts = torch.cat((parts, rest))
@@ -39,7 +39,7 @@ def blocked_product(x: Tensor, weight: Tensor, block: int) -> Tensor:
     [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
     """
     n = weight.shape[1]
-    fill = -n % block if n > block else 0
+    fill = -n % block if n > block else 0  # zeros up to whole blocks
     if fill:
         x, weight = F.pad(x, (0, fill)), F.pad(weight, (0, fill))
     size = min(block, n)
@@ -84,8 +84,8 @@ class BlockedConv2d(nn.Conv2d):
             (n - d * (k - 1) - 1) // s + 1
             for n, d, k, s in zip(padded.shape[2:], dilation, kernel, stride, strict=True)
         ]
-        windows = F.unfold(padded, kernel, dilation=dilation, stride=stride).mT
-        y = blocked_product(windows, self.weight.flatten(1), self.block).mT.unflatten(2, sides)
+        windows = F.unfold(padded, kernel, dilation=dilation, stride=stride).mT  # (N, places, channels * taps)
+        y = blocked_product(windows, self.weight.flatten(1), self.block).mT.unflatten(2, sides)  # as images again
         return y if self.bias is None else y + self.bias[:, None, None]
 
 

@@ -49,7 +49,7 @@ class SlopeRun(NamedTuple):
 
 
 # They leave a vector as it is.
-_SAME = (nn.Flatten, nn.Unflatten, nn.Dropout, Reshape)
+_SAME = (nn.Flatten, Reshape)
 
 
 def in_runs(module: nn.Module) -> bool:
@@ -61,11 +61,7 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
     Consecutive linear layers, and scalings between them, count as one layer. A run of these alone is marked by a
-    multiplier with any numbers at its last layer.
-
-    Args:
-        network: a chain.
-        candidates: True for every run that could have multipliers or needs none; by default, runs that carry some.
+    multiplier with any numbers at its last layer. ``candidates``: also runs that could have multipliers or need none.
 
     >>> import torch
     >>> layers = [nn.Linear(2, 3, bias=False), Affine(torch.ones(3), torch.ones(3)), nn.ReLU(), nn.Linear(3, 1)]
@@ -80,11 +76,11 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
-        vectors = math.prod(before) == before[-1] and math.prod(shape) == shape[-1]
+        vectors = math.prod(before) == before[-1] and math.prod(shape) == shape[-1]  # one row, in any shape
         linear = _linear_map(module, before, vectors)
         if linear is not None and (parts or part or linear.ndim == 2):
             if not (parts or part):
-                runs.append(SlopeRun(i, i, [], [], [], []))
+                runs.append(SlopeRun(i, i, [], [], [], []))  # the layers below fill it
             part = _composed(linear, part)
             if linear.ndim == 2:
                 weights, errors = zip(*parts, part, strict=True)
@@ -164,7 +160,7 @@ def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
         norms = whole(found[run.start : run.stop])
         if math.isfinite(norms):  # a bias that is not finite shows there only
             found[run.start] = min(norms, gain_bound(run.weights, run.multipliers, run.errors))
-            found[run.start + 1 : run.stop] = [1.0] * (run.stop - run.start - 1)
+            found[run.start + 1 : run.stop] = [1.0] * (run.stop - run.start - 1)  # counted in the first one
     return torch.tensor(whole(found), dtype=torch.float64) if runs else _product(factors)
 
 
@@ -194,15 +190,9 @@ class ChainProof:
 
 
 def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
-    """Constants and rounding errors of a network in float64, from one walk over its modules.
+    """Constants and rounding errors of an exported network in float64, from one walk over its modules.
 
-    Args:
-        network: exported, in float64.
-        arithmetic: of the machine whose rounding is bounded; None ignores rounding.
-
-    Raises:
-        NoRuleError: another type, a module without a rule, or one whose forward pass may not be that of its type.
-        OptionError: a bound is NaN.
+    ``arithmetic`` is that of the machine whose rounding is bounded; None ignores rounding.
     """
     guard(network)
     if type(network) is not Network:
@@ -225,7 +215,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
         prefixes=(1.0, *map(_rounded_up, products[1:])),
         last=last if isinstance(last, nn.Linear) else None,
         steps=tuple(steps),
-        slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,
+        slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,  # each is enlarged by 2^-44, see `prove_module`
     )
 
 
@@ -233,17 +223,18 @@ def _rounded_up(bound: Tensor) -> float:
     value = float(bound)
     if math.isnan(value):
         raise OptionError(f"expected a Lipschitz constant >= 0, got {value}")
-    return math.nextafter(value, math.inf) if value > 0 else 0.0
+    return math.nextafter(value, math.inf) if value > 0 else 0.0  # products with an exact 0 are exact
 
 
 def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
     parts: list[Network] = []
     for i, child in enumerate(module):
         before = parts[-1] if parts else None
-        if before is not None and len(before) and not before.multipliers():
-            folded = fold_norm(before[-1], child, input_shape)
+        if before is not None and not before.multipliers():
+            place = max((k for k, part in enumerate(before) if type(part) is not Reshape), default=-1)
+            folded = fold_norm(before[place], child, input_shape) if place >= 0 else None
             if folded is not None:
-                parts[-1] = Network([*before[:-1], folded], before.input_shape)
+                parts[-1] = Network([*before[:place], folded, *before[place + 1 :]], before.input_shape)
                 continue
         parts.append(export_plain(child, input_shape))
         multiplier = module.multiplier(i) if isinstance(module, Network) else None
@@ -264,7 +255,6 @@ def _read(network: Network) -> dict[str, Any]:
     return {"modules": tuple(network), "input_shape": network.input_shape, "multipliers": sizes}
 
 
-_parts = Stored({"modules": submodules}, lambda m: {"modules": tuple(m)}, lambda modules: nn.Sequential(*modules))
 _whole = Stored({"modules": submodules, "input_shape": INTEGER, "multipliers": mapping}, _read, _made)
-add_plain(Plain(nn.Sequential, chain_constant, chain_error, _parts, export=_export_sequential))
+add_plain(Plain(nn.Sequential, chain_constant, chain_error, export=_export_sequential))
 add_plain(Plain(Network, _network, chain_error, _whole, export=_export_sequential))

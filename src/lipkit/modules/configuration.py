@@ -6,6 +6,7 @@ never imports or evaluates anything that a configuration says.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ def flag(value: Any) -> bool:
 
 def real(value: Any) -> bool:
     """A finite number."""
-    return type(value) in (int, float) and abs(value) < 1e300
+    return type(value) in (int, float) and abs(value) < 1e300  # a bool is no number, and NaN compares false
 
 
 def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None) -> Accepts:
@@ -31,7 +32,7 @@ def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None
         if isinstance(value, tuple):
             fits = len(value) <= 16 and count in (len(value), None)
             return fits and all(not isinstance(v, tuple) and accepts(v) for v in value)
-        return type(value) is int and least <= value <= most
+        return type(value) is int and least <= value <= most  # True is none
 
     return accepts
 
@@ -137,6 +138,9 @@ def _build(config: Any, depth: int) -> nn.Module:
         elif accepts is submodules:
             given[key] = tuple(_build(part, depth + 1) for part in given[key])
     try:
-        return (entry.make or kind)(**given)
+        make = entry.make or kind
+        starred = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.VAR_POSITIONAL]
+        listed = [value for key in starred for value in given.pop(key, ())]
+        return make(*listed, **given)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"network configuration: {name} cannot be built: {error}") from None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +29,44 @@ from lipkit.modules.configuration import COUNT, either, flag, whole
 from lipkit.modules.dense import inner_products, linear_range
 from lipkit.modules.machine import entries
 from lipkit.modules.plain import Accepts, Measure, Plain, Shape, add_plain
-from lipkit.modules.registry import output_shape
+from lipkit.modules.registry import export_plain, lipschitz, output_shape
+from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import up
 
-_Conv = nn.Conv1d | nn.Conv2d
+_Conv = nn.Conv2d | nn.ConvTranspose2d
 
-_Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d
+# What leaves the axis of a single row as it is.
+_OF_A_ROW = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "output_size": 1}
 
 
-def _kernel(module: nn.Module) -> Tensor:
-    """The weight with two spatial axes."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if weight.ndim == 4 else weight[:, :, None]
+def on_row(module: Any) -> Any:
+    """The module of images with one row that a convolution or a pooling of signals is, with its numbers.
+
+    >>> on_row(nn.Conv1d(2, 3, 5, padding=2))
+    Conv2d(2, 3, kernel_size=(1, 5), stride=(1, 1), padding=(0, 2))
+    """
+    kind = getattr(nn, type(module).__name__.replace("1d", "2d"))
+    row, own = kind.__new__(kind), vars(module)
+    vars(row).update({"divisor_override": None, **own})  # nn.AvgPool1d lacks it
+    for key, neutral in _OF_A_ROW.items():
+        if isinstance(size := own.get(key), int | tuple):
+            vars(row)[key] = (neutral, size[-1] if isinstance(size, tuple) else size)
+    if "weight" in module._parameters:
+        weight = module.weight[:, :, None]  # a view, which hands on derivatives
+        weight = weight if weight.requires_grad else nn.Parameter(weight, requires_grad=False)
+        vars(row)["_parameters"] = {**module._parameters, "weight": weight}
+        vars(row)["_reversed_padding_repeated_twice"] = [*module._reversed_padding_repeated_twice, 0, 0]
+    return row
+
+
+def constant_on_row(module: nn.Module, input_shape: Shape | None) -> Tensor:
+    return lipschitz(on_row(module), None if input_shape is None else (input_shape[0], 1, *input_shape[1:]))
+
+
+def export_on_row(module: nn.Module, input_shape: Shape) -> nn.Module:
+    before, after = (input_shape[0], 1, *input_shape[1:]), output_shape(module, input_shape)
+    return nn.Sequential(Reshape(*before), export_plain(on_row(module), before), Reshape(*after))
 
 
 def copies(mode: str, before: int, after: int, size: int | None) -> int:
@@ -54,57 +79,54 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
     if mode == "replicate":
         return 1 + (before + after if size is None or size == 1 else max(before, after))
     if mode == "reflect":
-        meet = before and after and (size is None or 3 <= size <= before + after + 1)
+        meet = before and after and (size is None or 3 <= size <= before + after + 1)  # in one pixel
         return 3 if meet else 2 if before or after else 1
     return 1
 
 
-def _axes(sizes: tuple[int, ...]) -> tuple[int, int]:
-    """One number for each of two spatial axes."""
-    return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
-
-
-def kernel_with_stride(module: _Conv | _Transposed) -> Tensor:
+def kernel_with_stride(module: Any) -> Tensor:
     """A kernel whose convolution with stride 1 has at least the norm of this one of the plane: mostly the same norm.
 
     >>> kernel_with_stride(nn.Conv2d(3, 8, 4, stride=4)).shape
     torch.Size([8, 48, 1, 1])
     """
-    kernel, stride = _kernel(module), _axes(module.stride)
+    if module.weight.ndim == 3:
+        module = on_row(module)
+    kernel: Tensor = module.weight
     # Taps that are spread by a dilation meet the phases in another pattern: there the stride is not used.
-    plain = all(d == 1 or k == 1 for d, k in zip(_axes(module.dilation), kernel.shape[2:], strict=True))
-    return polyphase(kernel, stride) if plain else kernel
+    plain = all(d == 1 or k == 1 for d, k in zip(module.dilation, kernel.shape[2:], strict=True))
+    return polyphase(kernel, module.stride) if plain else kernel
 
 
-def _on_plane(module: _Conv | _Transposed) -> Tensor:
+def _on_plane(module: _Conv) -> Tensor:
     return symbol_sup(kernel_with_stride(module), groups=module.groups)
 
 
-def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
-    name = f"nn.{type(module).__name__}"
-    axes = module.weight.ndim - 2
-    kernel, groups, mode = _kernel(module), module.groups, module.padding_mode
+def _conv(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
+    kernel, groups, mode = module.weight, module.groups, module.padding_mode
     if mode == "zeros":
         return _on_plane(module)
     # What the forward pass hands to F.pad: the last axis first, before and after.
     flat = list(module._reversed_padding_repeated_twice)
-    pads = [(flat[2 * i], flat[2 * i + 1]) for i in reversed(range(axes))]
+    pads = [(flat[2], flat[3]), (flat[0], flat[1])]
     if mode in ("reflect", "replicate"):
-        sizes = input_shape[1:] if input_shape is not None else (None,) * axes
+        sizes = (None, None) if input_shape is None else input_shape[1:]
         count = math.prod(copies(mode, *pad, size) for pad, size in zip(pads, sizes, strict=True))
         bound = _on_plane(module)
         return up(bound * math.sqrt(count), 3) if count > 1 else bound
     if mode != "circular":
-        raise NoRuleError(f"{name}: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}")
-    reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]
+        raise NoRuleError(
+            f"nn.Conv2d: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}"
+        )
+    reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]  # of a window
     padded = [before + after for before, after in pads]
     if any(p > r for p, r in zip(padded, reach, strict=True)):
         raise NoRuleError(
-            f"{name} with circular padding: expected at most {reach} padded rows and columns in total "
+            f"nn.Conv2d with circular padding: expected at most {reach} padded rows and columns in total "
             f"(dilation x (kernel_size - 1)), got {padded}: outputs beyond one period repeat and raise the norm"
         )
     if input_shape is not None and all(d == 1 for d in module.dilation):
-        sides, stride = _axes(input_shape[1:]), _axes(module.stride)
+        sides, stride = (input_shape[1], input_shape[2]), (module.stride[0], module.stride[1])
         if all(side % s == 0 for side, s in zip(sides, stride, strict=True)):
             kernel, sides = polyphase(kernel, stride), (sides[0] // stride[0], sides[1] // stride[1])
         # Else the windows are some of those of stride 1.
@@ -113,10 +135,10 @@ def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
     return symbol_sup(kernel, groups=groups)
 
 
-def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
+def _transposed(module: nn.ConvTranspose2d, input_shape: Shape | None) -> Tensor:
     # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
     if module.padding_mode != "zeros":
-        raise NoRuleError(f"nn.{type(module).__name__}: expected padding_mode 'zeros', got {module.padding_mode!r}")
+        raise NoRuleError(f"nn.ConvTranspose2d: expected padding_mode 'zeros', got {module.padding_mode!r}")
     return _on_plane(module)
 
 
@@ -145,17 +167,16 @@ def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
 
 def padded_copies(module: _Conv, input_shape: Shape) -> float:
     """The most copies of one pixel in the padded image."""
-    if module.padding_mode == "zeros" or isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d):
+    if module.padding_mode == "zeros" or isinstance(module, nn.ConvTranspose2d):
         return 1.0
     sizes = input_shape[1:]
     grid = torch.arange(math.prod(sizes), dtype=torch.float64).reshape(1, 1, *sizes)
-    mode = module.padding_mode
-    padded = F.pad(grid, list(module._reversed_padding_repeated_twice), mode=mode)
-    return float(torch.bincount(padded.flatten().long()).amax())
+    padded = F.pad(grid, list(module._reversed_padding_repeated_twice), mode=module.padding_mode)
+    return float(torch.bincount(padded.flatten().long()).amax())  # pixels are their own numbers
 
 
 def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
+    transposed = isinstance(module, nn.ConvTranspose2d)
     groups, taps = module.groups, math.prod(module.weight.shape[2:])
     absolute = copy.deepcopy(module)
     absolute.weight.data = module.weight.detach().abs()
@@ -164,9 +185,9 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
 
     def sums(w: Tensor) -> tuple[float, float]:
         # Each channel on one side against the channels of its group on the other, over all taps.
-        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))
+        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))  # (groups, rows of one, channels of one)
         one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
-        return (other, one) if transposed else (one, other)
+        return (other, one) if transposed else (one, other)  # rows of its stored weight are inputs
 
     return inner_products(
         absolute,
@@ -176,7 +197,7 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
         entries(output_shape(module, input_shape)),
         arithmetic,
         copies=padded_copies(module, input_shape),
-        blocked=type(module) is nn.Conv2d and groups == 1,
+        blocked=type(module) is nn.Conv2d and groups == 1,  # as `lipkit.modules.blocked` does
     )
 
 
@@ -184,12 +205,13 @@ def _padding(sizes: Accepts) -> Accepts:
     return lambda value: value in ("same", "valid") if isinstance(value, str) else sizes(value)
 
 
-for _number, _straight, _turned in ((1, nn.Conv1d, nn.ConvTranspose1d), (2, nn.Conv2d, nn.ConvTranspose2d)):
-    _counts, _sizes = whole(1, count=_number), whole(0, count=_number)
-    _both = {"in_channels": COUNT, "out_channels": COUNT, "kernel_size": _counts, "stride": _counts, "bias": flag}
-    _both |= {"dilation": _counts, "groups": COUNT}
-    _modes = either(None, "zeros", "reflect", "replicate", "circular")
-    _own, _back = {"padding": _padding(_sizes), "padding_mode": _modes}, {"padding": _sizes, "output_padding": _sizes}
-    _dims = (_number + 1, _number + 1)
-    add_plain(Plain(_straight, _conv, _conv_error, _both | _own, linear_range, dims=_dims))
-    add_plain(Plain(_turned, _transposed, _conv_error, _both | _back, linear_range, dims=_dims))
+_counts, _sizes = whole(1, count=2), whole(0, count=2)
+_both = {"in_channels": COUNT, "out_channels": COUNT, "kernel_size": _counts, "stride": _counts, "bias": flag}
+_both |= {"dilation": _counts, "groups": COUNT}
+_modes = either(None, "zeros", "reflect", "replicate", "circular")
+_own, _back = {"padding": _padding(_sizes), "padding_mode": _modes}, {"padding": _sizes, "output_padding": _sizes}
+add_plain(Plain(nn.Conv2d, _conv, _conv_error, _both | _own, linear_range, dims=(3, 3)))
+add_plain(Plain(nn.ConvTranspose2d, _transposed, _conv_error, _both | _back, linear_range, dims=(3, 3)))
+_signals = (nn.Conv1d, nn.ConvTranspose1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d)
+for _signal in _signals:
+    add_plain(Plain(_signal, constant_on_row, export=export_on_row, dims=(2, 2)))

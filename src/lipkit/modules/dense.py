@@ -24,7 +24,7 @@ from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
 from lipkit.modules.machine import entries
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
@@ -76,7 +76,7 @@ class Affine(nn.Module):
         return f"scale={tuple(self.scale.shape)}, shift={tuple(self.shift.shape)}"
 
 
-class PositionCode(nn.Module):
+class PositionCode(Shown):
     """``y = x + P`` with a trained offset P of each channel and place: a translation, so 1-Lipschitz.
 
     Between layers that treat all places alike it tells them apart.
@@ -105,9 +105,6 @@ class PositionCode(nn.Module):
             raise ShapeError(f"PositionCode: expected (B, *{tuple(self.offset.shape)}), got {tuple(x.shape)}")
         return x + self.offset
 
-    def extra_repr(self) -> str:
-        return f"{self.channels}, {self.height}, {self.width}"
-
 
 def inner_products(
     absolute: Callable[[Tensor], Tensor],
@@ -120,23 +117,17 @@ def inner_products(
     copies: float = 1.0,
     blocked: bool = True,
 ) -> Measure:
-    """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms.
+    """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
 
-    Args:
-        absolute: maps |x| to ``|W| |x| + |b|``.
-        sums: maps |W| to its largest row sum and its largest column sum.
-        weight: the stored numbers of W.
-        terms: n, the most terms of one output.
-        outputs: how many outputs a sample has.
-        copies: the most copies of an input that a padding makes.
-        blocked: whether an evaluator that sums in blocks does so here.
+    ``absolute`` maps |x| to ``|W| |x| + |b|``, ``sums`` |W| to its largest row sum and column sum. A padding makes at
+    most so many ``copies`` of an input. An evaluator that sums in blocks does so here if ``blocked``.
     """
     magnitude = weight.detach().abs().double()
     depth = arithmetic.depth(terms) if blocked else terms
-    error = arithmetic.gamma(depth + 1 + arithmetic.stored)
-    up = 1 + FLOAT64.gamma(weight.numel() + terms + 16)
+    error = arithmetic.gamma(depth + 1 + arithmetic.stored)  # the bias, and a weight that is rounded first
+    up = 1 + FLOAT64.gamma(weight.numel() + terms + 16)  # for the sums that are taken here
     row, column = (value * up for value in sums(magnitude))
-    norm = grow(math.sqrt(row * column * copies))
+    norm = grow(math.sqrt(row * column * copies))  # Schur
     lost = 0.0
     if _has_subnormal(magnitude, arithmetic):
         tiny = (magnitude < arithmetic.tiny) & (magnitude > 0)
@@ -148,7 +139,7 @@ def inner_products(
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(absolute(x.abs())) * up), norm)
         found = reached.times(error).plus(Line(size(x), 1.0).times(lost)).plus(flat(reached.at, floor))
-        peak = reached.times(1 + error if error < math.inf else 1.0)
+        peak = reached.times(1 + error if error < math.inf else 1.0)  # partial sums of moduli are below
         return Local(found, Line(peak.at + biggest, peak.slope))
 
     return measure
@@ -181,25 +172,24 @@ add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), _linear_err
 def last_layer(
     module: nn.Linear, arithmetic: Arithmetic
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], Tensor]]:
-    """The rounding error of each output of a dense layer alone.
+    """The rounding error of each output of a dense layer alone: (at, slope, peak).
 
-    Returns:
-        ``at``: maps inputs (N, n) to the error (N, K) there. ``slope`` (K,): growth of the error per unit of l2
-        distance. ``peak``: maps inputs to bounds (N, K) of the moduli of intermediate numbers.
+    Inputs (N, n) are mapped by ``at`` to the error (N, K) there, which grows by ``slope`` (K,) per unit of l2 distance,
+    and by ``peak`` to bounds (N, K) of the moduli of intermediate numbers.
     """
     weight = module.weight.detach().abs()
     bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().abs()
     n = module.in_features
     error = arithmetic.gamma(arithmetic.depth(n) + 1 + arithmetic.stored)
-    up = 1 + FLOAT64.gamma(n + 16)
+    up = 1 + FLOAT64.gamma(n + 16)  # for the sums that are taken here
     tiny = ((weight < arithmetic.tiny) & (weight > 0)).double()
     norms = size(weight)
-    zero = weight.amax(1) == 0
+    zero = weight.amax(1) == 0  # such a row has no error that grows
     slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
     floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
 
     def peak(x: Tensor) -> Tensor:
-        return grow(F.linear(x.abs(), weight, bias) * up)
+        return grow(F.linear(x.abs(), weight, bias) * up)  # partial sums of moduli are below
 
     def at(x: Tensor) -> Tensor:
         return grow(peak(x) * error + F.linear(x.abs(), tiny) * arithmetic.tiny * up + floor)
@@ -210,7 +200,7 @@ def last_layer(
 def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     rest = (1,) * (len(input_shape) - module.scale.ndim)
     scale, shift = (t.detach().double().abs().view(*t.shape, *rest) for t in (module.scale, module.shift))
-    error = arithmetic.gamma(3 + 2 * arithmetic.stored)
+    error = arithmetic.gamma(3 + 2 * arithmetic.stored)  # product and sum, of two numbers that may be rounded
     largest = grow(float(scale.amax()))
     lost = arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
     floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 12)
@@ -218,7 +208,7 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(x.abs() * scale + shift)), largest)
         error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
-        peak = reached.times(2.0)
+        peak = reached.times(2.0)  # the product, then the sum
         return Local(error_line.plus(flat(reached.at, floor)), Line(peak.at + largest, peak.slope))
 
     return measure

@@ -126,7 +126,7 @@ def stacked(forms: Sequence[Form]) -> Form:
         norms = up(torch.linalg.vector_norm(rows, dim=0), len(rows) + 2)
         return Form(frame, torch.where((rows != 0).sum(0) > 1, norms, rows.sum(0)))
     assert frame.whole is not None
-    return frame.whole.scaled(spectral_norm(rows))
+    return frame.whole.scaled(spectral_norm(rows))  # over the sources of the value that was cut
 
 
 def _times(gains: Tensor, factor: Tensor) -> Tensor:
@@ -148,6 +148,6 @@ def _common(forms: Sequence[Form]) -> tuple[Frame, Tensor]:
     """
     work = list(forms)
     while any(form.frame is not work[0].frame for form in work):
-        deepest = max(form.frame.depth for form in work)
+        deepest = max(form.frame.depth for form in work)  # no other frame can express its gains
         work = [form.lifted() if form.frame.depth == deepest else form for form in work]
     return work[0].frame, torch.stack([form.gains for form in work])

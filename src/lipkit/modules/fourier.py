@@ -110,7 +110,7 @@ class FourierConv2d(nn.Module):
         made = transform_matrices(*self.kernel_size, dtype=self.real.dtype, device=self.real.device)
         self.transforms = len(made)
         for i, matrix in enumerate(made):
-            self.register_buffer(f"transform{i}", matrix, persistent=False)
+            self.register_buffer(f"transform{i}", matrix, persistent=False)  # it follows from the sizes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -177,9 +177,9 @@ def _fourier(module: FourierConv2d, input_shape: Shape | None) -> Tensor:
     norms = [spectral_norm(module.real)]
     if len(module.pair):
         pair = to_double(module.pair)
-        norms.append(spectral_norm(torch.complex(pair[:, 0], pair[:, 1]) if module.complex_pairs else pair))
+        norms.append(spectral_norm(torch.complex(pair[:, 0], pair[:, 1]) if module.complex_pairs else pair))  # R + i S
     # Splitting into phase images moves pixels; a 1 x 1 kernel has no transform.
-    norm = torch.stack(norms).amax()
+    norm = torch.stack(norms).amax()  # of a block diagonal matrix
     return norm if module.kernel_size == (1, 1) else up(norm * transform_norm(module.matrices()) ** 2, 4)
 
 
@@ -239,11 +239,11 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
     blocks = spectral_blocks(module)
     parts = module.pair.shape[1] if module.pair.numel() else 1
-    terms = parts * cin
+    terms = parts * cin  # real ones: two for each complex number
     sizes = [len(matrix) for matrix in module.matrices()]
     transform = transform_error(sizes, arithmetic)
     product = arithmetic.gamma(terms + _ROOM + arithmetic.stored) * blocks
-    there = gain * transform + product * (1 + transform)
+    there = gain * transform + product * (1 + transform)  # T x is off, then the products are
     # Back: the error so far, and that of the inverse transform on numbers of at most (gain + there) ||x||.
     relative = grow(there + transform * (gain + there))
     # Underflow: at most two for each operation, each carried on by a norm of at most sqrt(2) (1 + blocks) sqrt(terms).
@@ -255,7 +255,7 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     relative += 4 * (steps + sum(sizes) + terms) * (2 + blocks) * arithmetic.tiny
     found = relative_to_input(relative, floor, module.bias, outputs, gain + blocks, arithmetic, transform)
     if biggest > arithmetic.room:
-        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))
+        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))  # no number of the format
     return found
 
 

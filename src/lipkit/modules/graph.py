@@ -12,6 +12,8 @@ the sum of their squares.
 from __future__ import annotations
 
 import collections
+import copy
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -20,19 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.registry import export_plain, lipschitz
-from lipkit.modules.views import Piece
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
+from lipkit.modules.registry import export_plain, lipschitz, output_shape
+from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
 
 
-class Join(nn.Module):
+class Join(Shown):
     """A module of a `Graph` that reads several values of one sample."""
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -60,13 +62,10 @@ class Add(Join):
 
     def forward(self, *values: Tensor) -> Tensor:
         check_alike(self, values, len(self.signs))
-        total = values[0] if self.signs[0] > 0 else -values[0]
+        total = values[0] if self.signs[0] > 0 else -values[0]  # exact: a sign is no rounding
         for value, sign in zip(values[1:], self.signs[1:], strict=True):
             total = total + value if sign > 0 else total - value
         return total
-
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.signs))
 
 
 class Concatenate(Join):
@@ -87,9 +86,6 @@ class Concatenate(Join):
 
     def forward(self, *values: Tensor) -> Tensor:
         return torch.cat(values, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
 
 
 class Maximum(Join):
@@ -153,20 +149,17 @@ class Joining(NamedTuple):
     form: Callable[[Any, Sequence[Form]], Form]
     error: Callable[[Any, Sequence[Line]], Line]
     operations: Callable[[Any], int]
-    plain: Callable[[Any], Join]
+    plain: Callable[[Any], Join] = copy.deepcopy
     number: Callable[[Any], float] = lambda join: 0.0
 
 
 def _summed(join: Join, lines: Sequence[Line]) -> Line:
-    total = lines[0]
-    for line in lines[1:]:
-        total = total.plus(line)
-    return total
+    return functools.reduce(Line.plus, lines)
 
 
-def _beside(join: Join, lines: Sequence[Line]) -> Line:
-    # || a_i + b_i s || <= || a || + || b || s.
-    at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)
+def beside(lines: Sequence[Line]) -> Line:
+    """The bound of values beside each other: ``|| a_i + b_i s || <= || a || + || b || s``."""
+    at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)  # parts are orthogonal
     rounding = 1 + (len(lines) + 8) * 2.0**-52
     return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
 
@@ -181,9 +174,9 @@ def add_join(kind: type[Join], answers: Joining) -> None:
     remember(kind)
 
 
-add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda m: len(m.signs) - 1, lambda m: Add(*m.signs)))
-add_join(Concatenate, Joining(lambda _, forms: stacked(forms), _beside, lambda m: 0, lambda m: Concatenate(m.dim)))
-add_join(Maximum, Joining(lambda _, forms: stacked(forms), _beside, lambda m: 0, lambda m: Maximum()))
+add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda join: len(join.signs) - 1))
+for _kind in (Concatenate, Maximum):
+    add_join(_kind, Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0))
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
@@ -240,7 +233,7 @@ class Graph(nn.Module):
             raise OptionError(f"Graph: expected every value but the last to be read, got values {unread} that are not")
 
     def forward(self, x: Tensor) -> Tensor:
-        last = {value: i for i, read in enumerate(self.sources) for value in read}
+        last = {value: i for i, read in enumerate(self.sources) for value in read}  # after that its memory is free
         values = {0: x}
         for i, (node, read) in enumerate(zip(self.nodes, self.sources, strict=True)):
             values[i + 1] = node(*(values[value] for value in read))
@@ -264,29 +257,16 @@ def refuse_inplace(module: nn.Module) -> None:
 
 
 def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
-    """Shapes of the values of one sample, found by running two zeros through the graph.
-
-    Raises:
-        ShapeError: a module does not accept what it reads, or does not keep the samples of a batch apart.
-    """
-    floating = [t for t in (*graph.parameters(), *graph.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
-    values = [torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)]
-    with torch.no_grad():
-        for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
-            try:
-                values.append(node(*(values[value] for value in read)))
-            except (RuntimeError, ValueError, IndexError) as error:
-                if lacks_memory(error):
-                    raise
-                given = [tuple(values[value].shape[1:]) for value in read]
-                reason = first_line(error)
-                raise ShapeError(
-                    f"module {i}, {type_name(type(node))}, does not accept inputs of shape {given}: {reason}"
-                ) from None
-            if not isinstance(values[-1], Tensor) or values[-1].ndim < 2 or len(values[-1]) != 2:
-                raise ShapeError(f"module {i}, {type_name(type(node))}: expected one output per sample of a batch")
-    return [tuple(value.shape[1:]) for value in values]
+    """Shapes of the values of one sample, module by module."""
+    shapes = [input_shape]
+    for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
+        try:
+            shapes.append(output_shape(node, *(shapes[value] for value in read)))
+        except ShapeError as error:
+            raise ShapeError(f"module {i}: {error}") from None
+        if not shapes[-1]:
+            raise ShapeError(f"module {i}, {type_name(type(node))}: expected outputs with dimensions besides the batch")
+    return shapes
 
 
 def _joining(node: nn.Module) -> Joining:
@@ -404,12 +384,12 @@ class Wiring:
                 alone = len(part) == 1 and self.sources[value - 1] == (begin,) and not isinstance(first, Join)
                 chain.append(first if alone else Graph(*self.part(part, begin)))
                 begin, part = value, []
-            open_until = max(open_until, last.get(value, 0))
+            open_until = max(open_until, last.get(value, 0))  # the last reader of any value so far
         return chain
 
     def part(self, values: Sequence[int], begin: int = 0) -> tuple[list[nn.Module], list[list[int]]]:
         """The modules that compute ``values`` from value ``begin``, and their sources, numbered as in a `Graph`."""
-        number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}
+        number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}  # value 0 is the part's input
         sources = [[number[value] for value in self.sources[after - 1]] for after in values]
         return [self.modules[value - 1] for value in values], sources
 
@@ -426,10 +406,14 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
         if isinstance(node, Join):
             given = [wiring.add(_joining(node).plain(node), *given)]
         else:
-            alone = given[0] and waiting[given[0]] == 1
-            folded = fold_norm(wiring.modules[given[0] - 1], node, shapes[read[0]]) if alone else None
+            # Through values that nothing else reads, under whatever shape.
+            layer = given[0]
+            while layer and waiting.get(layer, 1) == 1 and type(wiring.modules[layer - 1]) is Reshape:
+                (layer,) = wiring.sources[layer - 1]
+            alone = layer and waiting.get(layer, 1) == 1
+            folded = fold_norm(wiring.modules[layer - 1], node, shapes[read[0]]) if alone else None
             if folded is not None:
-                wiring.modules[given[0] - 1] = folded
+                wiring.modules[layer - 1] = folded
             else:
                 plain = export_plain(node, shapes[read[0]])
                 for part in (plain,) if plain.multipliers() else plain:
@@ -457,7 +441,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
             for i, ((node, read), step) in enumerate(zip(nodes, steps, strict=True)):
                 given = [bounds[value] for value in read]
                 bound = _advanced(node, step, given, shapes[i + 1], arithmetic)
-                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))
+                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))  # its gain over all paths
                 peak = peak.most(bound.peak)
                 for value in set(read):
                     if last[value] == i:
@@ -478,7 +462,7 @@ def _advanced(
     reached, number = joining.error(node, reaches), joining.number(node)
     operations = joining.operations(node)
     centre = node(*(bound.centre for bound in given))
-    floor = 4 * (operations + 1) * math.sqrt(entries(shape))
+    floor = 4 * (operations + 1) * math.sqrt(entries(shape))  # units below the normal range, in every entry
 
     def own(machine: Arithmetic) -> Line:
         # A number that is rounded is off by u of it, and one below the normal range by all of it.
@@ -491,10 +475,10 @@ def _advanced(
     before = joining.error(node, [Line(bound.centre_error, 0.0) for bound in given])
     return ErrorBound(
         centre=centre,
-        centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,
+        centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,  # at the sample: s = 0
         error=joining.error(node, [bound.error for bound in given]).plus(own(arithmetic)),
         move=given[0].move,
-        peak=Line(reached.at * 2 + number, reached.slope * 2),
+        peak=Line(reached.at * 2 + number, reached.slope * 2),  # partial sums, and the stored number
     )
 
 
@@ -506,7 +490,7 @@ def _wired(value: Any) -> bool:
     )
 
 
-add_plain(Plain(Add, stored=Stored({"signs": INTEGER}, make=lambda signs: Add(*signs))))
+add_plain(Plain(Add, stored={"signs": INTEGER}))
 add_plain(Plain(Concatenate, stored={"dim": INTEGER}))
 add_plain(Plain(Maximum, stored={}))
 add_plain(Plain(Blend, stored=Stored({}, make=lambda: Blend(torch.zeros(())))))

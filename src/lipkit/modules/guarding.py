@@ -148,12 +148,7 @@ _WRAPPERS = {
 
 
 def refuse_wrapper(module: object, function: str) -> None:
-    """Refuse a module that only wraps a network, naming the attribute that holds it, and one whose weights are unknown.
-
-    Raises:
-        NoRuleError: data parallel and averaged models, those of ``torch.compile``, and lazy modules before their first
-            batch.
-    """
+    """Refuse a module that only wraps a network, naming the attribute that holds it, or whose weights are unknown."""
     if isinstance(module, LazyModuleMixin):
         got = f"{type_name(type(module))} before its first batch"
         raise NoRuleError(f"{function}: expected known weights, got {got}: run the network once")

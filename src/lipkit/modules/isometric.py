@@ -12,7 +12,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.configuration import COUNT
-from lipkit.modules.plain import Measure, Plain, Shape, add_plain
+from lipkit.modules.plain import Measure, Plain, Shape, Shown, add_plain
 from lipkit.proof.arithmetic import Arithmetic, grow
 
 
@@ -36,11 +36,11 @@ class HalfAbs(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1] // 2
+        n = x.shape[1] // 2  # of an odd number the smaller half
         return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
 
 
-class NActivation(nn.Module):
+class NActivation(Shown):
     r"""A line of slope 1 that goes down with slope -1 between two trained thresholds of each channel: 1-Lipschitz.
 
     .. math:: x - 2 t_1 \ (x < t_1), \qquad -x \ (t_1 \le x \le t_2), \qquad x - 2 t_2 \ (x > t_2)
@@ -73,11 +73,8 @@ class NActivation(nn.Module):
         )
         return torch.where(x < low, x - 2 * low, torch.where(x > high, x - 2 * high, -x))
 
-    def extra_repr(self) -> str:
-        return f"{self.channels}"
 
-
-class LPReLU(nn.Module):
+class LPReLU(Shown):
     """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz.
 
     Args:
@@ -104,11 +101,8 @@ class LPReLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.prelu(x, self.slopes.clamp(-1, 1))
 
-    def extra_repr(self) -> str:
-        return f"num_parameters={self.num_parameters}"
 
-
-class Householder(nn.Module):
+class Householder(Shown):
     r"""Reflects pairs of channels (one of each half) that lie on the far side of a line at a trained angle.
 
     .. math:: (a, b) \text{ if } a \sin\tfrac\theta2 - b \cos\tfrac\theta2 > 0, \qquad \text{else}\quad
@@ -147,12 +141,9 @@ class Householder(nn.Module):
         for theta in angles:
             a, b = x.chunk(2, dim=1)
             c, s = theta.cos(), theta.sin()
-            keep = a * (theta / 2).sin() > b * (theta / 2).cos()
+            keep = a * (theta / 2).sin() > b * (theta / 2).cos()  # on the near side of the line
             x = torch.cat((torch.where(keep, a, a * c + b * s), torch.where(keep, b, a * s - b * c)), dim=1)
         return x
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, order={self.order}"
 
 
 def _export_lprelu(module: LPReLU, input_shape: Shape) -> nn.Module:

@@ -156,11 +156,7 @@ class NormFactors(NamedTuple):
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
-    """Factors of a chain. Around 0 a module's error is ``own(0) + slope ||h||`` for every h; later ones only add to it.
-
-    Args:
-        zero: (1, *input_shape) zeros in float64.
-    """
+    """Factors of a chain: around 0 a module's error is ``own(0) + slope ||h||`` for every h; later ones add to it."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):
@@ -170,7 +166,7 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
             at[0], at[place] = line.at[0], line.slope
             own = Local(Line(at, line.slope), nothing(at))
             factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
-            zero = step.module(zero)
+            zero = step.module(zero)  # the exact value behind the input 0
     return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, origin)
 
 
@@ -179,20 +175,16 @@ def by_norms(
 ) -> tuple[ErrorBound, Tensor]:
     """`through` in float64 arithmetic, with the norms of values for the errors of modules.
 
-    Args:
-        spare: maps outputs to the error that does not matter (N,). For samples that have more, the modules that add
-            most are measured.
-
-    Returns:
-        The bounds, and of which samples (N,) those of `through` could be lower by more than ``spare``.
+    ``spare`` maps outputs to the error that does not matter (N,). For samples that have more, the modules that add most
+    are measured; the second result says of which samples the bounds of `through` could still be lower by more.
     """
     errors, slopes, origin = factors
-    most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()
+    most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
     norms, before, x = [x.new_ones(len(x))], dict[int, Tensor](), x.clone()  # modules may work in place
     peak = Line(size(x), 1.0).times(origin.peak.slope).plus(Line(origin.peak.at, 0.0))
     with torch.no_grad():
         for place, step in enumerate(steps):
-            norms.append(size(x) if slopes[place] else norms[0])
+            norms.append(size(x) if slopes[place] else norms[0])  # a factor that multiplies 0
             if most[place]:
                 before[place] = x.clone()
             x = step.module(x)
@@ -207,8 +199,8 @@ def by_norms(
             measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
         total[rows] = rest + (measured * sums) @ errors
-        far[rows] = ~(rest.sum(1) < enough[rows])
-    error, centre = grow(total).unbind(1)
+        far[rows] = ~(rest.sum(1) < enough[rows])  # what was not measured may still be too much
+    error, centre = grow(total).unbind(1)  # the machine's error, and that of the float64 centre
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
     return ErrorBound(x, centre, error_line, move, peak._replace(slope=origin.peak.slope)), far
 

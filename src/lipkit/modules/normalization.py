@@ -15,10 +15,10 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.ranges import Range, around
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, add_plain
+from lipkit.modules.ranges import Range, around, within_one
 from lipkit.modules.registry import check_dims, export_copy, output_shape
-from lipkit.modules.views import Reshape
+from lipkit.modules.views import Reshape, Together
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import gamma, multiply_up, reciprocal_up, to_double, up
 
@@ -28,11 +28,7 @@ _InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
 def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
-    """Scale and shift (C,) in float64 of a normalisation by running statistics.
-
-    Raises:
-        NoRuleError: training mode, or no running statistics.
-    """
+    """Scale and shift (C,) in float64 of a normalisation by running statistics."""
     if module.training or module.running_mean is None or module.running_var is None:
         raise NoRuleError(
             f"nn.{type(module).__name__}: expected evaluation mode with running statistics, got "
@@ -57,17 +53,13 @@ def _batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape | None) -
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Linear)
+_FOLDABLE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
 
-    Args:
-        norm: a batch normalisation by running statistics. shape: of one sample between both.
-
-    Raises:
-        NoRuleError: as `running_affine`; a normalisation whose forward pass may not be that of its type.
+    ``shape`` is that of one sample in front of the normalisation, which may be another one than behind the layer.
 
     >>> norm = nn.BatchNorm1d(2).eval()
     >>> _ = norm.running_mean.fill_(1.0)
@@ -78,7 +70,8 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     if type(norm) not in NORMS or type(layer) not in _FOLDABLE:
         return None
     assert isinstance(norm, _BatchNorm)
-    if norm.num_features != shape[0] or (type(layer) is nn.Linear and len(shape) != 1):
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    if not norm.num_features == outputs == shape[0] or (type(layer) is nn.Linear and len(shape) != 1):
         return None
     guard(norm)
     scale, shift = running_affine(norm)
@@ -107,17 +100,13 @@ def scaled_kernel(layer: Any, scale: Tensor, *, inputs: bool = False) -> Tensor:
 
 
 def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:
-    r""":math:`\max |w| / \sqrt{\epsilon}`, rounded up, of a normalisation by the sample's own statistics.
-
-    Raises:
-        NoRuleError: eps is not positive and finite.
-    """
+    r""":math:`\max |w| / \sqrt{\epsilon}`, rounded up, of a normalisation by the sample's own statistics."""
     if not (math.isfinite(module.eps) and module.eps > 0):
         raise NoRuleError(
             f"nn.{type(module).__name__}: expected eps a positive finite number, got {module.eps}: without it samples "
             "of small variance are stretched without limit"
         )
-    constant = torch.tensor(1 / math.sqrt(module.eps) * (1 + gamma(4)), dtype=torch.float64)
+    constant = torch.tensor(1 / math.sqrt(module.eps) * (1 + gamma(4)), dtype=torch.float64)  # root and quotient
     if module.weight is not None:
         constant = multiply_up(to_double(module.weight).abs().amax(), constant.to(module.weight.device))
     return constant
@@ -146,7 +135,7 @@ def _export_batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape) -
     return Affine(scale.to(dtype), shift.to(dtype))
 
 
-class Center(nn.Module):
+class Center(Shown):
     r"""Batch centring: the mean of each channel (dimension 1) is subtracted, in evaluation a running mean.
 
     In evaluation a translation, so its constant is 1; in training the output depends on the batch, and there is none.
@@ -191,9 +180,6 @@ class Center(nn.Module):
             with torch.no_grad():
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         return x - mean.view(-1, *[1] * (x.ndim - 2))
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, momentum={self.momentum}"
 
 
 def _center(module: Center, input_shape: Shape | None) -> float:
@@ -258,20 +244,17 @@ class BatchLipNorm(Center):
         if self.training:
             if x.numel() < 2 * x.shape[1]:
                 raise ShapeError(f"BatchLipNorm: expected two numbers of each channel or more, got {tuple(x.shape)}")
-            variance = torch.var(x, [d for d in range(x.ndim) if d != 1], correction=0)
+            variance = torch.var(x, [d for d in range(x.ndim) if d != 1], correction=0)  # of this batch: biased
             count = x.numel() // x.shape[1]
             with torch.no_grad():
-                unbiased = variance * (count / (count - 1))
+                unbiased = variance * (count / (count - 1))  # as the statistics of torch
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         centred = super().forward(x)
         axes = [1] * (x.ndim - 2)
         return centred * (variance.amax() + self.eps).rsqrt() + self.bias.view(-1, *axes)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, eps={self.eps}"
 
-
-class LayerCenter(nn.Module):
+class LayerCenter(Together):
     r"""Layer centring: the mean over some dimensions of a sample is subtracted; an orthogonal projection, of norm 1.
 
     .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x
@@ -291,20 +274,11 @@ class LayerCenter(nn.Module):
         deel-torchlip's LayerCentering; layer normalisation without its division, which has no small constant.
     """
 
-    def __init__(self, *dims: int) -> None:
-        super().__init__()
-        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            raise OptionError(f"LayerCenter: expected different dimensions behind the batch, at least 1, got {dims}")
-        self.dims = tuple(dims)
-
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(self.dims, keepdim=True)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims))
 
-
-class UnitNorm(nn.Module):
+class UnitNorm(Together):
     r"""Numbers divided by their l2 norm, or by eps where that is larger: ``F.normalize``.
 
     .. math:: y = x / \max(\|x\|_2, \epsilon)
@@ -320,22 +294,17 @@ class UnitNorm(nn.Module):
     """
 
     def __init__(self, *dims: int, eps: float) -> None:
-        super().__init__()
-        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            raise OptionError(f"UnitNorm: expected different dimensions behind the batch, at least 1, got {dims}")
+        super().__init__(*dims)
         if not (math.isfinite(eps) and eps > 0):
             raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: at 0 it has no constant")
-        self.dims, self.eps = tuple(dims), eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
 
-    def extra_repr(self) -> str:
-        return f"{', '.join(map(str, self.dims))}, eps={self.eps:g}"
-
     def within(self, x: Range) -> UnitNorm:
         """One that computes the same for inputs in a range, its eps as large as possible."""
-        nearest = torch.maximum(x.low, -x.high).clamp_min(0)
+        nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))
 
@@ -394,9 +363,9 @@ def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> n
     n = math.prod(input_shape) // groups
     parts: list[nn.Module] = [nn.LayerNorm(n, module.eps, elementwise_affine=False)]
     if (groups, n) != input_shape:
-        parts = [Reshape(groups, n), *parts, Reshape(*input_shape)]
+        parts = [Reshape(groups, n), *parts, Reshape(*input_shape)]  # channels of a group are neighbours
     weight, bias = (module._parameters[name] for name in ("weight", "bias"))
-    like = bias if weight is None else weight
+    like = bias if weight is None else weight  # for its dtype and device
     if like is not None:  # a functional form may have either alone
         scale = torch.ones_like(like) if weight is None else weight
         parts.append(Affine(scale, torch.zeros_like(like) if bias is None else bias))
@@ -410,7 +379,7 @@ def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arit
     weight, bias = (0.0 if t is None else float(t.detach().abs().amax()) for t in (module.weight, module.bias))
     weight = 1.0 if module.weight is None else weight
     shift = 0.0 if module.bias is None else float(size(module.bias[None])) * math.sqrt(numbers / module.bias.numel())
-    gamma = arithmetic.gamma(4 * terms + 32)
+    gamma = arithmetic.gamma(4 * terms + 32)  # two sums over the group, and what follows
     # Squares must not overflow either.
     cap = min(math.sqrt(terms * eps) / (4 * gamma), math.sqrt(arithmetic.largest) / 8)
     # What is flushed to zero must not count beside eps.
@@ -448,12 +417,9 @@ def _layer_norm_range(module: nn.LayerNorm, x: Range) -> Range:
 for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
 add_plain(Plain(BatchLipNorm, _batch_lip_norm, export=_export_batch_lip_norm))
-_dims = Stored({"dims": COUNT}, make=lambda dims: LayerCenter(*dims))
-_unit = Stored({"dims": COUNT, "eps": real}, make=lambda dims, eps: UnitNorm(*dims, eps=eps))
-_inside = lambda module, x: around(torch.zeros_like(x.low), torch.ones_like(x.low))  # noqa: E731
-add_plain(Plain(UnitNorm, _unit_norm, _unit_norm_error, _unit, _inside))
+add_plain(Plain(UnitNorm, _unit_norm, _unit_norm_error, {"dims": COUNT, "eps": real}, within_one))
 _norm = {"normalized_shape": INTEGER, "eps": real, "elementwise_affine": flag, "bias": flag}
-add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, _dims))
+add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, {"dims": COUNT}))
 add_plain(Plain(nn.LayerNorm, _layer_norm, _layer_norm_error, _norm, _layer_norm_range, export=_export_layer_norm))
 add_plain(Plain(nn.GroupNorm, lambda module, input_shape: own_constant(module), export=_export_apart))
 for _instance, _rank in ((nn.InstanceNorm1d, 2), (nn.InstanceNorm2d, 3), (nn.InstanceNorm3d, 4)):

@@ -31,7 +31,7 @@ def settled(module: nn.Module) -> nn.Module:
         return module
     kind, lists = type(module), module._modules["parametrizations"]
     assert isinstance(lists, nn.ModuleDict)
-    base: type[nn.Module] = kind.__bases__[0]
+    base: type[nn.Module] = kind.__bases__[0]  # torch derives a class from it
     name = f"{type_name(base)} with parametrizations on {sorted(lists)}"
     own = {key for key, value in vars(kind).items() if callable(value) or hasattr(type(value), "__get__")}
     if kind.__name__ != f"Parametrized{base.__name__}" or own - {"__getstate__", "__deepcopy__", *lists}:

@@ -1,18 +1,5 @@
 """One row for each module: all that it answers, in one table by exact type.
 
-The contract of a constrained layer:
-
-1. All parameters exist, in their final shape, when ``__init__`` returns; the raw parameter is never called
-   ``weight``.
-2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
-   the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
-   error is inside the bound, and norms that wide CPL layers do not prove in training). The image size comes from the
-   input.
-3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
-4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
-   raises.
-5. A class is abstract or final; variants are functions passed as options.
-
 A layer that is trained joins by two rules, `lipschitz_rule` and `export_rule`; a module of exported networks by a row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz: a module without a rule, and one whose forward pass is not the
 one its type names (hooks, an instance-level ``forward``), is refused. Parametrised ones are what their numbers say.
@@ -20,6 +7,7 @@ one its type names (hooks, an instance-level ``forward``), is refused. Parametri
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,6 +64,20 @@ RangeRule = Callable[[Any, Range], Range]
 IntegerRule = Callable[[Any, Any, Any, float], Any]
 
 Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
+
+
+class Shown(nn.Module):
+    """A module that shows what its constructor takes, from its attributes of these names; tensors are left out."""
+
+    def extra_repr(self) -> str:
+        own, shown = vars(self), list[str]()
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            if name in own and parameter.kind is parameter.VAR_POSITIONAL:
+                shown += map(str, own[name])
+            elif name in own:
+                named = parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+                shown.append(f"{name}={own[name]}" if named else str(own[name]))
+        return ", ".join(shown)
 
 
 class Plain(NamedTuple):
@@ -147,7 +149,7 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
 
     def filled(rule: Rule) -> Rule:
         for kind in types:
-            row = ROWS.get(kind, Plain(kind))
+            row = ROWS.get(kind, Plain(kind))  # another rule may have made it
             if getattr(row, column) is not None:
                 raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
             answer: dict[str, Any] = {column: rule}

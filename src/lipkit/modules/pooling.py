@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, add_plain
 from lipkit.modules.ranges import monotone, one_sign
-from lipkit.modules.registry import check_dims, export_plain, lipschitz, output_shape
-from lipkit.modules.views import Reshape
+from lipkit.modules.registry import check_dims, lipschitz, output_shape
+from lipkit.modules.views import EnlargeBilinear, Together, enlarged
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, root
@@ -37,11 +36,9 @@ def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[in
     """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often.
 
     >>> max_pool_constant([3, 3], [2, 2], [1, 1])
-    2.0000000000000004
+    2.0
     """
-    count = math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True))
-    root = math.sqrt(count)
-    return root if count == 1 else math.nextafter(root, math.inf)
+    return root(math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True)))
 
 
 def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> Tensor:
@@ -51,39 +48,31 @@ def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bo
     [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
     span = n + 2 * padding - kernel
-    outputs = (-(-span // stride) if ceil_mode else span // stride) + 1
+    outputs = (-(-span // stride) if ceil_mode else span // stride) + 1  # -(-a // b) rounds up
     if ceil_mode and (outputs - 1) * stride >= n + padding:
-        outputs -= 1
+        outputs -= 1  # no window begins in the padding behind
     a = torch.zeros(max(outputs, 0), n, dtype=torch.float64)
     for i in range(outputs):
         start = i * stride - padding
         end = min(start + kernel, n + padding)
-        inside = range(max(start, 0), min(end, n))
+        inside = range(max(start, 0), min(end, n))  # padding has no weights
         a[i, inside.start : inside.stop] = 1 / ((end - start) if count_pad else max(len(inside), 1))
     return a
 
 
-def average_norm(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """Norm of :func:`average_matrix`, proved.
+def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
+    """Proved norm of :func:`average_matrix`; for n = None of every size, ``sqrt(row sum x column sum)``.
 
     >>> abs(average_norm(8, 2, 2, 0, False, True) - 0.5 ** 0.5) < 1e-9
     True
-    """
-    return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
-
-
-def average_norm_any_size(kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """`average_norm` for every image size: ``sqrt(row sum x column sum)`` with rows of at most 1.
-
-    A pixel lies in at most ``overlap`` windows, each of weight ``1 / kernel``, or at most 1 where a border window may
-    count fewer pixels.
-
-    >>> average_norm_any_size(2, 2, 0, False, True) >= 0.5 ** 0.5
+    >>> average_norm(None, 2, 2, 0, False, True) >= 0.5 ** 0.5
     True
     """
+    if n is not None:
+        return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
+    # Rows sum to 1 at most. A pixel has a weight of 1 / kernel in each window, or 1 where a border one may count fewer.
     weight = 1.0 if ceil_mode or (padding and not count_pad) else 1 / kernel
-    # Three roundings of half a unit each.
-    return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))
+    return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))  # three roundings of half a unit each
 
 
 def _pair(value: int | tuple[int, ...]) -> list[int]:
@@ -111,14 +100,10 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     if module.divisor_override is not None:
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
         factor = math.prod(kernels) / abs(module.divisor_override)
-        return factor * math.prod(average_norm_any_size(*a, False, True) for a in axes) * (1 + gamma(8))
+        return factor * math.prod(average_norm(None, *a, False, True) for a in axes) * (1 + gamma(8))
     flags = (module.ceil_mode, module.count_include_pad)
-    if input_shape is None:
-        constant = math.prod(average_norm_any_size(*axis, *flags) for axis in axes)
-    else:
-        sizes = input_shape[-2:]
-        constant = math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True))
-    return constant * (1 + gamma(4))
+    sizes = (None, None) if input_shape is None else input_shape[-2:]
+    return math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True)) * (1 + gamma(4))
 
 
 def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> list[tuple[int, int]]:
@@ -143,7 +128,7 @@ def adaptive_windows(n: int, m: int) -> Tensor:
     [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
     """
     i, pixel = torch.arange(m)[:, None], torch.arange(n)
-    return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()
+    return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()  # below the rounded-up (i + 1) n / m
 
 
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
@@ -161,7 +146,7 @@ def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) 
 def _adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> float:
     _refuse_indices(module)
     count = math.prod(int(adaptive_windows(n, m).sum(0).amax()) for n, m in _axes(module, input_shape))
-    return root(count)
+    return root(count)  # how often a pixel is picked at most
 
 
 def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) -> nn.Module:
@@ -175,27 +160,7 @@ def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) 
     return nn.MaxPool2d((rows[0] // rows[1], cols[0] // cols[1]))
 
 
-def _image(module: Any) -> nn.Module:
-    """The pooling of images with one row that a pooling of signals is."""
-    neutral = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_size": 1}
-    given = {key: getattr(module, key) for key in neutral if hasattr(module, key)}
-    sizes = {key: (neutral[key], value[-1] if isinstance(value, tuple) else value) for key, value in given.items()}
-    flags = ("ceil_mode", "count_include_pad", "return_indices")
-    flat = {key: getattr(module, key) for key in flags if hasattr(module, key)}
-    made: nn.Module = getattr(nn, type(module).__name__.replace("1d", "2d"))(**sizes, **flat)
-    return made
-
-
-def _signal_pool(module: nn.Module, input_shape: Shape | None) -> Tensor:
-    return lipschitz(_image(module), None if input_shape is None else (input_shape[0], 1, input_shape[1]))
-
-
-def _export_signal_pool(module: nn.Module, input_shape: Shape) -> nn.Module:
-    before, after = (input_shape[0], 1, input_shape[1]), output_shape(module, input_shape)
-    return nn.Sequential(Reshape(*before), export_plain(_image(module), before), Reshape(*after))
-
-
-class Mean(nn.Module):
+class Mean(Together):
     r"""The mean over some dimensions of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
 
     Args:
@@ -210,16 +175,11 @@ class Mean(nn.Module):
     """
 
     def __init__(self, *dims: int, keepdim: bool = False) -> None:
-        super().__init__()
-        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            raise OptionError(f"Mean: expected different dimensions behind the batch, at least 1, got {dims}")
-        self.dims, self.keepdim = tuple(dims), keepdim
+        super().__init__(*dims)
+        self.keepdim = keepdim
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(self.dims, keepdim=self.keepdim)
-
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims)) + f", keepdim={self.keepdim}"
 
 
 def _mean(module: Mean, input_shape: Shape | None) -> float:
@@ -229,7 +189,7 @@ def _mean(module: Mean, input_shape: Shape | None) -> float:
     return 1 / math.sqrt(math.prod(input_shape[dim - 1] for dim in module.dims)) * (1 + gamma(4))
 
 
-class L2NormPool2d(nn.Module):
+class L2NormPool2d(Shown):
     r"""The l2 norm of each window of each channel: a map of norm 1, which loses signs and places but no length.
 
     Args:
@@ -262,9 +222,6 @@ class L2NormPool2d(nn.Module):
             return torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True)
         return torch.linalg.vector_norm(x.unflatten(3, (-1, s)).unflatten(2, (-1, s)), dim=(3, 5))
 
-    def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}"
-
 
 def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
@@ -279,7 +236,10 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
 add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))
 
 
-def window_terms(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape) -> int:
+Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
+
+
+def window_terms(module: Average, input_shape: Shape) -> int:
     """The most numbers in one window, and windows on one number.
 
     >>> window_terms(nn.AdaptiveAvgPool2d((2, 3)), (1, 8, 8)), window_terms(nn.AvgPool2d(3, 2), (1, 8, 8))
@@ -287,16 +247,18 @@ def window_terms(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape
     """
     if isinstance(module, nn.AvgPool2d):
         return math.prod(_pair(module.kernel_size))
+    if isinstance(module, EnlargeBilinear):
+        return 5  # four pixels, by two products each
     if isinstance(module, Mean):
         return entries(input_shape) // entries(output_shape(module, input_shape))
     axes = _axes(module, input_shape)
     return math.prod(n // m if n % m == 0 else max(n // m, m // n) + 2 for n, m in axes)
 
 
-def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
     terms = window_terms(module, input_shape)
-    error = arithmetic.gamma(terms + 3)
+    error = arithmetic.gamma(terms + 3)  # the sum, a rounded divisor, the quotient
     # All weights have one sign: the matrix of their moduli has the same norm.
     norm = grow(float(lipschitz(module, input_shape)))
     floor = math.sqrt(outputs) * (terms + 2) * arithmetic.tiny
@@ -312,10 +274,8 @@ def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Sh
 
 _counted = {**_windows, "count_include_pad": flag, "divisor_override": either(INTEGER, None)}
 _size = {"output_size": either(INTEGER, None)}
-_dims = Stored({"dims": COUNT, "keepdim": flag}, make=lambda dims, keepdim: Mean(*dims, keepdim=keepdim))
 add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveMaxPool2d, _adaptive_max_pool, export=_export_adaptive_max_pool, dims=(2, 3)))
-for _kind in (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d):
-    add_plain(Plain(_kind, _signal_pool, export=_export_signal_pool, dims=(2, 2)))
-add_plain(Plain(Mean, _mean, _average, _dims, one_sign))
+add_plain(Plain(Mean, _mean, _average, {"dims": COUNT, "keepdim": flag}, one_sign))
+add_plain(Plain(EnlargeBilinear, enlarged, _average, {"rows": COUNT, "cols": COUNT}, one_sign))

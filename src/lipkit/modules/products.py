@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +61,11 @@ class Limited(Join):
         """Bounds of the norms of the first and of the second factor, as multipliers of the other."""
         raise NotImplementedError
 
-    def limited(self, limits: Tensor) -> Limited:
+    def limited(self, limits: Tensor) -> Self:
         """A copy of the product with these limits."""
-        made = self.made(limits)
-        made.where = self.where
+        made = copy.deepcopy(self)
+        made.limits = limits.detach().clone()
         return made
-
-    def made(self, limits: Tensor) -> Limited:
-        """A product of this type and these limits."""
-        raise NotImplementedError
 
 
 class Product(Limited):
@@ -88,9 +84,6 @@ class Product(Limited):
         # A file may hold negative ones: then the factor is constant, of that modulus.
         a, b = to_double(self.limits).abs().tolist()
         return a, b
-
-    def made(self, limits: Tensor) -> Product:
-        return Product(limits)
 
 
 class MatrixProduct(Limited):
@@ -125,12 +118,6 @@ class MatrixProduct(Limited):
         norms = a * root(self.rows * self.inner), b * root(self.inner * self.cols)
         return grow(norms[0]), grow(norms[1])
 
-    def made(self, limits: Tensor) -> MatrixProduct:
-        return MatrixProduct(self.rows, self.inner, self.cols, limits)
-
-    def extra_repr(self) -> str:
-        return f"{self.rows}, {self.inner}, {self.cols}"
-
 
 def refuse_unlimited(network: nn.Module) -> None:
     """Raise ``NoRuleError`` if the network holds a product without limits."""
@@ -151,17 +138,11 @@ def _form(join: Limited, forms: Sequence[Form]) -> Form:
 
 def _lines(join: Limited, lines: Sequence[Line]) -> Line:
     a, b = join.norms()
-    return lines[0].times(b).plus(lines[1].times(a))
+    return lines[0].times(b).plus(lines[1].times(a))  # each factor moves beside the other's limit
 
 
 def _joining(operations: Callable[[Any], int]) -> Joining:
-    return Joining(
-        _form,
-        _lines,
-        operations,
-        lambda product: product.limited(product.limits),
-        lambda product: float(product.limits.abs().max()),
-    )
+    return Joining(_form, _lines, operations, number=lambda product: float(product.limits.abs().max()))
 
 
 add_join(Product, _joining(lambda product: 3))
@@ -179,9 +160,6 @@ _SLACK = 1e-6
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
     """The network with limits on its products that no input with entries in the box exceeds.
-
-    Raises:
-        NoRuleError: the range of a factor is not finite.
 
     >>> from lipkit.lowering import export
     >>> from lipkit.modules import Graph
@@ -218,7 +196,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
         if isinstance(node, Limited):
             node = node.limited(_limits(node, parts).to(node.limits))
             assert isinstance(twin, Limited)
-            twin = twin.limited(node.limits.double())
+            twin = twin.limited(node.limits.double())  # as rounded to the network's format
         if isinstance(node, Join):
             values.append(_joined(twin, parts))
             nodes.append(node)
@@ -234,7 +212,7 @@ def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
     if not bool(largest.isfinite().all()):
         name = product.where or type(product).__name__
         raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
-    return torch.minimum(largest, product.limits.double())
+    return torch.minimum(largest, product.limits.double())  # limits that are there stay
 
 
 def _range_of(module: nn.Module, x: Range) -> Range:
@@ -258,7 +236,7 @@ def _joined(join: nn.Module, parts: list[Range]) -> Range:
         return around(join(*(part.centre for part in parts)), radius)
     u, v = parts
     if kind is Product:
-        corners = torch.stack([a * b for a in u for b in v])
+        corners = torch.stack([a * b for a in u for b in v])  # a product on a box is extreme at a corner
         return Range(corners.amin(0), corners.amax(0))
     if kind is MatrixProduct:
         most = [torch.maximum(part.low.abs(), part.high.abs()) for part in parts]

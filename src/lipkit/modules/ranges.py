@@ -45,6 +45,11 @@ def one_sign(module: Any, x: Range) -> Range:
     return around(module(x.centre), module(x.radius).abs())
 
 
+def within_one(module: Any, x: Range) -> Range:
+    """Range of a map whose values lie in [-1, 1]."""
+    return around(torch.zeros_like(x.low), torch.ones_like(x.low))
+
+
 def monotone(module: Any, x: Range) -> Range:
     """Range of a non-decreasing map: its values at both ends."""
     return Range(module(x.low), module(x.high))

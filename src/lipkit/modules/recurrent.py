@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -25,15 +26,15 @@ from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.linalg.scan import Stream, simulate
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.configuration import COUNT, real, submodule, whole
-from lipkit.modules.graph import Concatenate, Graph
+from lipkit.modules.graph import Concatenate, Graph, beside
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error, nothing
 from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.registry import export, lipschitz
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
+from lipkit.modules.registry import export_part, lipschitz
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import UNIT, product, to_double, up
 
@@ -83,8 +84,8 @@ class Recurrent(nn.Module):
         super().__init__()
         (nv, nw), self.states, self.block = units, operator.index(states), operator.index(block)
         self.units, self.gain, self.rate = (operator.index(nv), operator.index(nw)), float(gain), float(rate)
-        self.in_features = matrix.shape[-1] - nw - states
-        self.out_features = matrix.shape[0] - nv - states
+        self.in_features = matrix.shape[-1] - nw - states  # columns are those of (w, x, u)
+        self.out_features = matrix.shape[0] - nv - states  # rows are those of (v, next x, y)
         wanted = [(nv + states + self.out_features,), (states, states), (nv,)]
         sizes = min(self.in_features, self.out_features, states, block) > 0 <= min(nv, nw) and matrix.ndim == 2
         given = [tuple(t.shape) for t in (bias, metric, multiplier)]
@@ -125,7 +126,7 @@ class Recurrent(nn.Module):
         (nv, nw), m, b = self.units, self.matrix, self.bias
         nodes, sources, inner, known = list[nn.Module](), list[list[int]](), list[int](), 0
         for i in range(0, nv, self.block):
-            rows = slice(i, i + self.block)
+            rows = slice(i, i + self.block)  # units that are computed at once
             nodes += [_linear(torch.cat((m[rows, :i], m[rows, nw:]), 1), b[rows]), self.phi, Concatenate(1)]
             inner.append(len(nodes) - 1)
             sources += [[known], [len(nodes) - 2], [*inner, 0]]
@@ -220,7 +221,7 @@ def _numbers(module: Recurrent) -> _Numbers:
     p, eye = lower + lower.tril(-1).mT, torch.eye(module.states, dtype=torch.float64, device=lower.device)
     least = float(torch.linalg.eigvalsh(p)[0]) * (1 - 1e-9) - 1e-12 * float(p.diagonal().max())
     if not (least > 0 and is_positive_semidefinite(p - least * eye, 4 * UNIT * float(torch.linalg.matrix_norm(p)))):
-        least = 0.0
+        least = 0.0  # nothing is proved
     blocks = (v[:, nw:], v[:, :nw], s[:, :nw], o[:, :nw])
     read, within, write, show = (float(spectral_norm(part)) if part.numel() else 0.0 for part in blocks)
     # Blocks of D11 vanish after as many powers as there are blocks.
@@ -238,7 +239,7 @@ def _monotone(d11: Tensor, lam: Tensor) -> float:
     """
     pulled = lam[:, None] * d11
     for k in range(1, 40):
-        mu = 2.0**-k
+        mu = 2.0**-k  # the largest power of two that is proved
         h = 2 * (1 - mu) * lam.diag() - pulled - pulled.mT
         if bool((lam > 0).all()) and is_positive_within(h, 4 * UNIT * (h.abs() + 2 * lam.diag())):
             return up(math.sqrt(float(lam.max() / lam.min())) / mu, 6)
@@ -340,13 +341,8 @@ def _walk(
 
 def _total(steps: list[_Step]) -> Local:
     """All outputs together."""
-    count = len(steps)
-    at = torch.linalg.vector_norm(torch.stack([step.y.at for step in steps]), dim=0) * (1 + 4 * count * UNIT)
-    error = Line(grow(at), grow(math.hypot(*(step.y.slope for step in steps)) * (1 + 4 * count * UNIT)))
-    peak = steps[0].peak
-    for step in steps[1:]:
-        peak = peak.most(step.peak)
-    return Local(error, peak)
+    peaks = (step.peak for step in steps)
+    return Local(beside([step.y for step in steps]), functools.reduce(Line.most, peaks))
 
 
 def _made(in_features: int, out_features: int, units: Any, states: int, **rest: Any) -> Recurrent:
@@ -361,9 +357,7 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {module.in_features}), got {input_shape}")
     guard(module)
     plain = copy.deepcopy(module)
-    if module.units[0]:
-        phi = export(module.phi, (module.units[0],))
-        plain.phi = phi[0] if len(phi) == 1 else phi
+    plain.phi = export_part(module.phi, (module.units[0] or 1,))
     return plain
 
 
@@ -384,14 +378,14 @@ def _of_torch(module: Any) -> tuple[Tensor, Tensor, System]:
     b = m.new_zeros(len(m))
     for k in range(layers):
         own = slice(k * n, (k + 1) * n)
-        given = slice(2 * nx, None) if k == 0 else slice((k - 1) * n, k * n)
+        given = slice(2 * nx, None) if k == 0 else slice((k - 1) * n, k * n)  # u, or the layer below
         m[own, given] = to_double(getattr(rnn, f"weight_ih_l{k}").detach())
         m[own, nx + k * n : nx + (k + 1) * n] = to_double(getattr(rnn, f"weight_hh_l{k}").detach())
         if rnn.bias:
             both = (getattr(rnn, f"bias_{part}_l{k}").detach() for part in ("ih", "hh"))
             b[own] = sum(to_double(one) for one in both)
-    m[nx : 2 * nx, :nx] = torch.eye(nx)
-    m[2 * nx :, nx - n : nx] = torch.eye(n)
+    m[nx : 2 * nx, :nx] = torch.eye(nx)  # the next states are the units
+    m[2 * nx :, nx - n : nx] = torch.eye(n)  # outputs are the units of the last layer
     return m, b, System(m, nx, (nx, nx), n)
 
 
@@ -407,7 +401,7 @@ def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
     (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
     m, b, p, lam = (t.to(like) for t in (m, b, found.metric, found.multiplier))
-    made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)
+    made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)  # `real` takes no more
     made.gain = min(_gain(made), made.gain * 2)  # of the rounded metric, to be the claim
     return made
 

@@ -43,7 +43,7 @@ def what_is_missing(module: nn.Module) -> str | None:
 def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     if not isinstance(module, nn.Module):
         raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
-    refuse_wrapper(module, function)
+    refuse_wrapper(module, function)  # before its hooks are complained about
     guard(module)
     kind = type(module)
     if (found := _answer(kind, function)) is not None:
@@ -168,7 +168,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         check_samples_apart(module, shape)
         value = rule(module, shape)
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
-    if bool(bound < 0):
+    if bool(bound < 0):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
     # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
     # Blocks are bounded through their children; what else they hold may be a claim that proves nothing.
@@ -222,13 +222,13 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     with torch.no_grad(), without_autocast():
         module = settled(module)
     rule = _rule(module, "export")
-    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
+    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})  # their streams as well
     # Constructors draw random initial values, which are overwritten: the caller's random stream must not change.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
-            network = Network([rule(module, shape)], shape)
+            network = _generalised(Network([rule(module, shape)], shape), type(module))
             if not _finite(network) and _finite(module):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
             return network
@@ -241,12 +241,30 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             ) from None
 
 
+def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
+    """:func:`export` of a part of a module, without its chain where that holds one."""
+    network = export(module, input_shape)
+    return network[0] if len(network) == 1 else network
+
+
+def _generalised(network: Network, kind: type[nn.Module]) -> Network:
+    """The result of the rule of ``kind``, its modules that another type can stand for exported in turn."""
+    old = [type(m) is not kind and type(m) in ROWS and ROWS[type(m)].stored is None for m in network]
+    if not any(old):
+        return network
+    modules, shape = list[nn.Module](), network.input_shape
+    for module, replaced in zip(network, old, strict=True):
+        modules.append(export_plain(module, shape) if replaced and ROWS[type(module)].export else module)
+        shape = output_shape(module, shape)
+    return Network(modules, network.input_shape)
+
+
 def _finite(module: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
-    """Shape of one output for one input of ``input_shape``, found by running two zeros through ``module``.
+def output_shape(module: nn.Module, *input_shapes: Shape) -> Shape:
+    """Shape of one output for one input (a join: several) of this shape, found by running two zeros through ``module``.
 
     Raises:
         ShapeError: the module does not accept that shape, or does not keep the samples of a batch apart.
@@ -256,20 +274,18 @@ def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
     """
     floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     like = floating[0] if floating else torch.zeros(())
-    zero = torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)
+    zeros = [torch.zeros(2, *shape, dtype=like.dtype, device=like.device) for shape in input_shapes]
     try:
         with torch.no_grad():
-            y = module(zero)
+            y = module(*zeros)
     except ShapeError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):  # the shape may be accepted
             raise
-        reason = first_line(error)
-        raise ShapeError(f"{type_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
-    if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(zero):
+        name, shapes = type_name(type(module)), " and ".join(map(str, input_shapes))
+        raise ShapeError(f"{name} does not accept inputs of shape {shapes}: {first_line(error)}") from None
+    if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != 2:
         got = tuple(y.shape) if isinstance(y, Tensor) else type_name(type(y))
-        raise ShapeError(
-            f"{type_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}"
-        )
+        raise ShapeError(f"{type_name(type(module))}: expected one output per sample of a batch of 2, got {got}")
     return tuple(y.shape[1:])

@@ -1,27 +1,72 @@
-"""A constant sandwich block: two linear maps with a scalar activation between them, and the multiplier of its bound."""
+"""Two linear maps with a scalar activation between them, and the multiplier that proves their constant."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import sandwich_gain
+from lipkit.bounds.symbol_sup import symbol_error
+from lipkit.conv.symbol import symbol
 from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
-from lipkit.modules.machine import chain_error
+from lipkit.modules.graph import Add, Graph
+from lipkit.modules.guarding import guard
+from lipkit.modules.machine import chain_error, local_error
 from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
-from lipkit.modules.registry import export, output_shape
+from lipkit.modules.registry import export_part, lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import gamma, to_double
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import gamma, to_double, up
 
 
-class SandwichBlock(nn.Module):
+class Block(nn.Module):
+    """The base of both blocks: their parts, and the diagonal of their multiplier."""
+
+    multiplier: Tensor
+
+    def __init__(self, first: nn.Module, activation: nn.Module, second: nn.Module, multiplier: Tensor) -> None:
+        super().__init__()
+        if multiplier.ndim != 1 or not len(multiplier):
+            name = type(self).__name__
+            raise ShapeError(f"{name}: expected a multiplier of shape (n,), got {tuple(multiplier.shape)}")
+        self.first, self.activation, self.second = first, activation, second
+        self.register_buffer("multiplier", multiplier.detach().clone())
+
+    def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """In the order of computation."""
+        return self.first, self.activation, self.second
+
+
+def _export_block(module: Block, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    parts: list[nn.Module] = []
+    for part in module.parts():
+        parts.append(export_part(part, input_shape))
+        input_shape = output_shape(parts[-1], input_shape)
+    first, activation, second = parts
+    return type(module)(first, activation, second, module.multiplier)
+
+
+def _stored(kind: type[Block]) -> Stored:
+    def read(block: Any) -> dict[str, Any]:
+        parts = {"first": block.first, "activation": block.activation, "second": block.second}
+        return {"channels": len(block.multiplier), **parts}
+
+    def make(channels: int, first: nn.Module, activation: nn.Module, second: nn.Module) -> nn.Module:
+        return kind(first, activation, second, torch.zeros(channels))
+
+    return Stored({"channels": COUNT, **dict.fromkeys(("first", "activation", "second"), submodule)}, read, make)
+
+
+class SandwichBlock(Block):
     r"""``y = second(activation(first(x)))`` with the diagonal :math:`\Lambda` that proves its gain.
 
     .. math:: \|f\|_{Lip} \le \tfrac12 \big\| [\, \Lambda^{1/2} W_1 \;|\; \Lambda^{-1/2} W_2^* \,] \big\|_2^2
@@ -38,20 +83,10 @@ class SandwichBlock(nn.Module):
     Raises:
         ShapeError: a multiplier that is not a vector.
 
-    >>> import torch
     >>> block = SandwichBlock(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), torch.ones(3))
     >>> block(torch.ones(1, 2)).shape
     torch.Size([1, 2])
     """
-
-    multiplier: Tensor
-
-    def __init__(self, first: nn.Module, activation: nn.Module, second: nn.Module, multiplier: Tensor) -> None:
-        super().__init__()
-        if multiplier.ndim != 1 or not len(multiplier):
-            raise ShapeError(f"SandwichBlock: expected a multiplier of shape (n,), got {tuple(multiplier.shape)}")
-        self.first, self.activation, self.second = first, activation, second
-        self.register_buffer("multiplier", multiplier.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.activation(self.first(x)))
@@ -62,14 +97,13 @@ def _matrix(module: nn.Module) -> Tensor | None:
     if type(module) is nn.Linear:
         return module.weight
     if type(module) is nn.Conv2d and module.groups == 1 and module.padding in ((0, 0), "valid"):
-        return None if windows_overlap(module) else module.weight.flatten(1)
+        return None if windows_overlap(module) else module.weight.flatten(1)  # one product for each window
     return None
 
 
 def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     """The smaller of what the multiplier proves and the product of the three constants (which refuses hooks)."""
-    parts = (module.first, module.activation, module.second)
-    product = chain_constant(parts, None)
+    product = chain_constant(module.parts(), None)
     if not slope_restricted(module.activation) or not bool(product.isfinite()):
         return product
     multiplier, one, two = module.multiplier, module.first, module.second
@@ -79,7 +113,7 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     if type(one) is FourierConv2d and type(two) is FourierConv2d and one.out_channels == len(multiplier):
         transforms = one.matrices() if one.whole and two.whole else []
         if len(transforms) == two.transforms and all(map(torch.equal, transforms, two.matrices())):
-            size = transform_norm(transforms) ** 2 * (1 + gamma(2))
+            size = transform_norm(transforms) ** 2 * (1 + gamma(2))  # to the frequencies, and back
             gains = [sandwich_gain(one.real, two.real, multiplier, size)]
             if len(one.pair):
                 pairs = [torch.complex(*to_double(layer.pair).unbind(1)) for layer in (one, two)]
@@ -88,33 +122,97 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     return product
 
 
-def _export_sandwich(module: SandwichBlock, input_shape: Shape) -> nn.Module:
-    parts: list[nn.Module] = []
-    for part in (module.first, module.activation, module.second):
-        plain = export(part, input_shape)
-        input_shape = output_shape(plain, input_shape)
-        # Unwrapped: the bound needs the two linear maps themselves.
-        parts.append(plain[0] if len(plain) == 1 else plain)
-    first, activation, second = parts
-    return SandwichBlock(first, activation, second, module.multiplier)
-
-
 def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return chain_error([module.first, module.activation, module.second], input_shape, arithmetic)
+    return chain_error(module.parts(), input_shape, arithmetic)
 
 
-def stored_block(kind: type[nn.Module]) -> Stored:
-    """A block of two linear maps around an activation, with a multiplier for each unit."""
-
-    def read(block: Any) -> dict[str, Any]:
-        parts = {"first": block.first, "activation": block.activation, "second": block.second}
-        return {"channels": len(block.multiplier), **parts}
-
-    def make(channels: int, first: nn.Module, activation: nn.Module, second: nn.Module) -> nn.Module:
-        return kind(first, activation, second, torch.zeros(channels))
-
-    parts = dict.fromkeys(("first", "activation", "second"), submodule)
-    return Stored({"channels": COUNT, **parts}, read, make)
+add_plain(Plain(SandwichBlock, _sandwich, _sandwich_error, _stored(SandwichBlock), export=_export_block))
 
 
-add_plain(Plain(SandwichBlock, _sandwich, _sandwich_error, stored_block(SandwichBlock), export=_export_sandwich))
+class SlopeResidual(Block):
+    r"""``y = x + second(activation(first(x)))`` with a multiplier that proves its constant.
+
+    With linear parts W1, W2 and an activation of slope in [0, 1], a positive diagonal :math:`\Lambda` with
+    :math:`W_2 = -W_1^\top \Lambda` and :math:`\|\Lambda^{1/2} W_1\|^2 \le 2` proves that y is 1-Lipschitz.
+
+    Args:
+        first, second: both ``nn.Linear``, or both ``nn.Conv2d`` (circular or with zeros, stride 1).
+        activation: a scalar activation.
+        multiplier: diagonal of Lambda, ``(hidden,)``.
+
+    >>> zero = nn.Linear(2, 3), nn.Linear(3, 2, bias=False)
+    >>> _ = [nn.init.zeros_(layer.weight) for layer in zero]
+    >>> SlopeResidual(zero[0], nn.ReLU(), zero[1], torch.ones(3))(torch.ones(1, 2)).tolist()
+    [[1.0, 1.0]]
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.activation(self.first(x)))
+        if y.shape != x.shape:
+            raise ShapeError(f"SlopeResidual: expected parts that keep shape {tuple(x.shape)}, got {tuple(y.shape)}")
+        return x + y
+
+
+def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error: float = 0.0) -> Tensor:
+    """Upper bound of the constant of a `SlopeResidual` with matrices ``(..., h, n)`` and ``(..., n, h)`` in float64.
+
+    ``entry_error`` bounds the spectral norm of the rounding error that is already in w1 and w2, each.
+
+    >>> w = torch.eye(2, dtype=torch.float64)
+    >>> 1 <= slope_residual_bound(w, -2 * w, 2 * torch.ones(2)).item() < 1 + 1e-9
+    True
+    """
+    lam = to_double(multiplier)
+    largest = float(lam.max())
+    forward = spectral_norm(w1) + entry_error
+    scaled = spectral_norm(lam.sqrt()[:, None] * w1) + math.sqrt(largest) * (entry_error + float(forward) * gamma(4))
+    back = w1.mH * lam
+    # Products and sums here carry one rounding per entry; the Frobenius norm turns that into a norm.
+    rounding = gamma(4) * float(torch.linalg.matrix_norm(back).amax() + torch.linalg.matrix_norm(w2).amax())
+    gap = spectral_norm(w2 + back) + rounding + entry_error * (1 + largest)
+    s = up(scaled.square() / 2, 4).clamp_min(1.0)
+    excess = (1 - 1 / s + gamma(4)).clamp_min(0) if float(s) > 1 else torch.zeros_like(s)
+    return up(1 + forward * (gap + excess * (spectral_norm(back) + rounding + largest * entry_error)), 12)
+
+
+def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float, tuple[int, int]] | None:
+    """Matrices of a 'same' convolution at the frequencies of a circular image, their rounding error, and its size.
+
+    With zero padding the layer is a part of that convolution, on an image that is larger by the border.
+    """
+    plain = layer.padding == "same" and layer.padding_mode in ("circular", "zeros") and layer.groups == 1
+    if not plain or tuple(layer.stride) != (1, 1) or tuple(layer.dilation) != (1, 1) or len(shape) != 3:
+        return None
+    (kh, kw), (h, w) = layer.kernel_size, shape[1:]
+    if layer.padding_mode == "zeros":
+        h, w = h + kh - 1, w + kw - 1  # the image with its border
+    if h < kh or w < kw:
+        return None
+    kernel = to_double(layer.weight)
+    return symbol(kernel, h, w).flatten(0, 1), float(symbol_error(kernel)), (h, w)
+
+
+def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
+    """The smaller of the multiplier's bound and 1 + the product of the three parts' constants."""
+    guard(*module.parts())
+    lam, one, two = module.multiplier, module.first, module.second
+    product = up(1 + torch.stack([lipschitz(part).to(lam.device) for part in module.parts()]).prod(), 5)
+    usable = slope_restricted(module.activation) and bool((torch.isfinite(lam) & (lam >= 0)).all())
+    if not usable or not bool(product.isfinite()):
+        return product
+    if type(one) is nn.Linear and type(two) is nn.Linear and one.out_features == len(lam) == two.in_features:
+        return torch.minimum(product, slope_residual_bound(to_double(one.weight), to_double(two.weight), lam))
+    if type(one) is nn.Conv2d and type(two) is nn.Conv2d and input_shape and one.out_channels == len(lam):
+        first, second = (_convolution_matrices(layer, input_shape) for layer in (one, two))
+        same = one.padding_mode == two.padding_mode  # else the matrices are of two images
+        if first is not None and second is not None and same and first[2] == second[2]:
+            error = max(first[1], second[1])
+            return torch.minimum(product, slope_residual_bound(first[0], second[0], lam, error))
+    return product
+
+
+def _slope_residual_error(module: SlopeResidual, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return local_error(Graph([*module.parts(), Add(1, 1)], [[0], [1], [2], [0, 3]]), input_shape, arithmetic)
+
+
+add_plain(Plain(SlopeResidual, _slope_residual, _slope_residual_error, _stored(SlopeResidual), export=_export_block))

@@ -108,11 +108,11 @@ class SpreadConv2d(nn.Module):
         padded = F.pad(t, circular_pads(kh, kw), mode="circular")
         if self._convolves(t):
             y = torch.mkldnn_convolution(padded, self.weight, self.bias, (0, 0), (1, 1), (1, 1), 1)
-            y[:, :cin].sub_(x)
+            y[:, :cin].sub_(x)  # less [x; 0]
             return y
         images = [padded[:, :, i : i + h, j : j + w] for i in range(kh) for j in range(kw)]
         matrices = [self.weight.permute(0, 2, 3, 1).flatten(1), -torch.eye(cout, cin, dtype=t.dtype, device=t.device)]
-        images.append(x)
+        images.append(x)  # beside -1 in the matrix: less the input
         if self.bias is not None:
             images.append(torch.ones_like(x[:, :1]))
             matrices.append(self.bias[:, None])
@@ -138,11 +138,7 @@ def _small(first: nn.Module) -> FourierConv2d:
 
 
 def check_parts(module: SpreadConv2d) -> FourierConv2d:
-    """The first part of a layer, after a check that both parts have the types and shapes that the proof assumes.
-
-    Raises:
-        OptionError: another first part or a weight of another shape. NoRuleError: see `lipkit.modules.guarding`.
-    """
+    """The first part of a layer, after a check that both parts have the types and shapes that the proof assumes."""
     guard(module.first)
     first = _small(module.first)
     expected = (module.out_channels, first.in_channels, *module.kernel_size)
@@ -198,7 +194,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
     # Terms of one output: the kernel's, x and the bias.
     terms, outputs = weight[0].numel() + 2, entries(output_shape(module, input_shape))
     steps, _ = prepare([module.first], input_shape, arithmetic)
-    gain = grow(float(circular(to_double(weight), *input_shape[1:])))
+    gain = grow(float(circular(to_double(weight), *input_shape[1:])))  # of the kernel alone
 
     def measured(machine: Arithmetic) -> Measure:
         return inner_products(

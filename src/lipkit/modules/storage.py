@@ -2,6 +2,10 @@
 
 Loading builds the modules that the configuration names (`lipkit.modules.configuration`), checks every shape against the
 weights file and never imports or evaluates anything that a file says.
+
+**Weights as integers** make a file nearly four times smaller, and its bound stays proved. Blocks of 64 consecutive
+numbers of a weight are stored as integers and one step, w = step * n. The product is one rounded multiplication, so
+that every machine reads the same numbers; what is proved of a network is proved of these.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import copy
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,6 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
 from lipkit.files import parse_json, read_bytes, read_text, write_atomic
-from lipkit.modules import stored_weights
 from lipkit.modules.configuration import build, describe
 from lipkit.modules.network import Network
 from lipkit.modules.registry import check_samples_apart
@@ -36,6 +40,80 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 # Numbers in the Fourier transforms of one network, which a configuration names by their size alone.
 MAX_TRANSFORM = 1 << 28
+
+
+STEPS = ".steps"
+"""Ending of the name under which the steps of a tensor are stored."""
+
+_INTEGERS = {8: torch.int8, 16: torch.int16}
+BITS = tuple(_INTEGERS)
+
+# Smaller blocks cost more steps, larger ones a coarser step where a row's numbers differ in size, as those of trained
+# dense layers do: 512 x 4096 gain 4.9 % in norm with one step for each row, 1.3 % with blocks of 64.
+_BLOCK = 64
+
+# Smaller tensors stay as they are: a file of a network is mostly its dense layers, but every layer adds to the bound.
+_SMALLEST = 1 << 15
+
+
+def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """Round the large tensors to integers of ``bits`` bits, block by block.
+
+    n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight. Tensors of
+    at least 32,768 finite numbers are rounded to integers of 8 or 16 bits, the steps of their blocks (blocks,) stand
+    under their name and ``.steps``; all others stay.
+
+    >>> stored = to_integers({"weight": torch.randn(256, 128), "bias": torch.zeros(256)}, 8)
+    >>> {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}
+    {'weight': (torch.int8, (256, 128)), 'weight.steps': (torch.float32, (512,)), 'bias': (torch.float32, (256,))}
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() < _SMALLEST or not bool(tensor.isfinite().all()):
+            stored[name] = tensor
+            continue
+        blocks = _blocks(tensor)
+        steps = blocks.abs().amax(1) / (2 ** (bits - 1) - 1)  # the largest number becomes the largest integer
+        # Any step serves a block of zeros, or one whose division underflows.
+        steps = torch.where(steps > 0, steps, torch.ones_like(steps))
+        integers = (blocks / steps[:, None]).round().to(_INTEGERS[bits])
+        stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)  # without the filling zeros
+        stored[name + STEPS] = steps
+    return stored
+
+
+def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `to_integers` stored, rounded: w = step * n in the dtype of the steps.
+
+    Raises:
+        DataError: integers without steps, or steps that are not one positive finite number for each block.
+
+    >>> w = torch.randn(200, 200)
+    >>> bool(((from_integers(to_integers({"w": w}, 16))["w"] - w).abs() <= w.abs().max() / 65000).all())
+    True
+    """
+    integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name not in integers:
+            if name.removesuffix(STEPS) not in integers:
+                tensors[name] = tensor
+            continue
+        steps = stored.get(name + STEPS)
+        count = -(-tensor.numel() // _BLOCK)
+        good = steps is not None and steps.is_floating_point() and tuple(steps.shape) == (count,)
+        if steps is None or not good or not bool((steps.isfinite() & (steps > 0)).all()):
+            found = "none" if steps is None else f"{steps.dtype} of shape {tuple(steps.shape)}"
+            raise DataError(f"{name}: expected {count} positive finite steps beside its integers, got {found}")
+        numbers = _blocks(tensor).to(steps.dtype) * steps[:, None]  # rounded once, as the format says
+        tensors[name] = numbers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)
+    return tensors
+
+
+def _blocks(tensor: Tensor) -> Tensor:
+    """All numbers in rows of one block each, the last one filled up with zeros."""
+    flat = tensor.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).reshape(-1, _BLOCK)
 
 
 def sha256(network: nn.Module) -> str:
@@ -81,7 +159,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     Args:
         network: the result of ``lipkit.export``.
         folder: where to write.
-        bits: 8 or 16 rounds the weights to integers of as many bits (`modules.stored_weights`): a quarter or half
+        bits: 8 or 16 rounds the weights to integers of as many bits (`to_integers`): a quarter or half
             of the size in float32. What ``load`` returns is then another network than ``network``: certify that one.
 
     Raises:
@@ -90,12 +168,12 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
-    if bits not in (None, *stored_weights.BITS):
+    if bits not in (None, *BITS):
         raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
     if bits is not None:
-        stored = stored_weights.to_integers(tensors, bits)
-        tensors = stored_weights.from_integers(stored)
+        stored = to_integers(tensors, bits)
+        tensors = from_integers(stored)
         network = copy.deepcopy(network)
         network.load_state_dict(tensors)
     else:
@@ -117,7 +195,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     """The network of a configuration on torch's meta device, checked against the tensors it will hold."""
     with torch.device("meta"):
-        skeleton = build(config)
+        skeleton = build(config)  # no memory yet: a file may claim any size
     if type(skeleton) is not Network:
         raise DataError(f"expected a Network at the top, got {type(skeleton).__name__}")
     expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
@@ -186,14 +264,10 @@ def configuration(network: Network) -> dict[str, Any]:
 
 
 def rebuilt(config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:
-    """The network of a configuration and of its tensors.
-
-    Raises:
-        DataError: they do not fit each other.
-    """
+    """The network of a configuration and of its tensors."""
     network = _skeleton(config.get("network"), tensors)
     network.input_range = _input_range(config)
-    network.load_state_dict(tensors, assign=True)
+    network.load_state_dict(tensors, assign=True)  # shapes and dtypes are checked
     network.requires_grad_(False)
     # Transforms are no state: they are made here, from sizes that the tensors have confirmed.
     network._apply(lambda t: t)
@@ -230,7 +304,7 @@ def load(folder: str | Path) -> Network:
         got = config.get("schema_version") if isinstance(config, dict) else config
         raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
     try:
-        network = rebuilt(config, stored_weights.from_integers(tensors))
+        network = rebuilt(config, from_integers(tensors))
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     if sha256(network) != config.get("sha256"):

@@ -72,7 +72,7 @@ class TaylorConv2d(nn.Module):
             raise ShapeError(
                 f"TaylorConv2d: expected input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
             )
-        x = F.pad(x, (0, 0, 0, 0, 0, self.kernel.shape[1] - self.in_channels))
+        x = F.pad(x, (0, 0, 0, 0, 0, self.kernel.shape[1] - self.in_channels))  # zeros for missing channels
         half = [k // 2 for k in self.kernel_size]
         y = taylor_features(x, lambda term: F.conv2d(term, self.kernel, padding=half), self.terms)
         y = y[:, : self.out_channels]
@@ -88,8 +88,8 @@ class TaylorConv2d(nn.Module):
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
     """`taylor_norm` of the kernel: angles up to the norm of its skew part, error the norm of its symmetric part."""
     kernel = to_double(module.kernel)
-    mirrored = adjoint(kernel)
-    skew_part, rest = (kernel - mirrored) / 2, (kernel + mirrored) / 2
+    mirrored = adjoint(kernel)  # the kernel of A^T
+    skew_part, rest = (kernel - mirrored) / 2, (kernel + mirrored) / 2  # rest is 0 but for rounding
     # A grid four times finer than the kernel overestimates the angle by at most 17 %: enough where p_T is flat.
     points = 4 * (max(module.kernel_size) - 1) or None
     angle = float(symbol_sup(skew_part, points=points))
@@ -112,7 +112,7 @@ def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmet
     reached, error, total_reached, total = 1.0, 0.0, 1.0, 0.0
     for i in range(1, module.terms + 1):
         error = (norm * error + weight * magnitude * (reached + error)) / i
-        reached = norm * reached / i
+        reached = norm * reached / i  # norms of the terms of e^|A|
         total_reached += reached + error
         total += error + arithmetic.gamma(1) * total_reached
     steps = channels * math.prod(input_shape[-2:])

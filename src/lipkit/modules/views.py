@@ -1,26 +1,27 @@
-"""Modules that show the numbers of a sample in another order or shape, or some of them: exact, but for bilinear copies.
+"""Modules that show the numbers of a sample in another order or shape, or some of them, and those of torch that do.
 
-Dimensions are counted as torch does, the batch being 0, and never reach it.
+All are exact, but for bilinear copies. Dimensions are counted as torch does, the batch being 0, and never reach it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, whole
-from lipkit.modules.machine import entries, exact
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.machine import exact
+from lipkit.modules.plain import Plain, Shape, Shown, add_plain
 from lipkit.modules.ranges import one_sign
 from lipkit.modules.registry import output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import root
 
 
-class Reshape(nn.Module):
+class Reshape(Shown):
     """The numbers of each sample under another shape, in the same order.
 
     Args:
@@ -45,14 +46,27 @@ class Reshape(nn.Module):
             raise ShapeError(f"Reshape: expected {math.prod(self.shape)} entries of each sample, got {tuple(x.shape)}")
         return x.reshape(x.shape[0], *self.shape)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.shape))
+
+def reshaped(shape: Shape) -> nn.Module:
+    """The module that shows samples under this shape."""
+    return nn.Flatten() if len(shape) == 1 else Reshape(*shape)
 
 
-add_plain(Plain(Reshape, 1.0, exact, Stored({"shape": COUNT}, make=lambda shape: Reshape(*shape)), one_sign))
+add_plain(Plain(Reshape, 1.0, exact, {"shape": COUNT}, one_sign))
 
 
-class Permute(nn.Module):
+class Together(Shown):
+    """The base of modules that take some dimensions of a sample together: from 1 on, the batch is 0."""
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
+            name = type(self).__name__
+            raise OptionError(f"{name}: expected different dimensions behind the batch, at least 1, got {dims}")
+        self.dims = tuple(dims)
+
+
+class Permute(Shown):
     """The dimensions behind the batch in another order.
 
     Args:
@@ -75,14 +89,11 @@ class Permute(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(0, *self.dims)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims))
+
+add_plain(Plain(Permute, 1.0, exact, {"dims": COUNT}, one_sign))
 
 
-add_plain(Plain(Permute, 1.0, exact, Stored({"dims": COUNT}, make=lambda dims: Permute(*dims)), one_sign))
-
-
-class Piece(nn.Module):
+class Piece(Shown):
     """The entries ``start, start + step, ...`` below ``stop`` of one dimension, as chunks and slices take them.
 
     Raises:
@@ -112,14 +123,11 @@ class Piece(nn.Module):
             raise ShapeError(f"Piece: expected entry {self.entries[-1]} in dimension {self.dim}, got {tuple(x.shape)}")
         return x[(slice(None),) * self.dim + (slice(self.start, self.stop, self.step),)]
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, {self.start}, {self.stop}, {self.step}"
-
 
 add_plain(Plain(Piece, 1.0, exact, {"dim": COUNT, "start": whole(0), "stop": COUNT, "step": COUNT}, one_sign))
 
 
-class Roll(nn.Module):
+class Roll(Shown):
     """One dimension moved circularly.
 
     >>> import torch
@@ -136,14 +144,11 @@ class Roll(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.roll(self.shift, self.dim)
 
-    def extra_repr(self) -> str:
-        return f"{self.dim}, {self.shift}"
-
 
 add_plain(Plain(Roll, 1.0, exact, {"dim": COUNT, "shift": INTEGER}, one_sign))
 
 
-class Pad(nn.Module):
+class Pad(Shown):
     """Zeros around the last dimensions, as ``torch.nn.functional.pad``; negative numbers cut off.
 
     Args:
@@ -166,7 +171,7 @@ class Pad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim <= len(self.padding) // 2:
             raise ShapeError(f"Pad: expected more than {len(self.padding) // 2} dimensions, got {tuple(x.shape)}")
-        y = F.pad(x, [max(size, 0) for size in self.padding]) if max(self.padding) > 0 else x
+        y = F.pad(x, [max(size, 0) for size in self.padding]) if max(self.padding) > 0 else x  # cuts follow
         # Cuts are slices: not every runtime takes negative sizes.
         for i, (before, after) in enumerate(zip(self.padding[::2], self.padding[1::2], strict=True)):
             if min(before, after) < 0:
@@ -174,14 +179,11 @@ class Pad(nn.Module):
                 y = y.narrow(y.ndim - 1 - i, begin, end - begin)
         return y
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.padding))
+
+add_plain(Plain(Pad, 1.0, exact, {"padding": INTEGER}, one_sign))
 
 
-add_plain(Plain(Pad, 1.0, exact, Stored({"padding": INTEGER}, make=lambda padding: Pad(*padding)), one_sign))
-
-
-class Enlarge(nn.Module):
+class Enlarge(Shown):
     r"""Every pixel ``rows`` times ``cols``: nearest-neighbour upsampling, of constant :math:`\sqrt{rows\,cols}`.
 
     Raises:
@@ -202,11 +204,8 @@ class Enlarge(nn.Module):
         if x.ndim != 4:
             raise ShapeError(f"Enlarge: expected images (B, C, H, W), got {tuple(x.shape)}")
         b, c, h, w = x.shape
-        y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)
+        y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)  # views until the reshape
         return y.reshape(b, c, h * self.rows, w * self.cols)
-
-    def extra_repr(self) -> str:
-        return f"{self.rows}, {self.cols}"
 
 
 class EnlargeBilinear(Enlarge):
@@ -236,7 +235,7 @@ class EnlargeBilinear(Enlarge):
         return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=False)
 
 
-class Expand(nn.Module):
+class Expand(Shown):
     """The numbers of each sample repeated to another shape, along its dimensions of size 1.
 
     Args:
@@ -262,9 +261,6 @@ class Expand(nn.Module):
             raise ShapeError(f"Expand: expected samples that can be repeated to {self.shape}, got {tuple(x.shape)}")
         return x.expand(-1, *self.shape)
 
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.shape))
-
 
 def _expand(module: Expand, input_shape: Shape | None) -> float:
     # Without the shape: as if all of it were copies of one number.
@@ -278,25 +274,11 @@ def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
     return (Enlarge if module.mode == "nearest" else EnlargeBilinear)(*factors)
 
 
-def _shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
-    if input_shape is not None and input_shape[0] % module.groups:
-        raise ShapeError(f"nn.ChannelShuffle: expected channels in {module.groups} groups, got {input_shape[0]}")
-    return 1.0
-
-
-def _export_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
-    _shuffle(module, input_shape)
-    channels, *rest = input_shape
-    dims = [2, 1, *range(3, 3 + len(rest))]
-    apart = Reshape(module.groups, channels // module.groups, *rest)
-    return nn.Sequential(apart, Permute(*dims), Reshape(channels, *rest))
-
-
 def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     if input_shape is None:
         raise ShapeError("nn.Upsample: expected an input_shape, because its factors depend on the sizes, got none")
     before, after = input_shape[1:], output_shape(module, input_shape)[1:]
-    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
+    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]  # 0: refused below
     given = module.scale_factor if isinstance(module.scale_factor, tuple) else (module.scale_factor,)
     # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many,
     # and the weights between them exact.
@@ -311,22 +293,130 @@ def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     return factors
 
 
-def _between_pixels(module: EnlargeBilinear, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    # Three sums and three products of weights that add up to 1, in whatever order: |error| <= gamma |A| |x|, A >= 0.
-    error, norm = arithmetic.gamma(8), root(module.rows * module.cols)
-    floor = math.sqrt(entries(output_shape(module, input_shape))) * 8 * arithmetic.tiny
-
-    def measure(x: Tensor) -> Local:
-        reached = Line(grow(size(module(x.abs())) * (1 + FLOAT64.gamma(8))), norm)
-        lost = reached.times(error).plus(flat(reached.at, floor))
-        return Local(lost, Line(size(x), 1.0).times(4.0))
-
-    return measure
+def enlarged(module: Enlarge, input_shape: Shape | None) -> float:
+    return root(module.rows * module.cols)
 
 
-for _kind, _rounding in ((Enlarge, exact), (EnlargeBilinear, _between_pixels)):
-    _stored = {"rows": COUNT, "cols": COUNT}
-    add_plain(Plain(_kind, lambda module, shape: root(module.rows * module.cols), _rounding, _stored, one_sign))
-add_plain(Plain(Expand, _expand, exact, Stored({"shape": COUNT}, make=lambda shape: Expand(*shape)), one_sign))
+def _export_enlarge(module: Enlarge, input_shape: Shape) -> nn.Module:
+    (c, h, w), together = input_shape, output_shape(module, input_shape)
+    return nn.Sequential(Reshape(c, h, 1, w, 1), Expand(c, h, module.rows, w, module.cols), Reshape(*together))
+
+
+add_plain(Plain(Enlarge, enlarged, export=_export_enlarge, dims=(3, 3)))
+add_plain(Plain(Expand, _expand, exact, {"shape": COUNT}, one_sign))
 add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
-add_plain(Plain(nn.ChannelShuffle, _shuffle, export=_export_shuffle))
+
+
+def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
+    if module.training:
+        raise NoRuleError(
+            f"nn.{type(module).__name__}: expected evaluation mode, got training mode, where the output is random; "
+            "call .eval()"
+        )
+    return 1.0
+
+
+def _without_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
+    _dropout(module, input_shape)
+    return nn.Sequential()
+
+
+for _kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
+    add_plain(Plain(_kind, _dropout, export=_without_dropout))
+
+
+def _regrouped(apart: Shape, order: Iterable[int], together: Shape) -> nn.Module:
+    return nn.Sequential(Reshape(*apart), Permute(*order), Reshape(*together))
+
+
+def _channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
+    if input_shape is not None and input_shape[0] % module.groups:
+        raise ShapeError(f"nn.ChannelShuffle: expected channels in {module.groups} groups, got {input_shape[0]}")
+    return 1.0
+
+
+def _export_channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
+    _channel_shuffle(module, input_shape)
+    channels, *rest = input_shape
+    apart = (module.groups, channels // module.groups, *rest)
+    return _regrouped(apart, (2, 1, *range(3, 3 + len(rest))), input_shape)
+
+
+def _export_pixels(module: nn.PixelShuffle | nn.PixelUnshuffle, input_shape: Shape) -> nn.Module:
+    (*lead, c, h, w), together = input_shape, output_shape(module, input_shape)
+    if isinstance(module, nn.PixelShuffle):
+        r = module.upscale_factor
+        apart, order = (c // r**2, r, r, h, w), (1, 4, 2, 5, 3)  # a row of pixels and its r channels, then columns
+    else:
+        r = module.downscale_factor
+        apart, order = (c, h // r, r, w // r, r), (1, 3, 5, 2, 4)
+    n = len(lead)  # dimensions in front, which stay
+    return _regrouped((*lead, *apart), (*range(1, n + 1), *(n + dim for dim in order)), together)
+
+
+def _export_flat(module: nn.Flatten | nn.Unflatten, input_shape: Shape) -> nn.Module:
+    return reshaped(output_shape(module, input_shape))
+
+
+_whole_sample = {"start_dim": lambda dim: dim == 1, "end_dim": lambda dim: dim == -1}
+add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
+add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
+add_plain(Plain(nn.Flatten, 1.0, exact, _whole_sample, one_sign, export=_export_flat))
+add_plain(Plain(nn.Unflatten, 1.0, export=_export_flat))
+for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
+    add_plain(Plain(_pixels, 1.0, export=_export_pixels, dims=(3, 9)))
+add_plain(Plain(nn.ChannelShuffle, _channel_shuffle, export=_export_channel_shuffle))
+
+
+# One pixel down, up, right and left, as (dimension, shift) of torch.roll.
+MOVES = ((2, 1), (2, -1), (3, 1), (3, -1))
+
+
+def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
+    """The last 4 ``moved`` channels moved circularly by one pixel: ``moved`` each down, up, right and left.
+
+    A permutation, so an isometry: between pointwise layers it lets neighbours meet, without a product.
+
+    Args:
+        x: ``(B, C, H, W)`` with C >= 4 ``moved``.
+        moved: channels of each direction, at least 1.
+        steps: pixels; -1 undoes what 1 does.
+
+    >>> x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2).repeat(1, 4, 1, 1)
+    >>> shift(x, 1)[0, :, 0].tolist()  # a single row has no other to move to
+    [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 1.0]]
+
+    References:
+        Wu et al., CVPR 2018 (shift instead of spatial convolutions); LipNeXt, ICLR 2026 (as an isometry).
+    """
+    kept, *groups = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)  # the last channels are moved
+    return torch.cat([kept, *(g.roll(steps * by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
+
+
+class Shift2d(Shown):
+    """:func:`shift` as a module: 1-Lipschitz.
+
+    Args:
+        channels: of the input.
+        moved: channels of each of the four directions, at least 1.
+
+    Raises:
+        OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.
+
+    >>> Shift2d(16, 2)(torch.zeros(1, 16, 4, 4)).shape
+    torch.Size([1, 16, 4, 4])
+    """
+
+    def __init__(self, channels: int, moved: int) -> None:
+        super().__init__()
+        if moved < 1 or channels < 4 * moved:
+            raise OptionError(f"Shift2d: expected at least 4 moved >= 4 channels, got {channels} with moved={moved}")
+        self.channels, self.moved = channels, moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != self.channels:
+            raise ShapeError(f"Shift2d: expected images (B, {self.channels}, H, W), got {tuple(x.shape)}")
+        return shift(x, self.moved)
+
+
+add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))
