@@ -234,7 +234,7 @@ def certify(
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
     "Accuracy and Stability of Numerical Algorithms", 2nd ed., Secs. 3.1 and 3.5 (inner products).
     """
-    # Without y only so that a lone DataLoader is told what is expected.
+    # y may be missing so that certify(loader) gets a clear error.
     if method not in METHODS or (method != "global" and evaluator == "integer"):
         wanted = "'global' for an integer program" if method in METHODS else f"one of {', '.join(METHODS)}"
         raise OptionError(f"method: expected {wanted}, got {method!r}")

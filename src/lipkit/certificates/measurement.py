@@ -98,7 +98,7 @@ class Proof(Shown):
 def _asked(
     network: modules.Network, rounding: str, evaluator: str, device: str | torch.device
 ) -> tuple[torch.device, Evaluator]:
-    """Where it is measured, and the evaluator under the present settings of torch."""
+    """Device and evaluator of a request, under the present settings of torch."""
     check_underflow()  # small float32 numbers would be lost on their way to float64
     where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
     return where, evaluators.named(rounding, evaluator, where, network)

@@ -59,8 +59,8 @@ def monotone(network: Network) -> Tensor:
         if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()
             # Paths that would break it: rising through what may fall, falling through what may rise.
-            spoilt = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
-            up, down = spoilt[0] == 0, spoilt[1] == 0
+            against = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
+            up, down = against[0] == 0, against[1] == 0
         elif type(module) is Affine:
             scale = module.scale.expand(len(up))[:, None]
             up, down = ((scale == 0) | torch.where(scale > 0, a, b) for a, b in ((up, down), (down, up)))

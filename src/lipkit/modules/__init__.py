@@ -11,7 +11,17 @@ from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
 from lipkit.modules.machine import exact, local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter, UnitNorm
-from lipkit.modules.plain import ROWS, Local, Plain, Shape, Stored, add_plain, export_rule, lipschitz_rule, rules
+from lipkit.modules.plain import (
+    ROWS,
+    Plain,
+    RoundingBound,
+    Shape,
+    Stored,
+    add_plain,
+    export_rule,
+    lipschitz_rule,
+    rules,
+)
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.ranges import Range, around, monotone, one_sign
@@ -45,7 +55,6 @@ __all__ = [
     "L2NormPool2d",
     "LPReLU",
     "LayerCenter",
-    "Local",
     "MatrixProduct",
     "MaxMin",
     "MaxMinShift2d",
@@ -63,6 +72,7 @@ __all__ = [
     "Recurrent",
     "Reshape",
     "Roll",
+    "RoundingBound",
     "SandwichBlock",
     "Shape",
     "Shift2d",

@@ -21,7 +21,17 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, Shown, add_plain, export_rule
+from lipkit.modules.plain import (
+    Accepts,
+    Plain,
+    RoundingBound,
+    RoundingError,
+    RoundingRule,
+    Shape,
+    Shown,
+    add_plain,
+    export_rule,
+)
 from lipkit.modules.ranges import Range, around, monotone
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.views import Shift2d, shift
@@ -213,7 +223,7 @@ SOFTMAX_EXP = 2 * 64.0
 
 def pointwise(
     a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic, largest: float = 0.0
-) -> Measure:
+) -> RoundingError:
     """A scalar function within ``u (a |h| + b) + jump`` on every number; ``largest``: modulus of its largest number."""
     root = math.sqrt(entries(input_shape))  # the norm of an error of 1 in every entry
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
@@ -222,13 +232,13 @@ def pointwise(
     return proportional(factor, constant, grow(4.0 + a), 8.0 + b + largest)
 
 
-def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     slope = float(module.weight.detach().abs().amax()) if isinstance(module, nn.PReLU) else abs(module.negative_slope)
     lost = arithmetic.tiny / arithmetic.unit  # a slope below the normal range may count as 0
     return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)  # a product by a rounded slope
 
 
-def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     def rounded(limit: float) -> float:
         # A number that the format has is not rounded: its significand is a multiple of the unit.
         whole = (math.frexp(limit)[0] / arithmetic.unit).is_integer()
@@ -239,12 +249,12 @@ def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithme
     return pointwise(0.0, max(map(rounded, limits)), 0.0, input_shape, arithmetic, largest)
 
 
-def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     alpha = max(1.0, abs(module.alpha))
     return pointwise((LIBRARY + 4) * alpha, (LIBRARY + 4) * alpha, 0.0, input_shape, arithmetic)
 
 
-def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha: one below the normal range may count as 0, and with it all of x
     inverse = 1 / module.alpha
     lost = 0.0 if inverse >= arithmetic.tiny else 2 / arithmetic.unit
@@ -252,7 +262,7 @@ def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> 
     return pointwise(LIBRARY + 8 + lost, (LIBRARY + 8) * module.alpha, 0.0, input_shape, arithmetic, largest)
 
 
-def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # log1p(e^(beta x)) / beta, and x itself beyond the threshold: a jump of log1p(e^-threshold) / beta, at a threshold
     # that beta x reaches within its rounding
     beta, threshold = float(module.beta), float(module.threshold)
@@ -266,7 +276,7 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
         return found
     slope = grow(arithmetic.room / most * beta)
 
-    def measure(x: torch.Tensor) -> Local:
+    def measure(x: torch.Tensor) -> RoundingBound:
         local, furthest = found(x), x.detach().double().flatten(1).amax(1).clamp_min(0.0)
         rising = Line(furthest, 1.0).times(slope) if slope < math.inf else flat(furthest, slope)
         return local._replace(peak=local.peak.plus(rising))
@@ -350,7 +360,7 @@ def add_activation(row: Activation) -> None:
     def slope(module: nn.Module, input_shape: Shape | None) -> float | Tensor:
         return row.slope(module) if callable(row.slope) else row.slope
 
-    def error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    def error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
         if not isinstance(row.rounding, tuple):
             return row.rounding(module, input_shape, arithmetic)
         return pointwise(*row.rounding, 0.0, input_shape, arithmetic)
@@ -425,7 +435,7 @@ for _row in (
 export_rule(nn.ReLU6)(lambda module, input_shape: nn.Hardtanh(0.0, 6.0))
 
 
-def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """The rounding of a module that compares numbers: it only moves them."""
     shape = output_shape(module, input_shape)
     return pointwise(0.0, 0.0, 0.0, shape if entries(shape) > entries(input_shape) else input_shape, arithmetic)
@@ -437,7 +447,7 @@ add_plain(Plain(MaxMinShift2d, 1.0, export=lambda m, _: nn.Sequential(MaxMin(), 
 add_plain(Plain(GroupSort, 1.0, comparing, {"group_size": either(INTEGER, None)}, monotone))
 
 
-def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # e^-d / sum, d >= 0 the distance to the largest entry: rounding d moves e^-d by at most u d e^-d <= 0.37 u, and
     # the sum of n of them by at most 0.37 n u; the results have a norm of at most 1 in each group of n.
     # The implicit dimension counts as the whole sample.

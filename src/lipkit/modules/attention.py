@@ -30,7 +30,7 @@ from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import entries, local_error, proportional
-from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.ranges import within_one
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
@@ -144,7 +144,7 @@ def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
     return up(curvature - 1, 1).clamp_min(1.0) if convex and bool(step >= 0) else up(1 + curvature, 1)
 
 
-def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
     back = nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
     back.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False)  # A^T
@@ -152,7 +152,7 @@ def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: A
     return local_error(Graph(parts, [[0], [1], [2], [3], [0, 4]]), input_shape, arithmetic)
 
 
-def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     tokens, features = input_shape[-2:]
     # A difference, its square, a sum of e of them and the root of 1 + it are of positive terms: each weight is right
     # within a relative gamma. |W/n| <= 1 in the l2 norm, so both products are within theirs of numbers of norm |u|.

@@ -28,7 +28,7 @@ from lipkit.errors import NoRuleError
 from lipkit.modules.configuration import COUNT, either, flag, whole
 from lipkit.modules.dense import inner_products, linear_range
 from lipkit.modules.machine import entries
-from lipkit.modules.plain import Accepts, Measure, Plain, Shape, add_plain
+from lipkit.modules.plain import Accepts, Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
@@ -175,7 +175,7 @@ def padded_copies(module: _Conv, input_shape: Shape) -> float:
     return float(torch.bincount(padded.flatten().long()).amax())  # pixels are their own numbers
 
 
-def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     transposed = isinstance(module, nn.ConvTranspose2d)
     groups, taps = module.groups, math.prod(module.weight.shape[2:])
     absolute = copy.deepcopy(module)

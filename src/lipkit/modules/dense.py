@@ -24,7 +24,7 @@ from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
 from lipkit.modules.machine import entries
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
+from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
@@ -116,7 +116,7 @@ def inner_products(
     *,
     copies: float = 1.0,
     blocked: bool = True,
-) -> Measure:
+) -> RoundingError:
     """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
 
     ``absolute`` maps |x| to ``|W| |x| + |b|``, ``sums`` |W| to its largest row sum and column sum. A padding makes at
@@ -136,11 +136,11 @@ def inner_products(
     floor = product(math.sqrt(outputs) * (row + 2 * terms + 2), arithmetic.tiny)
     biggest = float(magnitude.amax()) if magnitude.numel() else 0.0
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         reached = Line(grow(size(absolute(x.abs())) * up), norm)
         found = reached.times(error).plus(Line(size(x), 1.0).times(lost)).plus(flat(reached.at, floor))
         peak = reached.times(1 + error if error < math.inf else 1.0)  # partial sums of moduli are below
-        return Local(found, Line(peak.at + biggest, peak.slope))
+        return RoundingBound(found, Line(peak.at + biggest, peak.slope))
 
     return measure
 
@@ -153,7 +153,7 @@ def linear_range(module: Any, x: Range) -> Range:
     return around(module(x.centre), positive(x.radius))
 
 
-def _linear_error(module: nn.Linear, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _linear_error(module: nn.Linear, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     weight, bias = module.weight.abs(), None if module.bias is None else module.bias.abs()
     return inner_products(
         lambda x: F.linear(x, weight, bias),
@@ -197,7 +197,7 @@ def last_layer(
     return at, torch.where(zero, 0.0, slope), peak
 
 
-def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     rest = (1,) * (len(input_shape) - module.scale.ndim)
     scale, shift = (t.detach().double().abs().view(*t.shape, *rest) for t in (module.scale, module.shift))
     error = arithmetic.gamma(3 + 2 * arithmetic.stored)  # product and sum, of two numbers that may be rounded
@@ -205,11 +205,11 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
     lost = arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
     floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 12)
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         reached = Line(grow(size(x.abs() * scale + shift)), largest)
         error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
         peak = reached.times(2.0)  # the product, then the sum
-        return Local(error_line.plus(flat(reached.at, floor)), Line(peak.at + largest, peak.slope))
+        return RoundingBound(error_line.plus(flat(reached.at, floor)), Line(peak.at + largest, peak.slope))
 
     return measure
 

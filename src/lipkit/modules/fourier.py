@@ -29,7 +29,7 @@ from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Measure, Plain, Shape, add_plain
+from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow, size
 from lipkit.proof.norms import spectral_norm
@@ -220,7 +220,7 @@ def relative_to_input(
     gain: float,
     arithmetic: Arithmetic,
     carried: float = 0.0,
-) -> Measure:
+) -> RoundingError:
     """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of adding a bias to each channel.
 
     ``carried`` is the relative error of the operations that the bias passes through after it is added.
@@ -233,7 +233,7 @@ def relative_to_input(
     return proportional(factor, constant, grow((2 + gain + relative) * math.sqrt(2.0)), shift + constant)
 
 
-def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """The rounding of a convolution that is kept as its symbol."""
     outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)

@@ -28,7 +28,7 @@ from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, Stored, add_plain
+from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
@@ -423,7 +423,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     return nn.Sequential(*wiring.chain(place[-1]))
 
 
-def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     refuse_inplace(module)
     shapes = value_shapes(module, input_shape)
     nodes = list(zip(module.nodes, module.sources, strict=True))
@@ -435,7 +435,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
     gains = [grow(float(form.total())) for form in value_forms(module, constants)]
     last = {value: i for i, (_, read) in enumerate(nodes) for value in read}
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         bounds, peak = {0: start(x)}, nothing(x)
         with torch.no_grad():
             for i, ((node, read), step) in enumerate(zip(nodes, steps, strict=True)):
@@ -446,7 +446,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
                 for value in set(read):
                     if last[value] == i:
                         del bounds[value]
-        return Local(bounds[len(nodes)].error, peak)
+        return RoundingBound(bounds[len(nodes)].error, peak)
 
     return measure
 

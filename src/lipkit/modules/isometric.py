@@ -12,7 +12,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.configuration import COUNT
-from lipkit.modules.plain import Measure, Plain, Shape, Shown, add_plain
+from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, add_plain
 from lipkit.proof.arithmetic import Arithmetic, grow
 
 
@@ -157,13 +157,13 @@ def _largest(values: Tensor) -> float:
     return float(values.detach().abs().amax())
 
 
-def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # One difference; a threshold off by a rounding moves the kink, where both pieces meet, by as much.
     largest = _largest(module.thresholds)
     return pointwise(2.0, 8 * largest, 0.0, input_shape, arithmetic, 2 * largest)
 
 
-def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair that is taken for
     # the other side lies within the rounding of the comparison of the line, where a reflection moves it by twice that.
     each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * arithmetic.unit

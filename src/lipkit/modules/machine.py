@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.plain import ROWS, Local, Measure, Shape
+from lipkit.modules.plain import ROWS, RoundingBound, RoundingError, Shape
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 
 
-def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """The rounding rule of a module, prepared for inputs of one shape.
 
     Raises:
@@ -33,17 +33,19 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
     return row.rounding(module, input_shape, arithmetic)
 
 
-def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """Rounding rule of a module that only moves numbers, drops them or changes their signs: the error is 0."""
-    return lambda x: Local(nothing(x), nothing(x))
+    return lambda x: RoundingBound(nothing(x), nothing(x))
 
 
-def proportional(error: float, floor: float, peak: float, least: float = 0.0) -> Measure:
+def proportional(error: float, floor: float, peak: float, least: float = 0.0) -> RoundingError:
     """Rounding rule of an error of at most ``error ||h|| + floor``, with numbers of at most ``peak ||h|| + least``."""
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         norms = Line(size(x), 1.0)
-        return Local(norms.times(error).plus(flat(norms.at, floor)), norms.times(peak).plus(flat(norms.at, least)))
+        return RoundingBound(
+            norms.times(error).plus(flat(norms.at, floor)), norms.times(peak).plus(flat(norms.at, least))
+        )
 
     return measure
 
@@ -63,8 +65,8 @@ class ProvedModule(NamedTuple):
 
     module: nn.Module
     gain: float
-    machine: Measure
-    double: Measure
+    machine: RoundingError
+    double: RoundingError
 
 
 class ErrorBound(NamedTuple):
@@ -164,7 +166,7 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
             slopes.append(line.slope)
             at = torch.zeros_like(factors.centre_error)
             at[0], at[place] = line.at[0], line.slope
-            own = Local(Line(at, line.slope), nothing(at))
+            own = RoundingBound(Line(at, line.slope), nothing(at))
             factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
             zero = step.module(zero)  # the exact value behind the input 0
     return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, origin)
@@ -210,12 +212,12 @@ def reach(bound: ErrorBound) -> Line:
     return bound.spread.plus(Line(grow(size(bound.centre)), 0.0))
 
 
-def chain_error(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def chain_error(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """The rounding rule of a chain of modules."""
     steps, _ = prepare(modules, input_shape, arithmetic)
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         bound = through(steps, x)
-        return Local(bound.error, bound.peak)
+        return RoundingBound(bound.error, bound.peak)
 
     return measure

@@ -15,7 +15,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, add_plain
+from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import Range, around, within_one
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape, Together
@@ -314,7 +314,7 @@ def _unit_norm(module: UnitNorm, input_shape: Shape | None) -> float:
     return reciprocal_up(module.eps)
 
 
-def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     numbers, terms = entries(input_shape), math.prod(input_shape[dim - 1] for dim in module.dims)
     # The norm is wrong by gamma of itself and by what squares lose below the range; results have norm 1 at most.
     wrong = arithmetic.gamma(terms + 8) + 2 * math.sqrt((terms + 2) * arithmetic.tiny) / module.eps
@@ -328,7 +328,7 @@ def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
     return 1.0
 
 
-def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     terms = math.prod(input_shape[dim - 1] for dim in module.dims)
     # The mean of n numbers is wrong by gamma(n + 2) of the mean of their moduli, n times, and the difference by a unit:
     # together gamma(n + 5) |x| in the l2 norm, since |mean| sqrt(n) <= |x|.
@@ -372,7 +372,7 @@ def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> n
     return nn.Sequential(*parts)
 
 
-def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     terms = math.prod(module.normalized_shape)
     eps, numbers, up = module.eps, entries(input_shape), 1 + 2.0**-40
     gain = float(own_constant(module).detach())
@@ -389,14 +389,14 @@ def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arit
     flushed = arithmetic.tiny * (12 * (terms + 8) * gain + 8 * weight + 8)
     constant = grow(arithmetic.gamma(4) * shift + math.sqrt(numbers) * flushed)
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         groups = size(x.detach().double().reshape(-1, terms)).view(len(x), -1)
         reached, furthest = Line(size(x), 1.0), Line(groups.amax(1), 1.0)
         error = reached.times(linear).plus(flat(reached.at, constant))
         peak = reached.times(grow(4 + 6 * gain))
         peak = Line(peak.at + 2 * shift + max(weight, bias, eps, 2 * gain), peak.slope)
         peak = flat(reached.at, math.inf) if rising == math.inf else peak.most(furthest.times(rising))
-        return Local(error, peak)
+        return RoundingBound(error, peak)
 
     return measure
 

@@ -25,7 +25,7 @@ Accepts = Callable[[Any], bool]
 """True for a value of a configuration that the argument takes."""
 
 
-class Local(NamedTuple):
+class RoundingBound(NamedTuple):
     r"""The error that one module adds, as a function of the distance s of its input from the given one.
 
     Attributes:
@@ -39,7 +39,7 @@ class Local(NamedTuple):
 
 
 # At a batch x (N, *input_shape) in float64: bounds for all inputs near each of its samples.
-Measure = Callable[[Tensor], Local]
+RoundingError = Callable[[Tensor], RoundingBound]
 
 
 class Stored(NamedTuple):
@@ -59,7 +59,7 @@ class Stored(NamedTuple):
 # The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
 LipschitzRule = Callable[[Any, Shape | None], Tensor | float] | float
 ExportRule = Callable[[Any, Shape], nn.Module]
-RoundingRule = Callable[[Any, Shape, Arithmetic], Measure]
+RoundingRule = Callable[[Any, Shape, Arithmetic], RoundingError]
 RangeRule = Callable[[Any, Range], Range]
 IntegerRule = Callable[[Any, Any, Any, float], Any]
 
@@ -86,8 +86,8 @@ class Plain(NamedTuple):
     Attributes:
         kind: its type, matched exactly.
         constant: its proved l2 Lipschitz bound, a number or ``constant(module, input_shape)``.
-        rounding: ``rounding(module, input_shape, arithmetic)`` bounds its error in machine arithmetic: a `Measure`. The
-            module is given in float64, with exactly the numbers that are stored.
+        rounding: ``rounding(module, input_shape, arithmetic)`` bounds its error in machine arithmetic, a `RoundingError`.
+            The module is given in float64, with exactly the numbers that are stored.
         stored: what its constructor takes, by name, or a `Stored`; a module that is stored exports as a copy.
         range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
         integer: ``integer(builder, module, value, gain)``, its program in int32 (`lipkit.integer.Builder`).

@@ -12,7 +12,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import entries, proportional
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Shown, add_plain
+from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
 from lipkit.modules.views import EnlargeBilinear, Together, enlarged
@@ -223,7 +223,7 @@ class L2NormPool2d(Shown):
         return torch.linalg.vector_norm(x.unflatten(3, (-1, s)).unflatten(2, (-1, s)), dim=(3, 5))
 
 
-def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     outputs = entries(output_shape(module, input_shape))
     terms = entries(input_shape) // outputs
     # Half the relative error of the sum of squares, and that of the root; a square below the range loses its number.
@@ -255,7 +255,7 @@ def window_terms(module: Average, input_shape: Shape) -> int:
     return math.prod(n // m if n % m == 0 else max(n // m, m // n) + 2 for n, m in axes)
 
 
-def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     outputs = entries(output_shape(module, input_shape))
     terms = window_terms(module, input_shape)
     error = arithmetic.gamma(terms + 3)  # the sum, a rounded divisor, the quotient
@@ -263,11 +263,11 @@ def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Mea
     norm = grow(float(lipschitz(module, input_shape)))
     floor = math.sqrt(outputs) * (terms + 2) * arithmetic.tiny
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         reached = Line(grow(size(module(x.abs())) * (1 + FLOAT64.gamma(terms + 8))), norm)
         found = reached.times(error).plus(flat(reached.at, floor))
         # Before the division a window holds the sum of its pixels.
-        return Local(found, Line(size(x), 1.0).times(float(terms + 1)))
+        return RoundingBound(found, Line(size(x), 1.0).times(float(terms + 1)))
 
     return measure
 

@@ -32,7 +32,7 @@ from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error, nothing
 from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.registry import export_part, lipschitz
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line
 from lipkit.proof.norms import spectral_norm
@@ -249,19 +249,19 @@ def _monotone(d11: Tensor, lam: Tensor) -> float:
 class _Locals(NamedTuple):
     """The local errors of one arithmetic at one step."""
 
-    v: Local
-    phi: Local
-    s: Local
-    o: Local
+    v: RoundingBound
+    phi: RoundingBound
+    s: RoundingBound
+    o: RoundingBound
 
 
-def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     guard(module)
     nv, parts = module.units[0], [module.units[0], module.states, module.out_features]
     gain, rate, n = _gain(module), module.rate, _numbers(module)
     rows, b = torch.cat(module.system()[0].rows()), module.bias
 
-    def rules(arithmetic: Arithmetic) -> list[Measure]:
+    def rules(arithmetic: Arithmetic) -> list[RoundingError]:
         arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
         found = [
             local_error(_linear(m, c), (rows.shape[1],), arithmetic) if len(c) else _none
@@ -273,15 +273,15 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
     root = up(math.sqrt(gain), 4)
     moves = _over(root, rate, input_shape)
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         h = torch.cat((module.run(x)[1], x.transpose(0, 1)), -1)
         points, shape = h.flatten(0, 1), h.shape[:2]
         pre = F.linear(points, rows[:nv], b[:nv])
 
-        def at(measures: list[Measure]) -> list[_Locals]:
+        def at(measures: list[RoundingError]) -> list[_Locals]:
             found = [rule(pre if k == 1 else points) for k, rule in enumerate(measures)]
             return [
-                _Locals(*(Local(*(Line(line.at.view(shape)[t], line.slope) for line in one)) for one in found))
+                _Locals(*(RoundingBound(*(Line(line.at.view(shape)[t], line.slope) for line in one)) for one in found))
                 for t in range(shape[0])
             ]
 
@@ -292,8 +292,8 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
     return measure
 
 
-def _none(x: Tensor) -> Local:
-    return Local(nothing(x), nothing(x))
+def _none(x: Tensor) -> RoundingBound:
+    return RoundingBound(nothing(x), nothing(x))
 
 
 class _Step(NamedTuple):
@@ -339,10 +339,10 @@ def _walk(
     return found
 
 
-def _total(steps: list[_Step]) -> Local:
+def _total(steps: list[_Step]) -> RoundingBound:
     """All outputs together."""
     peaks = (step.peak for step in steps)
-    return Local(beside([step.y for step in steps]), functools.reduce(Line.most, peaks))
+    return RoundingBound(beside([step.y for step in steps]), functools.reduce(Line.most, peaks))
 
 
 def _made(in_features: int, out_features: int, units: Any, states: int, **rest: Any) -> Recurrent:

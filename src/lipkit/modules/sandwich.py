@@ -20,7 +20,7 @@ from lipkit.modules.fourier import FourierConv2d, transform_norm
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import chain_error, local_error
-from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.registry import export_part, lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
@@ -122,7 +122,7 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     return product
 
 
-def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     return chain_error(module.parts(), input_shape, arithmetic)
 
 
@@ -211,7 +211,7 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     return product
 
 
-def _slope_residual_error(module: SlopeResidual, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _slope_residual_error(module: SlopeResidual, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     return local_error(Graph([*module.parts(), Add(1, 1)], [[0], [1], [2], [0, 3]]), input_shape, arithmetic)
 
 

@@ -26,7 +26,7 @@ from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import ProvedModule, entries, prepare, reach, start, through
-from lipkit.modules.plain import Local, Measure, Plain, Shape, add_plain
+from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow
 from lipkit.proof.norms import spectral_norm
@@ -187,7 +187,7 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
     return torch.minimum(apart, up(found + moved, 4))
 
 
-def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """Rounding rule of ``F t + b - x`` with t from the first part: one inner product of all terms, in any order."""
     check_parts(module)
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
@@ -196,7 +196,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
     steps, _ = prepare([module.first], input_shape, arithmetic)
     gain = grow(float(circular(to_double(weight), *input_shape[1:])))  # of the kernel alone
 
-    def measured(machine: Arithmetic) -> Measure:
+    def measured(machine: Arithmetic) -> RoundingError:
         return inner_products(
             lambda t: circular_conv2d(t, weight.abs(), None if bias is None else bias.abs()),
             lambda w: (float(w.flatten(1).sum(1).amax()), float(w.sum((0, 2, 3)).amax())),
@@ -211,11 +211,11 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
     steps.append(ProvedModule(spreading, gain, measured(arithmetic), measured(FLOAT64)))
     floor = 4 * (terms + 1) * math.sqrt(outputs) * arithmetic.tiny
 
-    def measure(x: Tensor) -> Local:
+    def measure(x: Tensor) -> RoundingBound:
         bound = through(steps, x)
         total = reach(bound).plus(reach(start(x)))
         error = bound.error.plus(total.times(arithmetic.gamma(terms + 1))).plus(flat(total.at, floor))
-        return Local(error, bound.peak.most(total.times(2.0)))
+        return RoundingBound(error, bound.peak.most(total.times(2.0)))
 
     return measure
 

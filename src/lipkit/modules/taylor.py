@@ -15,7 +15,7 @@ from lipkit.linalg.exponential import check_terms
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.fourier import relative_to_input, schur
 from lipkit.modules.machine import entries
-from lipkit.modules.plain import Measure, Plain, Shape, add_plain
+from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import gamma, to_double
@@ -101,7 +101,7 @@ def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
     return taylor_norm(angle, error, module.terms)
 
 
-def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     r"""Terms :math:`x_i = A x_{i-1} / i`: ``e_i = (a e_{i-1} + gamma |A| (n_{i-1} + e_{i-1})) / i``, relative to x."""
     kernel = module.kernel.detach().double()
     channels = len(kernel)
