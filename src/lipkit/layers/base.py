@@ -196,7 +196,7 @@ class Biased(nn.Module):
 
 
 class Constrained(Biased, ABC):
-    """What dense layers and convolutions share: free parameters, made once, and a bias."""
+    """Base of dense layers and convolutions: free parameters, made once, and a bias."""
 
     shape: tuple[int, ...]  # of a weight: (outputs, inputs), for convolutions after downsampling and with the taps
     shown: tuple[str, ...] = ()  # options in ``repr``

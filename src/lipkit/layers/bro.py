@@ -45,7 +45,7 @@ def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tupl
 
 
 class Reflector(base.Constrained):
-    """What both layers share: the parameters of V, a kernel of one tap in the dense layer."""
+    """Base of both layers: the parameters of V, a kernel of one tap in the dense layer."""
 
     shown = ("rank",)
 

@@ -85,7 +85,7 @@ export_rule(RkoConv2d)(export_kernel_conv)
 
 
 class Divided(Constrained):
-    """What both layers by Cholesky factors share: W and e."""
+    """Base of the two layers by Cholesky factors: W and e."""
 
     def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
         if not 0 < share < float("inf"):

@@ -86,7 +86,7 @@ class Plain(NamedTuple):
     Attributes:
         kind: its type, matched exactly.
         constant: its proved l2 Lipschitz bound, a number or ``constant(module, input_shape)``.
-        rounding: ``rounding(module, input_shape, arithmetic)`` bounds its error in machine arithmetic, a `RoundingError`.
+        rounding: ``rounding(module, input_shape, arithmetic)`` bounds its error in a machine, a `RoundingError`.
             The module is given in float64, with exactly the numbers that are stored.
         stored: what its constructor takes, by name, or a `Stored`; a module that is stored exports as a copy.
         range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
