@@ -169,6 +169,21 @@ def test_softmax_of_older_versions_takes_all_from_the_axis_on(tmp_path, numbers,
     np.testing.assert_allclose(load_onnx(path)(torch.from_numpy(x)).numpy(), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("opset", [7, 10])
+def test_negative_axes_of_older_versions(tmp_path, numbers, opset):
+    nodes = [
+        H.make_node("Split", ["x"], ["a", "b"], axis=-1, split=[1, 3]),
+        H.make_node("Concat", ["b", "a"], ["c"], axis=-1),
+        H.make_node("Squeeze", ["c"], ["d"], axes=[-2]),
+        H.make_node("ReduceMean", ["d"], ["y"], axes=[-1], keepdims=1),
+    ]
+    path = write(tmp_path / "net.onnx", nodes, {}, ["b", 1, 4], opset)
+    x = numbers.normal(size=(2, 1, 4)).astype(np.float32)
+    np.testing.assert_allclose(load_onnx(path)(torch.from_numpy(x)).numpy(), x[:, 0].mean(1, keepdims=True), rtol=1e-5)
+    with pytest.raises(NoRuleError, match="expected an axis from 0 to 2, got -1"):
+        read_onnx(write(path, [H.make_node("Flatten", ["x"], ["y"], axis=-1)], {}, ["b", 1, 4], opset))
+
+
 @pytest.mark.parametrize(
     ("node", "operands", "versions"),
     [

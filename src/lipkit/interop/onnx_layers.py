@@ -147,10 +147,12 @@ class Call:
         return self.operands[index].tolist()
 
     def axis(self, axis: int, rank: int | None = None) -> int:
-        """An axis counted from the start. Negative axes exist from version 11 on."""
+        """An axis counted from the start."""
         rank = self.rank if rank is None else rank
-        if not (-rank if self.opset >= 11 else 0) <= axis < rank:
-            raise self.refuse(f"an axis from 0 to {rank - 1}", f"{axis}")
+        # Exporters wrote negative axes before version 11 allowed them; onnxruntime reads them, except in Flatten.
+        least = 0 if self.node.kind == "Flatten" and self.opset < 11 else -rank
+        if not least <= axis < rank:
+            raise self.refuse(f"an axis from {least} to {rank - 1}", f"{axis}")
         return axis % rank
 
     def axes(self, index: int = 1, more: int = 0) -> list[int]:
