@@ -294,13 +294,6 @@ def test_one_number_for_each_sample(tmp_path, last):
     assert float(lipschitz(found)) == pytest.approx(15**-0.5)
 
 
-def test_axes_from_the_end_are_of_version_11_on(tmp_path):
-    nodes = [H.make_node("Concat", ["x", "x"], ["y"], axis=-1)]
-    assert load_onnx(write(tmp_path / "net.onnx", nodes, {}, ["b", 4], 11))(torch.ones(2, 4)).shape == (2, 8)
-    with pytest.raises(NoRuleError, match="got -1"):
-        read_onnx(write(tmp_path / "net.onnx", nodes, {}, ["b", 4], 10))
-
-
 def beside(tmp_path, dims, size, **part):
     """A file whose weight lies beside it, in ``size`` bytes of which the file system keeps none."""
     with open(tmp_path / "weights.bin", "wb") as file:
