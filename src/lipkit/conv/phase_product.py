@@ -46,8 +46,8 @@ def apply_phases(
 
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
-        small transforms and two copies. Backward takes twice the products; of features, real matrices on a CPU keep
-        only ``x`` for it.
+        small transforms and two copies. Backward takes twice the products; for it, real matrices on a CPU keep
+        no features but ``x``.
 
     Raises:
         ShapeError: the kernel does not divide the image.
@@ -96,7 +96,7 @@ def _plain(
     if pair.shape[1] == 2:
         s = multiply(Symbol(real, pair), s)
     else:
-        # Real matrices take half of the products: the two coefficients of a pair are rows of one.
+        # Real matrices take half of the products: the two coefficients of a pair are rows of one product.
         both = s.pair.flatten(1, 2) @ pair[:, 0].mT
         s = Spectrum(s.real @ real.mT, both.unflatten(1, s.pair.shape[1:3]))
     if len(matrices) > 1:
