@@ -61,7 +61,7 @@ class GramSymbol:
         self.curvature = self._curvature(half) + 4 * self.error
 
     def _interleaved(self, half: Tensor) -> Tensor:
-        """``(g, 2 L - 1, 2 E)``: factors of the cosines (real parts), then of the sines (imaginary parts) in -G."""
+        """Coefficients of -G, ``(g, 2 L - 1, 2 E)``: real ones of the cosines, then imaginary ones of the sines."""
         row, column, sign = self._entries
         flat = half.flatten(2)
         places = (row * self.side + column, column * self.side + row)

@@ -143,7 +143,7 @@ class _Blocks:
             self.error += off.abs()
         self.inner = slice(weights[0].shape[1], len(h) - weights[-1].shape[0])
         rows, wrong = (torch.cat((t[: self.inner.start], t[self.inner.stop :]))[:, self.inner] for t in (h, self.error))
-        live = rows.any(0).nonzero()[:, 0]  # few columns touch the ends: the Gram matrix of the others is 0
+        live = rows.any(0).nonzero()[:, 0]  # the few coupled to the ends: elsewhere it is 0
         self.gram = rows.new_zeros(rows.shape[1], rows.shape[1])
         self.gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
         self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in (rows, wrong))

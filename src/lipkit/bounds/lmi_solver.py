@@ -135,14 +135,14 @@ class GainProgram:
             row += len(w)
 
     def differences(self, y: Tensor) -> Tensor:
-        """y V."""
+        """``y V``, V with the columns v_i."""
         out = y[:, self.units].clone()
         for units, seen, w in self._reads():
             out[:, units] -= y[:, seen] @ w.mT
         return out
 
     def changed(self, y: Tensor, differences: Tensor, d: Tensor) -> Tensor:
-        """y dH for the change dH of H with d, given y V."""
+        """``y dH``, given ``y V``, for the change dH of H by a step ``d`` of x."""
         out = torch.zeros_like(y)
         out[:, self.ends] = d[0] * y[:, self.ends]
         scaled = d[1:] * y[:, self.units]
@@ -271,7 +271,7 @@ def minimise_gain(
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         raise OptionError("weights: expected finite numbers, got NaN or infinity")
     norms = [float(spectral_norms(w)) for w in weights]
-    for k, e in enumerate(errors):  # their sum, because their squares could underflow
+    for k, e in enumerate(errors):  # bounded by their sums: squares could underflow
         norms[k] = float(up(norms[k] + e.sum(), e.numel() + 1)) if bool(e.any()) else norms[k]
     bound = product(*norms)
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:

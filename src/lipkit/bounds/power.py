@@ -198,8 +198,8 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
     f1, f2 = _points(torch.arange(candidates, device=taps.device), w)
     if screened:
         apply, adjoint = maps(taps)
-        # The adjoint has the same norms, and ends with the vectors that the spaces start from.
-        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)  # steps of the adjoint
+        # Steps of the adjoint: it has the same norms, and its images are the vectors that the spaces start from.
+        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)
         found = _quotients(*(torch.fft.fft2(t)[0].flatten(1) for t in (reached, image))).view(rows, columns)
         if apart == 2:
             # Frequencies left out get the mean of their neighbours.

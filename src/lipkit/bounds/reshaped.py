@@ -58,7 +58,7 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
 
 
 def smallest_reshape(matrices: list[Tensor]) -> Tensor:
-    """The largest over a batch (groups) of the smallest norm in a list of batches of matrices, differentiable."""
+    """The largest, over groups, of the smallest norm among the matrices of a group, differentiable."""
     norms = torch.stack([spectral_norms(m) for m in matrices])
     best, which = norms.min(0)  # of the four, for each group
     group = int(best.argmax())

@@ -282,7 +282,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 def backward_rows(
     form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill ``out`` with the input's gradient; return those of N^T and of W_2 if ``symbol`` asks for them."""
+    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":

@@ -151,8 +151,8 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
     images = rooms[1][:size].view(n, size // n)
     torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
     b, c, h, w = out.shape
-    # Planes have short rows of one phase, so they are written from a copy in pixel order. `rows` may lie in rooms[0]:
-    # the product above was their last use.
+    # In planes, one phase has short rows: a copy in pixel order comes first. It may overwrite `rows`, which the product
+    # above was the last to read.
     pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
     target = phase_order(pixels, kernel_size)
     target.copy_(images.view(target.shape))

@@ -105,7 +105,7 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _turned_sum(taps: Tensor, centre: int, dim: int) -> Tensor:
-    """The taps (dimension 1) turned to their places along ``dim`` and added to the one in the centre, in place."""
+    """The taps (dimension 1) rolled to their places along ``dim`` and added, in place, to the central one."""
     parts = taps.unbind(1)
     for tap, part in enumerate(parts):
         if tap != centre:
@@ -191,11 +191,11 @@ class _Convolved(torch.autograd.Function):
 def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
 
-    The convolution runs in ``dtype``, by default that of x; N and the solve have that of x and of the kernel.
+    The convolution runs in ``dtype``, by default that of x; N and the solve have the dtype that x and the kernel share.
 
     Cost:
         Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between
-        the transforms, memory for cin times x.
+        the transforms, memory for cin copies of x.
 
     >>> spread_cayley(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.ones(1, 1, 1, 1)).flatten().tolist()
     [0.0, -1.0]

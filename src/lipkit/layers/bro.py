@@ -24,7 +24,7 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
-    r"""``E + g N /`` :math:`\sqrt{\mathrm{depth}}`, (n, m, kh, kw): the kernel of a residual layer, without a residual.
+    r"""``E + g N /`` :math:`\sqrt{\mathrm{depth}}`, (n, m, kh, kw): a kernel that includes its own residual connection.
 
     E is 1 at the centre tap from channel i to channel i, 0 elsewhere; g (n, 1, 1, 1) scales the output channels.
 
@@ -45,7 +45,7 @@ def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tupl
 
 
 class Reflector(base.Constrained):
-    """Base of both layers: the parameters of V, a kernel of one tap in the dense layer."""
+    """Base of both layers, with the parameters of V: a kernel, of one tap in the dense layer."""
 
     shown = ("rank",)
 

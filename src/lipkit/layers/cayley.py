@@ -72,7 +72,7 @@ class _Rescaled(torch.autograd.Function):
 
 def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """A free weight with the initialisation of torch's own layers, and its Frobenius norm as the learnable scale."""
-    free = nn.init.kaiming_uniform_(torch.empty(shape, device=device, dtype=dtype), a=math.sqrt(5))  # as torch's own
+    free = nn.init.kaiming_uniform_(torch.empty(shape, device=device, dtype=dtype), a=math.sqrt(5))
     return nn.Parameter(free), nn.Parameter(frobenius(free.detach()))
 
 

@@ -31,7 +31,7 @@ from lipkit.proof.roundoff import root
 
 
 class Construction(nn.Module, ABC):
-    """Parameters of the kernels of all groups, (groups, out_channels, in_channels, kh, kw); a call returns them."""
+    """A call makes the kernels of all groups, (groups, out_channels, in_channels, kh, kw), from the parameters."""
 
     def __init__(
         self, shape: tuple[int, ...], stride: Size, dilation: Size, orthogonalize: Orthogonalize, *place: Any
@@ -168,7 +168,7 @@ class _Native(base.Biased):
             like = self.plain(
                 in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
             )
-            # Sizes below 1 are checked below: torch accepts them and fails at the first input.
+            # Sizes below 1 are refused later on: torch accepts them here and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:

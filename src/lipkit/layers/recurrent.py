@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     bias: Tensor  # b
     multiplier: Tensor  # the diagonal of Lambda
     units: tuple[int, int]  # nv and nw
-    block: int  # units that do not read each other
+    block: int  # how many units are computed at once, not reading each other
 
 
 class RecurrentLayer(nn.Module):
@@ -65,7 +65,7 @@ class RecurrentLayer(nn.Module):
         raise NotImplementedError
 
     def _made(self, k: Tensor, bias: Tensor, multiplier: Tensor, block: int, shift: Tensor | float = 0.0) -> Parts:
-        """From a contraction k of (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), a bias of v, a shift of all."""
+        """The system of a contraction k, (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), plus k's own ``shift``."""
         nx, ny, nu, root = self.states, self.out_features, self.in_features, math.sqrt(self.gamma)
         rows, columns = k.new_ones(len(k)), k.new_ones(k.shape[1])
         rows[-ny:], columns[-nu - nx : -nu], columns[-nu:] = root, self.rate, root
@@ -201,7 +201,7 @@ class R2dn(RecurrentLayer):
         super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
         self.inner: nn.Module | None = None
-        # |v| is LeakyReLU of slope -1. What passes through phi unchanged could as well be a part of K.
+        # |v| is LeakyReLU of slope -1. It has no linear part, which K could as well provide.
         module = phi if isinstance(phi, nn.Module) else nn.LeakyReLU(-1.0) if phi == "abs" else slope_activation(phi)
         bound, written = float(lipschitz(module, (units,)).detach()), units
         if not bound <= 1 + 1e-9:

@@ -49,7 +49,7 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
 
 
-LARGE = 128  # from this side, a factorisation costs less than the squarings of a smooth bound
+LARGE = 128  # from this side on, a factorisation costs less than the squarings of a smooth bound
 
 
 def _norm(matrix: Tensor, proved: bool = True) -> Tensor:

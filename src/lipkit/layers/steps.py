@@ -1,4 +1,4 @@
-"""Work after an optimiser step, which layers declare, and layers whose own weight moves along a manifold."""
+"""Work that layers declare for the end of an optimiser step, and layers whose weight moves along a manifold."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _plain(w: Tensor) -> Tensor:
         return _plain(w.mH).mH
     u, v = w.split([n, m - n], -2) if m > n else (w, None)
     eye = eye_like(w)
-    # Never singular: nothing to check for, which would also wait for a device.
+    # Never singular, so without the check of `inv`, which waits for the device.
     x = torch.linalg.inv_ex(_normal(u, v, eye)).inverse
     top = 2 * x - eye
     return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)

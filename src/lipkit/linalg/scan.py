@@ -47,7 +47,7 @@ class Stream:
     ) -> None:
         (nv, nw), m, b = units, matrix.detach(), bias.detach()
         given = m.shape[1] - nw
-        # (x, u, w) in one piece of memory: what a block of units reads is a beginning of it.
+        # (x, u, w) in one piece of memory: each block of units reads its first columns.
         known, after = m.new_zeros(batch, m.shape[1]), m.new_zeros(batch, len(m) - nv)
         self.x, self._u, self._known, self._after = known[:, :states], known[:, states:given], known, after
         self._next, self._y = after[:, :states], after[:, states:]

@@ -62,7 +62,7 @@ class Arithmetic:
 
     @property
     def room(self) -> float:
-        """Limit for bounds of intermediate numbers: a quarter of the range, since bounds are norms."""
+        """Limit for bounds of the norms of intermediate values: a quarter of the largest finite number."""
         return self.largest / 4
 
     @property
@@ -108,7 +108,7 @@ class Line(NamedTuple):
         return Line(grow(self.at * factor), grow(self.slope * factor) if self.slope else 0.0)
 
     def below(self, inner: Line) -> Line:
-        """This bound for distances that are at most the line ``inner``: ``at + slope * inner``."""
+        """The bound at distances that the line ``inner`` bounds: ``at + slope * inner``."""
         return inner.times(self.slope).plus(Line(self.at, 0.0))
 
     def most(self, other: Line) -> Line:

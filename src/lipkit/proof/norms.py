@@ -74,7 +74,7 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
 
 
 def _lanczos(a: Tensor, tolerance: float = 1e-10, *, factor: bool = False) -> tuple[Tensor, Tensor]:
-    """Estimates of the largest eigenvalue of one symmetric matrix and of its vector; of ``a a^T`` for a ``factor``."""
+    """Estimates of the largest eigenvalue and its vector of a symmetric ``a``, or of ``a a^T`` if a is a ``factor``."""
     # A fixed start vector: equal matrices give equal bounds.
     start = torch.linspace(0.5, 1.5, len(a), dtype=a.dtype, device="cpu").cos()
     matrix: Any = a.cpu().numpy()
