@@ -148,7 +148,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
     z, rate = barrier.start()
     weight, left = barrier.size / float(z[0]), max_steps
     while left > 0:
-        # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to the last.
+        # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to their limit.
         z, used = newton(barrier.at(rate), z, weight, left)
         left -= used
         lower = barrier.lowest(z, rate)

@@ -109,7 +109,7 @@ def _reduced(weights: list[Tensor]) -> list[Tensor]:
 
 
 class GainProgram:
-    """The least gamma over x = (gamma, lambda) with H(x) >= 0, by primal-dual Newton steps."""
+    """Minimises gamma over x = (gamma, lambda) with H(x) >= 0, by primal-dual Newton steps."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         self.weights = weights

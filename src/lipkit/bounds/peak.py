@@ -15,7 +15,7 @@ from torch import Tensor
 from lipkit.bounds.power import start_vector
 from lipkit.linalg.precision import without_autocast
 
-# The peak is reported on a grid of so many points per turn and degree: at most 0.03 % below the largest value.
+# The peak is rounded to a grid of this many points per turn and degree, at most 0.03 % below the largest value.
 FINE = 128
 _CANDIDATES = 8
 _WIDE, _VERY_WIDE = 64, 256

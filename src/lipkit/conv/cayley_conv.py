@@ -152,7 +152,7 @@ class _Rounded(torch.autograd.Function):
 def _differentiable_gradients(
     form: Form, inputs: Sequence[Any], g: Tensor, matrices: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs of :class:`_Solved`, with N taken as independent of W_2, from which it is made."""
+    """The gradients of the inputs of :class:`_Solved`, of which N counts as independent of W_2."""
 
     def plain(x: Tensor, bias: Tensor | None, scale: Tensor | None, *normal: Any) -> Tensor:
         return _plain(form, x, bias, scale, NormalMatrices(*normal), matrices)

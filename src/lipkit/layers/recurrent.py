@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     bias: Tensor  # b
     multiplier: Tensor  # the diagonal of Lambda
     units: tuple[int, int]  # nv and nw
-    block: int  # how many units are computed at once, not reading each other
+    block: int  # how many units are computed at once: none of them reads another
 
 
 class RecurrentLayer(nn.Module):
@@ -65,7 +65,7 @@ class RecurrentLayer(nn.Module):
         raise NotImplementedError
 
     def _made(self, k: Tensor, bias: Tensor, multiplier: Tensor, block: int, shift: Tensor | float = 0.0) -> Parts:
-        """The system of a contraction k, (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), plus k's own ``shift``."""
+        """The system of a contraction k, (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), plus k's ``shift``."""
         nx, ny, nu, root = self.states, self.out_features, self.in_features, math.sqrt(self.gamma)
         rows, columns = k.new_ones(len(k)), k.new_ones(k.shape[1])
         rows[-ny:], columns[-nu - nx : -nu], columns[-nu:] = root, self.rate, root
@@ -431,7 +431,7 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     made, phi = in_float64(layer).parts(), export_part(layer.phi, (getattr(layer, "units", 1),))
     # P = I, exact in every format.
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
-    # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks.
+    # (1 - delta) M satisfies the inequality of M with a margin of delta on the diagonal blocks.
     for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):
         if delta < torch.finfo(matrix.dtype).eps / 8:  # lost in the rounding of M
             continue

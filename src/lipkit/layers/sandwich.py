@@ -249,7 +249,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
-        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # wide, where the layer is tall
+        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # the wide transposes of the tall X and Y
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
         # An activation expects the features in the last dimension.
         y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
