@@ -54,7 +54,7 @@ class Reflector(base.Constrained):
         self.rank, self.depth = max(1, n // 2) if rank is None else rank, depth
         base.check_positive(depth=depth, rank=self.rank)
         if self.rank > max(1, n - 1):  # n columns would make -I, whatever V is
-            raise OptionError(f"rank: expected at most {max(1, n - 1)}, the reflector has size {n}, got {rank}")
+            raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} rows of V, got {rank}")
         taps = self.shape[2:] or (1, 1)  # none in the dense layer
         self.free, self.scale = residual_parameters((n, self.rank, *taps), device, dtype)
 
