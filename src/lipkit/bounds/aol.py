@@ -29,7 +29,7 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
         axis in total, for any stride and dilation. Tight for nearly orthogonal kernels, loose for others.
 
     Cost:
-        Twice ``(kh kw)^2 / 2`` products of channels.
+        Two autocorrelations, each of ``(kh kw)^2 / 2`` products of channel matrices.
 
     Raises:
         ShapeError, OptionError: a wrong kernel shape or groups.
@@ -49,11 +49,11 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
 
 def _row_sums(kernels: Tensor) -> Tensor:
-    """The largest sum of absolute values of a row of the autocorrelation, with its rounding: ``(g,)``."""
+    """The largest sum of absolute values of a row of the autocorrelation, rounding included: ``(g,)``."""
     size = half_autocorrelation(kernels).abs()
-    # The other half of the lags is the transpose.
+    # The other half of the lags has the transposed matrices: their row sums are column sums here.
     rows = size.sum((1, 3)) + size[:, 1:].sum((1, 2))
     absolute = kernels.detach().abs().sum((-2, -1))
-    worst = absolute.mT @ absolute.sum(-1, keepdim=True)  # row sums of |K|^T |K|: what every product and sum rounds
+    worst = absolute.mT @ absolute.sum(-1, keepdim=True)  # row sums of |K|^T |K|: roundings are relative to them
     terms = kernels[0].numel() + size[0].numel()
     return (rows + up(worst[..., 0], terms + 8) * gamma(2 * terms + 64)).amax(-1)

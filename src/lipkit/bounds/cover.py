@@ -8,11 +8,11 @@ Bernstein and Szego, :math:`q'^2 \le m^2 (\|q\|^2 - q^2)`, the angle :math:`\arc
 .. math:: \|G(w_0)\| \ge p(w_0) \ge M \cos^2\varphi, \qquad \varphi = \tfrac12 (m_1|\delta_1| + m_2|\delta_2|)
           \quad\text{over the cell.}
 
-The same place has zero gradient: also :math:`p(w_0) \ge M - 2\varphi^2 \kappa` with :math:`\kappa = \sum_\delta
-\|A[\delta]\| \max_i (\delta_i/m_i)^2`, which is the better one for nearly constant symbols. Hence if every cell of a
-partition has :math:`\|G(w_0)\| \le t` times its share of :math:`\tau^2`, then :math:`M \le \tau^2`. Diamonds
-:math:`m_1|\delta_1| + m_2|\delta_2| \le 2\varphi` tile the plane, and each is four of half the size: cells far below
-the supremum stay large.
+The gradient of p vanishes at :math:`w^*`, so also :math:`p(w_0) \ge M - 2\varphi^2 \kappa` with :math:`\kappa =
+\sum_\delta \|A[\delta]\| \max_i (\delta_i/m_i)^2`: the better bound for nearly constant symbols. Hence, if
+:math:`\|G(w_0)\|` in every cell of a partition is at most the larger of both bounds for :math:`M = \tau^2`, then
+:math:`M \le \tau^2`. Diamonds :math:`m_1|\delta_1| + m_2|\delta_2| \le 2\varphi` tile the plane, and each consists of
+four of half the size: cells where G is far below the supremum stay large.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.peak import half_turn
 from lipkit.proof.roundoff import UNIT
 
-# How often cells are divided at most when the first size is planned.
+# The plan of the first size assumes at most this many divisions of a cell.
 _DEPTH = 10
 
 
@@ -56,10 +56,10 @@ def _share(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
 
 
 def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
-    """Group and centre of the cells of each group, ``(N, 3)``: half of a turn, since ``G(-w)`` is conjugate to G(w)."""
+    """Group and centre, ``(N, 3)``, of cells that cover half of a turn in each group: G(-w) is conjugate to G(w)."""
     n1, n2 = periods
     if n1 == 1 or n2 == 1:
-        # Intervals: odd multiples of half of their length.
+        # Intervals, centred at odd multiples of half their length.
         line = torch.arange(1, max(n1, n2) // 2 + 1, 2)
         points = torch.stack((line, 0 * line) if n2 == 1 else (0 * line, line), 1)
     else:
@@ -75,7 +75,7 @@ def each_group(points: Tensor, symbol: GramSymbol) -> Tensor:
 
 
 def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-    """The cells of half the size that make up these, and their periods."""
+    """The cells of half the size into which ``cells`` divide, and the periods of these."""
     moves = [[1, 0], [-1, 0], [0, 1], [0, -1]]
     kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
     first, second = (2 if n > 1 else 1 for n in periods)  # an axis of one tap is not divided
@@ -87,10 +87,10 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
-    """Size of the first cells with the fewest tests in all, if ``||G||`` is distributed like ``sample``."""
+    """First periods with the fewest expected tests, and that number, if ``||G||`` is distributed like ``sample``."""
     axes = sum(m > 0 for m in symbol.degrees)
     one, two = symbol.degrees
-    # Even numbers of points per turn, q for each degree.
+    # Even numbers of points per turn, about q per degree.
     choices = [(2 * math.ceil(one * q / 2) or 1, 2 * math.ceil(two * q / 2) or 1) for q in range(1, 26)]
     first = [max(m * math.pi / n for m, n in zip(symbol.degrees, p, strict=True)) for p in choices]
     count = np.array([math.prod(p) for p in choices])
@@ -98,7 +98,7 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tu
     shares = _share(np.array(first)[:, None] / 2.0**depth, symbol.curvature / level)
     ordered = np.sort(sample.flatten().cpu().numpy())
     open_ = 1 - np.searchsorted(ordered, shares * level) / len(ordered)
-    # Cells of one depth: those of the last one that are expected to fail, divided.
+    # Cells that are expected to fail at one depth are divided and tested at the next.
     tests = 1 + (open_ * 2.0 ** (axes * (depth + 1))).sum(1)
     total = count / 2 / axes * symbol.groups * tests
     best = int(total.argmin())
@@ -125,11 +125,11 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
         if part < 1 / (1 + tolerance / 4):
             cells, periods = divided(cells, periods)
             continue
-        # Cells this small prove a level close to the norm at their centre: the first guess was too low.
+        # A cell this small fails only if the level is too low: raise it just above the norm at the cell's centre.
         g, i, j = cells[0].tolist()
         norm = float(torch.linalg.eigvalsh(symbol.at(cells[0], periods))[-1])
         raised = (norm + symbol.error) * (1 + tolerance * 0.9)
-        # Where that is no more, rounding alone is in the way (it is below 1e-6): give it room.
+        # If that is no higher, only rounding (below 1e-6) made the test fail: leave room for it.
         level = raised if raised > level else level * (1 + tolerance / 4)
         group, point, where = g, (i, j), periods
     return Cover(level, group, point, where, tests)

@@ -45,10 +45,10 @@ class System(NamedTuple):
     """A system whose gain is to be proved.
 
     Attributes:
-        matrix: M ``(nv + nx + ny, nw + nx + nu)``; what stands on and above the diagonal blocks of D11 counts as 0.
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``; entries on and above the diagonal blocks of D11 count as 0.
         states: nx.
         units: (nv, nw); the same number twice for slopes in [0, 1].
-        block: of D11.
+        block: side of the diagonal blocks of D11.
         lipschitz: L of phi; None for slopes in [0, 1] of each unit.
     """
 
@@ -80,7 +80,7 @@ def dissipation_matrix(
     """
     (v, s, o), (nv, nw), nx = system.rows(), system.units, system.states
     lower, lam = to_double(metric.detach()).tril(), to_double(multiplier.detach())
-    p, before = lower + lower.tril(-1).mT, v.shape[1]  # `before`: the rows of K, of w, x and u
+    p, before = lower + lower.tril(-1).mT, v.shape[1]  # `before`: the side of K, whose rows are w, x, u
     units = lam if nv == nw else lam[:1].expand(nw)
     lines, ends = [p @ s, o], [p, torch.eye(len(o), dtype=p.dtype, device=p.device) * gain]
     if system.lipschitz is not None:
@@ -93,7 +93,7 @@ def dissipation_matrix(
         pulled = lam[:, None] * v
         h[:nw, :before] -= pulled
         h[:before, :nw] -= pulled.mT
-    error = 4 * UNIT * h.abs()  # products of at most three numbers, beside P S
+    error = 4 * UNIT * h.abs()  # products of at most three numbers, except in P S
     product = gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070
     error[before : before + nx, :before] += product
     error[:before, before : before + nx] += product.mT
@@ -132,8 +132,8 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
     r"""Nearly the smallest gain that the inequality proves for a system of units with slopes in [0, 1].
 
     A barrier method: minimise :math:`t \gamma - \log\det H - \log\det P` over :math:`\gamma, P, \Lambda` by Newton
-    steps. It starts from a rate at which P = I is feasible and lowers it to 1; where that cannot be, it stops at the
-    smallest rate that it finds. :func:`proves_dissipation` proves the result; its gain is ``inf`` if it proves nothing.
+    steps. It starts from a rate at which a multiple of I is feasible as P, and lowers it to 1 or to the smallest rate
+    that it finds. :func:`proves_dissipation` proves the result; without a proof the gain is ``inf``.
 
     Cost:
         Tens of Newton steps of :math:`(n_x^2/2 + n_v)^3` operations each: seconds for 32 states, minutes for 64.
@@ -143,12 +143,12 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
     >>> 2 < found.gain < 2.001, found.rate
     (True, 1.0)
     """
-    system = system._replace(matrix=system.matrix.cpu())  # many small steps
+    system = system._replace(matrix=system.matrix.cpu())  # many small steps: the CPU is faster
     barrier = _Barrier(system)
     z, rate = barrier.start()
     weight, left = barrier.size / float(z[0]), max_steps
     while left > 0:
-        # The centre for a rate is strictly feasible for smaller ones: nine tenths of the way to where that ends.
+        # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to their limit.
         z, used = newton(barrier.at(rate), z, weight, left)
         left -= used
         lower = barrier.lowest(z, rate)
@@ -204,7 +204,7 @@ class _Barrier:
         return float(z[0]), p + p.tril(-1).mT, z[1 + len(self.rows) :]
 
     def start(self) -> tuple[Tensor, float]:
-        """A strictly feasible point, and its rate: P and the multipliers of later units small, gain and rate large."""
+        """A strictly feasible point and its rate: P and later units' multipliers are small, gain and rate are large."""
         d11 = float(self.q[: self.nv, : self.nv].norm()) if self.nv else 1.0
         step = min(1.0, 1 / (2 * d11 * self.nv)) ** 2 if self.system.block < self.nv else 1.0
         lam = step ** (torch.arange(self.nv) // max(self.system.block, 1)).double()
@@ -215,10 +215,10 @@ class _Barrier:
             z = torch.cat((torch.tensor([2.0 ** (k / 2)], dtype=torch.float64), p[self.rows, self.columns], lam))
             if math.isfinite(self.at(rate).value(z)):
                 return z, rate
-        raise OptionError("expected a system with finite numbers near 1, got one that no gain is found for")
+        raise OptionError("expected a system with finite numbers near 1, got one for which no gain was found")
 
     def lowest(self, z: Tensor, rate: float) -> float:
-        """A rate between 1 and this one for which z is strictly feasible; 1 if it is."""
+        """A rate between 1 and ``rate`` for which z is strictly feasible; 1 if z is feasible there."""
         if math.isfinite(self.at(1.0).value(z)):
             return 1.0
         low, high = 1.0, rate
@@ -228,7 +228,7 @@ class _Barrier:
         return min(rate, high + (rate - high) / 10)
 
     def value(self, z: Tensor) -> float:
-        """Its value, or inf outside the cone."""
+        """The barrier at z, or inf outside the cone."""
         gain, p, lam = self.parts(z)
         if not (gain > 0 and bool((lam > 0).all())):
             return math.inf
@@ -243,7 +243,7 @@ class _Barrier:
         g = torch.linalg.inv(dissipation_matrix(self.system, p, lam, gain, self.rate)[0])
         inverse = torch.linalg.inv(p)
         ge, gq = g @ self.units, g @ self.q
-        # Of p: symmetric (nx, nx) coefficients, of which those beside the diagonal count twice.
+        # Coefficients of P are symmetric (nx, nx); those off the diagonal count twice in a derivative by p.
         twice = torch.where(self.rows == self.columns, 1.0, 2.0).double()
 
         def in_p(full: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class _Barrier:
         gradient = -torch.cat(
             ((g.diagonal() @ self.free)[None], in_p(in_trace + inverse), 2 * (self.units * gq).sum(0))
         )
-        # Of the products of entries (i, k) and (j, l) those of the lower triangle, symmetric in i, j and in k, l.
+        # block[i, k] block[j, l] + block[i, l] block[j, k] for all pairs (i, j) and (k, l) of the lower triangle.
         i, j = self.rows, self.columns
 
         def in_pp(block: Tensor) -> Tensor:

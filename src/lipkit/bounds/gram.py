@@ -28,7 +28,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
     Args:
         kernel: ``(cout, cin / groups, kh, kw)``.
         groups: number of groups; the bound is the maximum over them.
-        size: (h, w) of a circular image: the frequencies are its own. By default a grid of 8 (k - 1) points per axis,
+        size: (h, w) of a circular image, whose frequencies are used. By default a grid of 8 (k - 1) points per axis,
             with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
         iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
             number of channels.
@@ -40,10 +40,10 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
         Upper bound, including rounding, at any number of iterations. Without ``size``: as
         :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size, and for
         zero-padded ones, with any stride, on n x n images with p rows and columns of padding in total, if
-        ``size >= n + p`` and the kernel fits that: not for other sizes.
+        ``size >= n + p`` and the kernel fits into ``size``; not for other sizes.
 
     Cost:
-        t + 1 products of the smaller side for each frequency.
+        t + 1 matrix products of the smaller side at each frequency.
 
     Raises:
         ShapeError, OptionError: a wrong kernel shape, groups, size or iterations.
@@ -65,7 +65,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
 def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     if not bool(torch.isfinite(kernel.detach()).all()):
         return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
-    each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)  # bytes of a frequency
+    each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)  # bytes per frequency
     step = max(1, _CHUNK_BYTES // each)
     with torch.no_grad():
         parts = zip(f1.split(step), f2.split(step), strict=True)
@@ -84,7 +84,7 @@ def _iterated(a: Tensor, iterations: int) -> Tensor:
     g, log = gram_matrix(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
     for t in range(iterations + 1):
         norm = torch.linalg.vector_norm(g)
-        log = log + norm.log() / 2 ** (t + 1)  # ||G_0|| = n_0 n_1^(1/2) n_2^(1/4) ..., of which the root
+        log = log + norm.log() / 2 ** (t + 1)  # ||G_0|| = n_0 n_1^(1/2) n_2^(1/4) ...; this adds up its root
         if t < iterations:
             g = (g / norm) @ (g / norm)
     return size * log.exp()

@@ -1,4 +1,4 @@
-r"""The symbol :math:`G(w) = F(w)^* F(w)` of a convolution and its adjoint, with proved tests :math:`G(w) \le t`.
+r"""The symbol :math:`G(w) = F(w)^* F(w)` of a convolution followed by its adjoint; proved tests of :math:`G(w) \le t`.
 
 It is a Hermitian trigonometric polynomial of degree ``k - 1`` per axis, whose matrix coefficients are the
 autocorrelation of the kernel, made once: each frequency then costs ``(2k-1)^2 c^2`` to form and ``4/3 c^3`` to test.
@@ -18,11 +18,11 @@ from lipkit.conv.block import half_autocorrelation, half_lags
 from lipkit.conv.symbol import angles
 from lipkit.proof.roundoff import UNIT, gamma
 
-# Number of matrices formed at once.
+# Size of the matrices formed at once.
 _CHUNK_BYTES = 1 << 24
 # Up to this side, products of different groups go through one batched call.
 _SMALL = 8
-# From this side, float32 pays.
+# From this side on, a first test in float32 pays.
 _SINGLE_FROM = 24
 UNIT_SINGLE = 2.0**-24
 # Below this size a call of LAPACK costs more than the factorisation itself, so torch factorises the batch in one call.
@@ -61,7 +61,7 @@ class GramSymbol:
         self.curvature = self._curvature(half) + 4 * self.error
 
     def _interleaved(self, half: Tensor) -> Tensor:
-        """``(g, 2 L - 1, 2 E)``: factors of the cosines (real parts), then of the sines (imaginary parts) in -G."""
+        """Coefficients of -G, ``(g, 2 L - 1, 2 E)``: real ones of the cosines, then imaginary ones of the sines."""
         row, column, sign = self._entries
         flat = half.flatten(2)
         places = (row * self.side + column, column * self.side + row)
@@ -81,7 +81,7 @@ class GramSymbol:
         norms = torch.linalg.vector_norm(half, dim=(-2, -1))
         mean = half[:, 0].diagonal(dim1=1, dim2=2).mean(1)
         if bool(((norms[:, 1:].sum(1) / math.sqrt(self.side)) < 4 * mean).any()):
-            # Not far from constant: worth the finer bound by row and column sums.
+            # A nearly constant symbol is worth the finer bound by row and column sums.
             size = half.abs()
             norms = torch.minimum(norms, (size.sum(-2).amax(-1) * size.sum(-1).amax(-1)).sqrt())
         return float((2 * norms * reach).sum(1).amax()) * (1 + gamma(4 * self.side**2))
@@ -114,12 +114,12 @@ class GramSymbol:
     def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
         """Which of the frequencies are proved to have ``||G(w)|| <= level``, in exact arithmetic on the kernel.
 
-        True is a proof; False says nothing. In float32 first, where its rounding leaves room, then in float64.
+        True is a proof; False says nothing. Tests in float32 first, if its rounding leaves room, then in float64.
 
         Args:
             cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
                 multiples of 2 pi / ``periods``, the number of points per turn of each axis.
-            room: how far below the level most norms are expected, relative: float32 is used where it loses less.
+            room: relative distance of most norms below the level, as expected; float32 is used if it loses less.
         """
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
@@ -146,7 +146,7 @@ class GramSymbol:
         if self.groups > 1 and self.side <= _SMALL:
             each *= table.shape[1]
         step = max(1, min(len(cells), _CHUNK_BYTES // each))
-        # The same memory for all chunks: fresh pages would cost more than the arithmetic.
+        # One buffer for all chunks: fresh pages would cost more than the arithmetic.
         out = table.new_empty(step, table.shape[2])
         row, column, _ = self._entries
         diagonal = (row == column).nonzero()[:, 0]
@@ -161,7 +161,7 @@ class GramSymbol:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``a @ b`` in IEEE arithmetic: torch may be told to take float32 products in bfloat16 or TF32, numpy may not."""
+    """``a @ b`` in IEEE arithmetic: a setting may lower torch's float32 products to bfloat16 or TF32, not numpy's."""
     if a.dtype == torch.float32:
         np.matmul(a.numpy(), b.numpy(), out=out.numpy())
     else:
@@ -181,8 +181,8 @@ def cholesky_error(side: int, unit: float) -> Tensor:
 
 
 def _packed(side: int, device: torch.device) -> bool:
-    """True for LAPACK's rectangular full packed format: half of a matrix, in the order in which its blocked
-    factorisation reads it. Half of the work to form, none to copy."""
+    """True if matrices are kept in LAPACK's rectangular full packed format: one half, in the order in which its
+    blocked factorisation reads it. Half of the work to form, none to copy."""
     return device.type == "cpu" and side >= _PACKED_FROM
 
 
@@ -198,7 +198,7 @@ def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Ten
     if not _packed(side, device):
         row, column = torch.cartesian_prod(torch.arange(side), torch.arange(side)).reshape(-1, 2).unbind(1)
         return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)
-    # LAPACK itself says where each entry goes, and which ones it conjugates.
+    # Packing a matrix of numbered entries shows where LAPACK puts each one, and which ones it conjugates.
     marks = np.arange(side * side).reshape(side, side) + 1j
     packed = lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0]  # type: ignore[attr-defined]
     row, column = np.divmod(packed.real.astype(np.int64), side)
@@ -208,8 +208,8 @@ def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Ten
 def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
     """True for each matrix whose Cholesky factorisation completes, ``(N,)``. ``entries`` is overwritten.
 
-    They are contiguous and finite ``(N, E)``, complex128 or complex64: those of :func:`stored_entries`, the imaginary
-    parts times their signs. A factorisation that fails stops at the first negative pivot.
+    ``entries`` ``(N, E)`` are those that :func:`stored_entries` lists, the imaginary parts times its signs: contiguous
+    and finite, complex128 or complex64. A factorisation that fails stops at the first negative pivot.
 
     >>> row, column, _ = stored_entries(20, torch.device("cpu"))
     >>> identity = (row == column).to(torch.complex128)

@@ -22,7 +22,7 @@ def split_groups(kernel: Tensor, groups: int) -> Tensor:
 
 
 def largest(norms: list[Tensor]) -> Tensor:
-    """The largest of the groups; a group that is not a number (infinite or undefined entries) counts as infinite."""
+    """The largest of the groups' norms; NaN, from infinite or undefined entries, counts as infinite."""
     return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf).amax()
 
 
@@ -37,9 +37,9 @@ def symbol_error(kernel: Tensor) -> Tensor:
 
 
 def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]) -> Tensor:
-    """The bound that a method finds, from groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
+    """The bound by ``method``, which gets groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
 
-    A power of two brings the largest entry into [1/2, 1), so that squares stay in range. The product is exact, but for
+    A power of two brings the largest entry into [1/2, 1), so that squares stay in range. Scaling is exact except for
     entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down.
 
     Returns:

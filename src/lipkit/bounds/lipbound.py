@@ -4,8 +4,8 @@ For :math:`f_{ij}(w) = \sum_s K_{ij}[s] e^{i\langle s, w\rangle}`,
 
 .. math:: \|K\|_2 \le \sqrt{\textstyle\sum_{i=1}^{c_{out}} \sup_w \sum_{j=1}^{c_{in}} |f_{ij}(w)|^2} ,
 
-and the same with the roles of the channels exchanged. PolyGrid takes each supremum on S x S equispaced points. Here the
-inner sums are polynomials themselves, from the autocorrelation of each row: no symbol is ever formed.
+and the same with the roles of the channels exchanged. PolyGrid takes each supremum on S x S equispaced points. Here
+each inner sum is evaluated as a polynomial, from the autocorrelation of its row: no symbol is ever formed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
-        axis in total, for any stride and dilation, and for the transposed convolutions. On kernels of many channels
+        axis in total, for any stride and dilation, and for the transposed convolutions. With many channels it is
         several times the norm: :func:`lipkit.bounds.symbol_sup` is tighter.
 
     Cost:
-        ``(kh kw)^2 / 2`` multiplications for each pair of channels, then nothing that grows with their product.
+        ``(kh kw)^2 / 2`` multiplications for each pair of channels; the rest grows linearly with the channels.
 
     Raises:
         ShapeError, OptionError: a wrong kernel shape, groups, points or correction.
@@ -115,14 +115,14 @@ def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float
 
 
 def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
-    r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, with its rounding: ``(g,)``."""
+    r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, rounding included: ``(g,)``."""
     groups, cout, cin, kh, kw = kernels.shape
     rows, lags = kernels.reshape(groups * cout, cin, 1, kh, kw), half_lags(kh, kw)
     coefficients = half_autocorrelation(rows).flatten(1)
     waves = angles(torch.stack(half_grid(*sizes), 1), lags, *sizes).cos().to(kernels.device)
     waves[:, 1:] *= 2  # each lag but zero stands for its negative, too
     largest = (coefficients @ waves.mT).amax(1).clamp_min(0)
-    # Inner products over channels, sums over taps and lags, cosines: each relative to the sum of absolute values.
+    # Inner products over channels, sums over taps and lags, cosines: all their errors are relative to sums of moduli.
     absolute = up(rows.detach().abs().sum((-3, -2, -1)).square().sum(-1), kh * kw + cin + 4)
     error = absolute * gamma(2 * (cin + (kh * kw) ** 2 + len(lags)) + 64)
     total = (largest + error).unflatten(0, (groups, cout)).sum(1)

@@ -6,7 +6,7 @@ and positive diagonal multipliers :math:`\Lambda_k`, the network is gamma-Lipsch
 .. math:: H = \begin{pmatrix} \gamma I & -W_0^\top \Lambda_0 \\ -\Lambda_0 W_0 & 2\Lambda_0 & \ddots \\
           & \ddots & 2\Lambda_{L-1} & -W_L^\top \\ & & -W_L & \gamma I \end{pmatrix} \succeq 0 .
 
-For one activation its two Schur complements can be taken, and the gain is one spectral norm (`sandwich_gain`). For
+With one activation, two Schur complements turn the gain into one spectral norm (`sandwich_gain`). For
 :math:`y = W_2\, \sigma(W_1 x + b)` with slopes of :math:`\sigma` in [0, 1] and a positive diagonal
 :math:`\Lambda`,
 
@@ -37,12 +37,12 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.proof.norms import power_of_two, spectral_norm
 from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
-# Scales between this and its inverse keep the effect of products below the normal range under 1e-60.
+# A diagonal between this and its inverse keeps the effect of underflow in products under 1e-60.
 _SMALL = 1e-250
 
 
 def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
-    r"""True if a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
+    r"""True if a symmetric float64 matrix is proved positive semidefinite, rounding of the proof included.
 
     Runs Cholesky on :math:`H - cI`, :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
     every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite. False says nothing.
@@ -111,8 +111,8 @@ def proves_gain(
 ) -> bool:
     """True if ``H >= 0`` (see `lmi_matrix`) is proved in floating point for these weights, multipliers and ``gain``.
 
-    The ``errors`` say how far each entry of each weight may be from the one meant, such as a product's; none for
-    stored ones.
+    ``errors`` bound, entry by entry, how far each weight may be from the exact one, such as a product before its
+    rounding; none for stored weights.
 
     Guarantee:
         True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is
@@ -128,22 +128,22 @@ def proves_gain(
 
 
 class _Blocks:
-    r"""H without gamma, how far its entries may be off, and the Gram matrix of its first and last blocks' rows.
+    r"""H without gamma, bounds of its entries' errors, and the Gram matrix of C, the rows of its first and last blocks.
 
-    With those blocks eliminated ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`: less than half of the rows remain.
+    Eliminating these: ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, which has fewer rows, M the blocks between them.
     """
 
     def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
         h = self.h = lmi_matrix(weights, multipliers, 0.0)
-        self.error = 2 * UNIT * h.abs()  # beside the diagonal one rounding each (Lambda W), possibly a subnormal one
+        self.error = 2 * UNIT * h.abs()  # off the diagonal, Lambda W is rounded once, possibly to a subnormal
         if any(bool(error.any()) for error in errors):
-            # H is linear in the weights: the same matrix of their errors bounds its own, entry by entry.
+            # H is linear in the weights: the same matrix made of their errors bounds the errors of H, entry by entry.
             off = lmi_matrix(errors, multipliers, 0.0)
             off.diagonal().zero_()
             self.error += off.abs()
         self.inner = slice(weights[0].shape[1], len(h) - weights[-1].shape[0])
         rows, wrong = (torch.cat((t[: self.inner.start], t[self.inner.stop :]))[:, self.inner] for t in (h, self.error))
-        live = rows.any(0).nonzero()[:, 0]  # few columns touch the ends: the Gram matrix of the others is 0
+        live = rows.any(0).nonzero()[:, 0]  # the few coupled to the ends: elsewhere it is 0
         self.gram = rows.new_zeros(rows.shape[1], rows.shape[1])
         self.gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
         self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in (rows, wrong))
@@ -167,7 +167,7 @@ class _Blocks:
             h = self.h.clone()
             h.diagonal()[: self.inner.start] = h.diagonal()[self.inner.stop :] = gain
             return is_positive_within(h, self.error)
-        # The Gram matrix is off by gamma_n |c_i| |c_j|, and C by columns of norms e.
+        # The Gram matrix is off by gamma_n |c_i| |c_j|, and column i of C by a vector of norm e_i.
         square, c, e = self.gram / gain, self.sizes, self.errors  # C^T C / gamma
         h = self.h[self.inner, self.inner] - square
         off = torch.outer(c, gamma(len(self.h) + 8) * c + e) + torch.outer(e, c + e)
@@ -178,7 +178,7 @@ class _Blocks:
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
     """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
 
-    Entries, float64, may have lost 1e-300 more below the normal range.
+    Each float64 entry may have lost 1e-300 more by underflow.
 
     >>> is_positive_within(torch.diag(torch.tensor([1e8, 1e-8]).double()), torch.zeros(2, 2).double())
     True
@@ -187,7 +187,7 @@ def is_positive_within(h: Tensor, error: Tensor) -> bool:
     # allowance, which is relative to the trace, is small against every block.
     diagonal = h.diagonal()
     if not bool(((diagonal > _SMALL) & (diagonal < 1 / _SMALL)).all()):
-        return False  # the products beside it may have been rounded below the normal range
+        return False  # products off the diagonal may have underflowed
     _, exponent = torch.frexp(diagonal)
     half = -torch.div(exponent, 2, rounding_mode="floor")
     scale = power_of_two(half)
@@ -241,7 +241,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
         guess = float(torch.linalg.eigvalsh(joint)[-1])
     guess = max(guess, 1e-300)
     width = len(blocks.gram if blocks.eliminated else blocks.h)
-    # A trace times gamma_2n, which a factorisation must leave, is hopeless below.
+    # A factorisation needs an allowance of gamma_2n times the trace: smaller slacks are hopeless.
     for exponent in range(max(-13, math.floor(math.log10(2 * UNIT * width**2))), 1):
         candidate = guess * (1 + 10.0**exponent)
         if blocks.proves(candidate):

@@ -1,7 +1,7 @@
 r"""Multipliers that make the LMI of :mod:`lipkit.bounds.lmi` as tight as possible, by a primal-dual method.
 
-Minimise gamma over :math:`x = (\gamma, \lambda)` with :math:`H(x) \succ 0`; the dual matrix X makes
-:math:`\langle X, H \rangle` the distance from the optimum. Every hidden unit i enters H by a matrix of rank two,
+Minimise gamma over :math:`x = (\gamma, \lambda)` with :math:`H(x) \succ 0`; with the dual matrix X,
+:math:`\langle X, H \rangle` is the duality gap. Every hidden unit i enters H by a matrix of rank two,
 :math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights), so with
 :math:`G = H^{-1}` the matrix of a Newton step is made of entries of a few products, each as sparse as the network:
 
@@ -10,12 +10,12 @@ Minimise gamma over :math:`x = (\gamma, \lambda)` with :math:`H(x) \succ 0`; the
 
 A step costs one inverse and two dense products of the total width N and one solve of the number of hidden units, and
 10 to 20 steps suffice (up to 54 on 400 random networks). A general conic solver factors a system in the N(N+1)/2
-entries of H, which is slower by orders of magnitude here. Nothing rests on this file: its answer is proved, or
+entries of H, which is slower by orders of magnitude here. No proof rests on this file: its answer is proved, or
 rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
-Given multipliers can be balanced between input and output: times a common factor t they stay
-positive, and :math:`G = C M^+ C^\top` (`lipkit.bounds.lmi.couplings`) becomes :math:`D G D`,
-:math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest eigenvalue is the gain.
+Given multipliers can be balanced between input and output: a common factor t > 0 turns :math:`G = C M^+ C^\top`
+(`lipkit.bounds.lmi.couplings`) into :math:`D G D`, :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest
+eigenvalue is the gain.
 
 Source: Helmberg, Rendl, Vanderbei & Wolkowicz, SIAM Journal on Optimization 6 (1996), for the direction; Mehrotra, SIAM
 Journal on Optimization 2 (1992), for its second-order term. Using rank two and the layers is new here.
@@ -41,8 +41,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     """The positive t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
 
-    For some outputs of a network whose multipliers, at least one diagonal, were found for all outputs. Arguments: see
-    `lipkit.bounds.lmi.proves_gain`.
+    Meant for some outputs of a network whose multipliers were found for all outputs. Arguments: those of
+    `lipkit.bounds.lmi.proves_gain`, with at least one multiplier.
 
     >>> one = torch.ones(1, 1)
     >>> round(balance([2 * one, 0.5 * one], [torch.ones(1)]), 3)  # the gains 4t/2 and 0.25/(2t) agree
@@ -63,7 +63,7 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     top_a, top_b = (float(torch.linalg.matrix_norm(m, 2)) if m.numel() else 0.0 for m in (a, b))
     if not (top_a > 0 and top_b > 0 and math.isfinite(top_a) and math.isfinite(top_b)):
         return 1.0
-    # Start where the two diagonal blocks agree: the eigenvalue is convex in log t, and the coupling moves it little.
+    # Start at equal norms of both diagonal blocks: the eigenvalue is convex in log t, and the coupling moves it little.
     centre = 0.5 * math.log2(top_b / top_a)
     low, high = centre - 4, centre + 4
     for _ in range(32):
@@ -99,7 +99,7 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """Two or more weights, the first and last replaced by smaller ones of equal Gram matrix, all that the LMI sees."""
+    """Two or more weights, the first and last replaced by smaller ones with the Gram matrix that the LMI sees."""
     first, *between, last = weights
     if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT
@@ -109,7 +109,7 @@ def _reduced(weights: list[Tensor]) -> list[Tensor]:
 
 
 class GainProgram:
-    """The least gamma over x = (gamma, lambda) with H(x) >= 0, by primal-dual Newton steps."""
+    """Minimises gamma over x = (gamma, lambda) with H(x) >= 0, by primal-dual Newton steps."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         self.weights = weights
@@ -128,21 +128,21 @@ class GainProgram:
         return lmi_matrix(self.weights, list(x[1:].split(self.widths)), float(x[0]))
 
     def _reads(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """By layer: its units, the columns of H that they read, and with which weights."""
+        """For each layer: its units, the columns of H that they read, and their weights."""
         row = 0
         for w in self.weights[:-1]:
             yield slice(row, row + len(w)), slice(self.n0 + row - w.shape[1], self.n0 + row), w
             row += len(w)
 
     def differences(self, y: Tensor) -> Tensor:
-        """y V."""
+        """``y V``, V with the columns v_i."""
         out = y[:, self.units].clone()
         for units, seen, w in self._reads():
             out[:, units] -= y[:, seen] @ w.mT
         return out
 
     def changed(self, y: Tensor, differences: Tensor, d: Tensor) -> Tensor:
-        """y dH for the change dH of H with d, given y V."""
+        """``y dH``, given ``y V``, for the change dH of H by a step ``d`` of x."""
         out = torch.zeros_like(y)
         out[:, self.ends] = d[0] * y[:, self.ends]
         scaled = d[1:] * y[:, self.units]
@@ -152,7 +152,7 @@ class GainProgram:
         return out
 
     def minimum(self, x: Tensor, accuracy: float, max_steps: int) -> tuple[Tensor, int]:
-        """The least gamma within ``accuracy`` of itself, from a strictly feasible x; the point and the steps taken."""
+        """Minimise gamma to a relative ``accuracy`` from a strictly feasible x; the point and the steps taken."""
         units, ends = self.units, self.ends
         dual = x.new_empty(0)
         for step in range(max_steps):
@@ -179,14 +179,14 @@ class GainProgram:
             right[0] -= 1  # the objective is gamma
             change, direction = torch.zeros_like(h), x
             for second in (x.new_zeros(()), None):
-                if second is None:  # of second order: the changes of both matrices in the direction so far
+                if second is None:  # second-order term: the changes of both matrices in the first direction
                     second = self.changed(change, self.differences(change), direction)
                     right[0] -= (second[ends] * g[ends]).sum()
                     right[1:] -= (second[units] * gv.mT + self.differences(second.mT).mT * g[units]).sum(1)
                 direction = scale * torch.cholesky_solve((scale * right)[:, None], factor)[:, 0]
                 moved = (self.changed(dual, xv, direction) + second) @ g
                 change = centre * g - dual - (moved + moved.mT) / 2
-            a = _length(dual, change, _is_definite)  # each matrix has a step of its own
+            a = _length(dual, change, _is_definite)  # primal and dual steps differ
             b = _length(x, direction, self.inside)
             if max(a, b) < 1e-3:
                 return x, step
@@ -207,7 +207,7 @@ def _length(start: Tensor, change: Tensor, inside: Callable[[Tensor], bool]) -> 
 
 
 def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
-    """Minimise ``weight * gamma - log det H`` from a strictly feasible x; the point and the steps taken."""
+    """Minimise ``weight * x[0] + barrier.value(x)`` from a strictly feasible x; the point and the steps taken."""
     goal = torch.zeros_like(x)
     goal[0] = weight
     for step in range(1, budget + 1):
@@ -237,7 +237,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """The gain that multipliers prove, mixed with strictly feasible ones until they do; ``inf`` if they never do.
+    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with strictly feasible ones as far as needed.
 
     >>> repaired([torch.eye(2), torch.eye(2)], [torch.ones(2)], [torch.ones(2)])[0] < 1 + 1e-9
     True
@@ -254,7 +254,7 @@ def repaired(
 def minimise_gain(
     weights: Sequence[Tensor], errors: Sequence[Tensor] = (), *, accuracy: float = 1e-5, max_steps: int = 300
 ) -> Solution:
-    """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, with that proof.
+    """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, and that gain.
 
     Weights and errors are those of `lipkit.bounds.lmi.proves_gain`; the method stops at a relative duality gap
     ``accuracy``. The gain is at most a rounding above the product of the norms, and never a number that
@@ -271,14 +271,14 @@ def minimise_gain(
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         raise OptionError("weights: expected finite numbers, got NaN or infinity")
     norms = [float(spectral_norms(w)) for w in weights]
-    for k, e in enumerate(errors):  # their sum: squares of them could be lost below the normal range
+    for k, e in enumerate(errors):  # bounded by their sums: squares could underflow
         norms[k] = float(up(norms[k] + e.sum(), e.numel() + 1)) if bool(e.any()) else norms[k]
     bound = product(*norms)
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
         ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
         return Solution(bound, ones, bound, 0)
-    # All norms 1: then gamma = 1 and lambda = 1 is feasible, and every larger gamma strictly.
+    # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
     barrier = GainProgram(_reduced(unit))
     x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)

@@ -1,7 +1,7 @@
 r"""Where the norm of a symbol is largest: a search in float32 that proposes and never proves.
 
-A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once, then at the best points alternating steps of
-the frequency (a scalar trigonometric polynomial for a fixed vector) and of the vector.
+A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once; then, at the best points, steps that
+improve the frequency (of a scalar trigonometric polynomial, for a fixed vector) and the vector in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from lipkit.bounds.power import start_vector
 from lipkit.linalg.precision import without_autocast
 
-# Points per turn and degree on which the peak is reported: at most 0.03 % below the largest value in between.
+# The peak is rounded to a grid of this many points per turn and degree, at most 0.03 % below the largest value.
 FINE = 128
 _CANDIDATES = 8
 _WIDE, _VERY_WIDE = 64, 256
@@ -110,7 +110,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 @without_autocast()
 def find_peak(kernels: Tensor) -> Peak:
-    """Search the largest norm of the symbols of kernels ``(g, cout, cin, kh, kw)`` (finite, entries near 1).
+    """Search for the largest norm of the symbols of kernels ``(g, cout, cin, kh, kw)`` (finite, entries near 1).
 
     >>> peak = find_peak(torch.ones(1, 1, 1, 3, 3))
     >>> peak.point, round(peak.sample.amax().item())
@@ -146,6 +146,6 @@ def find_peak(kernels: Tensor) -> Peak:
     fine1, fine2 = (FINE * m if m else 1 for m in degrees)
     turns = (w[row, column].double() / (2 * math.pi)).tolist()
     point = (round(turns[0] * fine1) % fine1, round(turns[1] * fine2) % fine2)
-    # Ritz values end a little low, here as at the peak.
+    # A few steps leave Ritz values a little low: correct all by what more steps gained at the peak.
     low = min(1.04, max(1.0, float(value.max() / sample.max().clamp_min(1e-30))))
     return Peak(int(chosen[row]), point, (fine1, fine2), sample.flatten() * low)

@@ -49,7 +49,7 @@ def unit(v: Tensor) -> Tensor:
 def _iterate(
     v: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """The unit vector v after so many steps, and its image."""
+    """The unit vector v after ``iterations`` steps, and its image."""
     v = unit(v)
     for _ in range(iterations):
         v = unit(adjoint(apply(v)))
@@ -57,7 +57,7 @@ def _iterate(
 
 
 def _correlate(x: Tensor, kernel: Tensor, centre: tuple[int, int], groups: int) -> Tensor:
-    """Circular cross-correlation of the tap ``centre``, size-preserving."""
+    """Circular cross-correlation; the tap ``centre`` multiplies the pixel itself, so the size stays."""
     (top, left), (kh, kw) = centre, kernel.shape[-2:]
     pads = (left, kw - 1 - left, top, kh - 1 - top)
     return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, groups=groups)
@@ -132,10 +132,10 @@ def _normed(v: Tensor) -> Tensor:
 
 
 def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Estimates ``(f,)`` of the norms of matrices ``(F, m, n)``, unit vectors ``(f, n)`` that reach them, and which
-    matrices these are: all, or after some steps the `FINALISTS`.
+    """Estimates ``(f,)`` of the norms of matrices ``(F, m, n)``, unit vectors ``(f, n)`` that reach them, and the
+    indices of these matrices: all, or the `FINALISTS` if there are more after `HEATS` steps.
 
-    The best vectors of the spaces of ``v, A^*A v, ..., (A^*A)^steps v``; the power method would take the last ones.
+    The vectors are the best in the spaces of ``v, A^*A v, ..., (A^*A)^steps v``; the power method takes the last one.
     """
     v, which = _normed(v), torch.arange(len(a), device=a.device)
     basis, images = v[:, None], v[:, None] @ a.mT
@@ -149,7 +149,7 @@ def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         for _ in range(2):
             v = v - (v[:, None] @ basis.mH @ basis)[:, 0]
         rest = _length(v)
-        # What is left of an invariant space is rounding.
+        # In an invariant space the rest is only rounding: drop it.
         v = torch.where(rest > 100 * torch.finfo(a.dtype).eps * size, v / torch.where(rest > 0, rest, 1), 0)
         # A row by matrices: several times faster than matrices by a column.
         basis, images = (torch.cat(both, 1) for both in ((basis, v[:, None]), (images, v[:, None] @ a.mT)))
@@ -165,7 +165,7 @@ ENTRIES = 2**17
 CANDIDATES = 16
 # After HEATS steps of Krylov spaces, the best FINALISTS go on.
 HEATS, FINALISTS = 4, 3
-# Eigenvalues at all frequencies are faster up to this value of (number of frequencies) x (smaller side)^3.
+# Up to this value of (number of frequencies) x (smaller side)^3, eigenvalues at all frequencies are faster.
 EXACT = 5_000_000
 
 
@@ -191,18 +191,18 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
     candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
     # No screening if all frequencies go on anyway.
     screened = min(iterations, SCREENING) if candidates < count else 0
-    # The symbol of few taps is smooth: every second frequency of an axis tells enough.
+    # The symbol of few taps is smooth: every second frequency of an axis is enough.
     apart = 2 if screened and h % 2 == w % 2 == 0 and 4 * kh <= h and 4 * kw <= w else 1
     rows, columns = h // apart, w // apart
     image = start_vector(taps.shape[1] * rows * columns, taps).reshape(1, -1, rows, columns)
     f1, f2 = _points(torch.arange(candidates, device=taps.device), w)
     if screened:
         apply, adjoint = maps(taps)
-        # The adjoint has the same norms, and ends with the vectors that the spaces start from.
-        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)  # of the adjoint operator
+        # Steps of the adjoint: it has the same norms, and its images are the vectors that the spaces start from.
+        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)
         found = _quotients(*(torch.fft.fft2(t)[0].flatten(1) for t in (reached, image))).view(rows, columns)
         if apart == 2:
-            # Means between the frequencies that were taken.
+            # Frequencies left out get the mean of their neighbours.
             for axis in (0, 1):
                 found = torch.stack((found, (found + found.roll(-1, axis)) / 2), axis + 1).flatten(axis, axis + 1)
         f1, f2 = _points(found[:, : w // 2 + 1].flatten().topk(candidates).indices, w)
@@ -218,11 +218,11 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     .. math:: \text{estimate} = \|F(f) v\| \le \max_f \|F(f)\|_2, \qquad
               v \in \mathrm{span}\{x,\, F^*F x,\, \dots,\, (F^*F)^k x\}, \quad \|v\| = 1
 
-    where F(f) is the symbol. A fixed image takes four steps of the power method, which are as many at each frequency;
-    of few taps every second frequency of an axis, as their symbol is smooth. The frequencies of the largest quotients,
-    at least 16 of them, take four steps by Krylov spaces, and the best three the rest; the best counts. Their error
-    falls with the root of the gap between singular values, that of powers with the gap. Few channels need no steps:
-    eigenvalues at all frequencies tell the best one.
+    where F(f) is the symbol. A fixed image takes four power steps, which act on every frequency at once (for few taps,
+    whose symbol is smooth, on every second one of an axis). At least 16 frequencies with the largest quotients take
+    four steps by Krylov spaces, and the best three of them the rest; the largest result counts. The error of these
+    spaces falls with the root of the gap between singular values, that of power steps with the gap. With few channels,
+    eigenvalues at all frequencies replace the steps.
 
     Taps beyond the image wrap around, half precision is widened. A function of the kernel and the size alone; 0 at a
     zero kernel.
@@ -233,7 +233,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
         its largest singular value is simple and the spaces have found it. Second derivatives lack that of v.
 
     Cost:
-        Eight convolutions of one image, of a quarter of it where the sides are even and four times those of the kernel;
+        Eight convolutions of one image (of a quarter if its sides are even and at least four times the kernel's);
         eight products by vectors at the chosen frequencies, ``2 iterations`` at three.
         With few channels, eigenvalues of matrices of the smaller channel number at half of all frequencies.
 

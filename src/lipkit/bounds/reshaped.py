@@ -1,4 +1,4 @@
-r"""Norms of a kernel read as a matrix, in one way or in four, times the root of the number of windows on a pixel."""
+r"""Norms of a kernel read as a matrix, in one way or in four, times the root of the number of windows over a pixel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     .. math:: \|K\| \le \|\mathrm{reshape}(K, c_{out} \times c_{in} k_h k_w)\|_2
               \sqrt{\lceil k_h/s_1 \rceil \lceil k_w/s_2 \rceil}
 
-    A convolution is that matrix on each window of the image, and a pixel is seen by at most that many windows.
+    A convolution is that matrix on each window of the image, and at most the number under the root see one pixel.
 
     Args:
         kernel: ``(cout, cin / groups, kh, kw)``.
@@ -58,7 +58,7 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
 
 
 def smallest_reshape(matrices: list[Tensor]) -> Tensor:
-    """The largest over a batch (groups) of the smallest norm in a list of batches of matrices, differentiable."""
+    """The largest, over groups, of the smallest norm among the matrices of a group, differentiable."""
     norms = torch.stack([spectral_norms(m) for m in matrices])
     best, which = norms.min(0)  # of the four, for each group
     group = int(best.argmax())

@@ -94,7 +94,7 @@ def symbol_sup(
         tolerance: how far above the supremum the bound may be, relative, in [1e-4, 1]. The number of cells grows
             like 1 / tolerance.
         finer: prove nearly constant symbols, as those of orthogonal kernels, to more digits where that costs little.
-            Without, the bound is the number of :func:`symbol_sup_estimate` wherever that can be proved.
+            Otherwise the bound is the number of :func:`symbol_sup_estimate` if that can be proved.
         points: S: instead of cells, a grid of S equispaced points per axis with the correction of
             :func:`grid_correction` (``tolerance`` is then not used).
 
@@ -108,8 +108,8 @@ def symbol_sup(
         for reflect or replicate padding.
 
     Cost:
-        ``(kh kw)^2 / 2`` products of channels for the autocorrelation, then about 100 to 500 (3 x 3) Cholesky
-        factorisations of the smaller channel number; those of the equispaced grid are ``S^2 / 2``.
+        ``(kh kw)^2 / 2`` products of channel matrices for the autocorrelation, then about 100 to 500 (3 x 3) Cholesky
+        factorisations of the smaller channel number; with ``points``, ``S^2 / 2`` of them.
 
     Raises:
         ShapeError, OptionError: a wrong kernel shape, groups, tolerance or points.
@@ -146,7 +146,7 @@ def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
         0-d float64, with the gradient of :func:`symbol_sup`.
 
     Cost:
-        Of 3 x 3 kernels with 128 channels a third of :func:`symbol_sup` with a tolerance of 2 %.
+        A third of :func:`symbol_sup` for 3 x 3 kernels with 128 channels and a tolerance of 2 %.
 
     Raises:
         ShapeError, OptionError: a wrong kernel shape or tolerance.
@@ -165,7 +165,7 @@ def _check_tolerance(tolerance: float) -> None:
 
 
 def _relative(tolerance: float) -> float:
-    """Relative distance of the first level above the largest eigenvalue found of G = F* F."""
+    """How far above the largest eigenvalue found of G = F* F the first level lies, relative to it."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
@@ -177,7 +177,7 @@ def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
         peak = find_peak(values)
     value = _norm_at(kernels, peak.group, peak.point, peak.periods)
     squared = float(value.detach()) ** 2  # levels are of G = F* F
-    level = squared * (1 + _relative(tolerance))  # what is tried first
+    level = squared * (1 + _relative(tolerance))  # the level tried first
     if finer is not None:
         with outside(kernels) as values:
             proved = _proved(values, peak, squared, tolerance, finer)
@@ -206,7 +206,7 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
     squared = squared if 0 < squared < math.inf else 1.0
     # Nearly constant symbols are proved to many digits by a few cells.
     for closer in (1e-9, 1e-7, 1e-5, 1e-3) if finer else ():
-        # Only the curvature lets cells be large at such levels.
+        # At such levels, only a small curvature allows large cells.
         if symbol.curvature > 100 * closer * squared or closer >= tolerance:
             continue
         if choose_periods(symbol, sample, squared * (1 + 2 * closer))[1] <= _FEW:

@@ -120,7 +120,7 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     kernel = h[:, :, None, None]
     axes = [2, 3] * (min(kh, kw) - 1) + [2 if kh > kw else 3] * abs(kh - kw)
     for one, dim in zip(v, axes, strict=True):
-        # Every other factor of an axis, from the first on, has its taps exchanged: those that find an odd size.
+        # Factors that find an odd size, every other one along an axis, have their taps exchanged.
         kernel = two_taps(kernel, one, dim, swap=kernel.shape[dim] % 2 == 1)
     return kernel
 
@@ -140,7 +140,7 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     r"""The matrices :math:`A[\delta]` at :func:`half_lags` of kernels ``(g, cout, cin, kh, kw)``: ``(g, L, cin, cin)``.
 
     Cost:
-        One product for each pair of taps, half of them by symmetry: ``(kh kw)^2 / 2`` products of channels.
+        One product for each pair of taps, half of them by symmetry: ``(kh kw)^2 / 2`` products of channel matrices.
 
     >>> half_autocorrelation(torch.tensor([[[[[1.0, 2.0]]]]])).flatten().tolist()
     [5.0, 2.0]

@@ -69,9 +69,8 @@ class _Solved(torch.autograd.Function):
         if scale is not None and form == "second":
             out.mul_(scale)
         if bias is not None:
-            out[0].add_(
-                bias, alpha=math.sqrt(h * w)
-            )  # a constant image is the coefficient of frequency 0, the first row
+            # A constant image is the coefficient of frequency 0, the first row.
+            out[0].add_(bias, alpha=math.sqrt(h * w))
         y = to_images(out, h, w, matrices)
         ctx.form = form
         ctx.save_for_backward(*inputs, y if scale is not None and form == "second" else None, *kept)
@@ -153,7 +152,7 @@ class _Rounded(torch.autograd.Function):
 def _differentiable_gradients(
     form: Form, inputs: Sequence[Any], g: Tensor, matrices: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs of :class:`_Solved`, where N counts as independent of W_2, of which it is made."""
+    """The gradients of the inputs of :class:`_Solved`, of which N counts as independent of W_2."""
 
     def plain(x: Tensor, bias: Tensor | None, scale: Tensor | None, *normal: Any) -> Tensor:
         return _plain(form, x, bias, scale, NormalMatrices(*normal), matrices)
@@ -226,7 +225,7 @@ def solve_form(
         normal: :func:`normal_matrices` on h x w.
         factors: :func:`factors_for` x, made here if not given.
         bias: added to every pixel.
-        scale: of each channel, nonzero: s B x + bias of 'second', A* (s x) of 'first adjoint'.
+        scale: s, nonzero, one for each channel: 'second' gives s B x + bias, 'first adjoint' gives A* (s x).
     """
     if scale is not None and form not in ("second", "first adjoint"):
         raise OptionError(f"scale: expected None with form={form!r}, got shape {tuple(scale.shape)}")
@@ -266,8 +265,8 @@ FEW_ROWS = 8
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
-    In half precision an inverse pays from a third as many images as channels, not half as many: its products
-    are that much faster than solves. So many ``uses`` of `solve_form`, on as many images as x, share the factors.
+    In half precision an inverse pays for images in number a third of the channels, not half of them: products are
+    faster there. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
 
     >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
     >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype
@@ -281,7 +280,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
     factors = prepare(normal, 3 * batch // 2)  # `factorize` inverts for 2 rows >= n: so 3 batch >= n
     real, pair = factors
     if real.pivots is not None or pair.pivots is not None:
-        return factors  # each kind is inverted, or not, by its own norms
+        return factors  # one kind has LU factors, by its norms: no inverses
     with torch.no_grad():
         return Rounded(rounded_symbol(real.matrix, pair.matrix, x.dtype), factors)
 

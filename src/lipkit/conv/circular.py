@@ -13,7 +13,7 @@ from lipkit.linalg.transforms import transformed
 
 
 def circular_pads(kh: int, kw: int) -> list[int]:
-    """Left, right, top and bottom: what a size-preserving convolution reaches beyond the image.
+    """Left, right, top and bottom padding of a size-preserving convolution.
 
     >>> circular_pads(3, 2)
     [0, 1, 1, 1]
@@ -22,7 +22,7 @@ def circular_pads(kh: int, kw: int) -> list[int]:
 
 
 def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
-    """The adjoint of :func:`circular_pad`: every pixel of the border is added to the one that it is a copy of.
+    """The adjoint of :func:`circular_pad`: every pixel of the border is added to the pixel that it copies.
 
     >>> fold_border(torch.ones(1, 1, 3, 4), [1, 0, 1, 1])
     tensor([[[[3., 3., 6.]]]])

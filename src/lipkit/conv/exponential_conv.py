@@ -90,11 +90,11 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
 
 
 def taylor_rows(rows: Tensor, a: Tensor, terms: int, outputs: int, scale: Tensor | float = 1.0) -> Tensor:
-    r"""The first entries of :math:`p_T(A / s)\, x`, A of c x c, for each row x, zeros behind it, by Horner's scheme."""
+    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, zeros behind it, by Horner's scheme."""
     full, z = F.pad(rows, (0, a.shape[-1] - rows.shape[-1])), rows
     for i in range(terms, 0, -1):  # z <- x + A z / i, so that A^i gets 1 / i!
-        m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]  # at first, zeros behind x need no columns
-        m = m[..., :outputs, :] if i == 1 and outputs < a.shape[-1] else m  # at last, no rows that are dropped
+        m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]  # first step: the zeros need no columns
+        m = m[..., :outputs, :] if i == 1 and outputs < a.shape[-1] else m  # last step: only the rows kept
         z = full[..., : m.shape[-2]] + z @ m.mT / (i * scale)
     return z
 
@@ -110,7 +110,7 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
     >>> taylor_norm(1.0, 0.0, 3), taylor_norm(1.0, 0.1, 3) > 1.3
     (1.0, True)
     """
-    if not angle + error <= 100:  # so NaN is caught, too
+    if not angle + error <= 100:  # in this form NaN is caught, too
         return math.inf
     gain = taylor_range(angle, terms)[1]
     if error == 0:

@@ -79,7 +79,7 @@ def _skew_taps(taps: Tensor) -> Tensor:
 
 
 def _parts(*stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Stacks of matrices in groups; those of the first, square, fit the cache."""
+    """Stacks of matrices in groups; the square matrices of the first stack in a group fit the cache."""
     a = stacks[0]
     step = cached_count(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
     return zip(*(t.split(step) for t in stacks), strict=True)
@@ -130,7 +130,7 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
-    """The symbol at the real frequencies and, complex, at the pairs, of a kernel of this size tap by tap."""
+    """The symbol of a kernel of this size, given tap by tap: real at the real frequencies, complex at the pairs."""
     _, cout, cin = taps.shape
     if h * w * len(taps) == 1:  # a dense layer has one frequency, where the symbol is its matrix
         return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
@@ -220,13 +220,13 @@ class Group(NamedTuple):
     rows: slice
 
     def view(self, rows: Tensor, channels: slice) -> Tensor:
-        """Real ``(n_r, B, C)``, or pairs ``(n_p, 2, B, C)``."""
+        """The group's rows as a view: real ``(n_r, B, C)``, or pairs ``(n_p, 2, B, C)``."""
         part = rows[self.rows]
         part = part.view(-1, 2, *part.shape[1:]) if self.factors.matrix.is_complex() else part
         return part[..., channels]
 
     def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
-        """As matrices are: real, or complex ``(n_p, B, C)``."""
+        """The group's rows, real or complex like its matrices: ``(n_r, B, C)`` or ``(n_p, B, C)``."""
         part = self.view(rows, channels)
         if not self.factors.matrix.is_complex():
             return part.contiguous()
@@ -251,7 +251,7 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill ``out`` and return conj(h) ('first adjoint': h), and conj(x_2) where the derivative needs it."""
+    """Fill ``out``; return conj(h) (for 'first adjoint', h) and, if the derivative needs it, conj(x_2)."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":
@@ -282,7 +282,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 def backward_rows(
     form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill ``out`` with the input's gradient; return those of N^T and of W_2 if ``symbol`` asks for them."""
+    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":

@@ -193,7 +193,7 @@ def aoc_channels(in_channels: int, out_channels: int, stride: Size) -> int:
 
 
 def rko_factor(kernel_size: Size, classes: Size) -> float:
-    r"""The norm of the map from an image to its overlapping patches: the root of how often a pixel is taken.
+    r"""The norm of the map from an image to its overlapping patches: the root of how many patches share a pixel.
 
     A pixel lies in one window for each tap of its class (:func:`period`), at most :math:`\lceil k / s' \rceil` along
     an axis: :math:`\|P\| = \sqrt{\lceil k_h / s'_1 \rceil \lceil k_w / s'_2 \rceil}`, and a matrix on patches divided
@@ -227,7 +227,7 @@ def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
     groups, cout, cin, kh, kw = kernels.shape
     phases = polyphase(kernels.flatten(0, 1), classes).unflatten(0, (groups, cout))
     half = half_autocorrelation(phases).abs()
-    # Lag zero counts once, each other one also as its negative with the transposed matrix: column sums.
+    # Lag zero counts once; each other lag also stands for its negative, with the transposed matrix: column sums.
     sums = half.sum((1, 3)) + half[:, 1:].sum((1, 2))
     wide = sums.reshape(groups, cin, *classes).repeat(1, 1, -(-kh // classes[0]), -(-kw // classes[1]))
     return wide[..., :kh, :kw]

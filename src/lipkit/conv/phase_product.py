@@ -46,8 +46,8 @@ def apply_phases(
 
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
-        small transforms and two copies. Backward takes twice the products; of features, real matrices on a CPU keep
-        only ``x`` for it.
+        small transforms and two copies. Backward takes twice the products; for it, real matrices on a CPU keep
+        no features but ``x``.
 
     Raises:
         ShapeError: the kernel does not divide the image.
@@ -96,7 +96,7 @@ def _plain(
     if pair.shape[1] == 2:
         s = multiply(Symbol(real, pair), s)
     else:
-        # Real matrices take half of the products: the two coefficients of a pair are rows of one.
+        # Real matrices take half of the products: the two coefficients of a pair are rows of one product.
         both = s.pair.flatten(1, 2) @ pair[:, 0].mT
         s = Spectrum(s.real @ real.mT, both.unflatten(1, s.pair.shape[1:3]))
     if len(matrices) > 1:
@@ -151,8 +151,8 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
     images = rooms[1][:size].view(n, size // n)
     torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
     b, c, h, w = out.shape
-    # Planes have short rows of one phase, so they are written from a copy in pixel order. `rows` may lie in rooms[0]:
-    # the product above was their last use.
+    # In planes, one phase has short rows: a copy in pixel order comes first. It may overwrite `rows`, which the product
+    # above was the last to read.
     pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
     target = phase_order(pixels, kernel_size)
     target.copy_(images.view(target.shape))

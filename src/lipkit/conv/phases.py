@@ -59,9 +59,9 @@ def distinct_frequencies(kernel_size: Size) -> tuple[int, int]:
 
 
 def frequency_map(kernel_size: Size) -> Tensor:
-    r"""The number of each frequency's distinct matrix: :math:`I[p, q] = I[(k_h - p) \% k_h, (k_w - q) \% k_w]`.
+    r"""The index I of each frequency's distinct matrix: :math:`I[p, q] = I[(k_h - p) \% k_h, (k_w - q) \% k_w]`.
 
-    Self-conjugate frequencies come first, then one number for each pair, ordered as :func:`frequencies`.
+    Self-conjugate frequencies come first, then one index for each pair, in the order of :func:`frequencies`.
 
     >>> frequency_map((3, 3))
     tensor([[0, 1, 1],

@@ -99,7 +99,7 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
 def _copies_parts(t: Tensor) -> bool:
     """True if batched products copy each operand whose matrices do not follow each other in memory.
 
-    In half precision on a CPU they do, element by element for a transposed operand: up to thrice the product's time.
+    On a CPU in half precision they do; of a transposed operand each element apart, in up to thrice the product's time.
     """
     return t.dtype in (torch.bfloat16, torch.float16) and t.device.type == "cpu"
 
@@ -125,7 +125,7 @@ def _turned(s: Tensor, sign: int) -> Tensor:
 
 
 def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
-    """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates, as a :class:`Symbol` has them."""
+    """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates, in the layout of a :class:`Symbol`."""
     made = torch.bmm(g.real.mT, s.real)
     made = made if scale == 1 else made.mul_(scale)
     rows, columns = g.pair.flatten(1, 2).mT, s.pair.flatten(1, 2)

@@ -96,7 +96,7 @@ def _dense(h: int, w: int) -> Tensor:
 
 
 def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
-    """True if one dense product is faster than separable products at this many pixels (it keeps their row order)."""
+    """True if one dense product, with the row order of the separable ones, is faster than these."""
     if dtype not in (torch.bfloat16, torch.float16) or pixels > TILED_PIXELS:
         return False
     return pixels <= HALF_PIXELS or HAS_TILES or (device is not None and device.type != "cpu")
@@ -116,7 +116,7 @@ def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.devi
 
 
 class _Stages(NamedTuple):
-    """The products of the separable transform: along the width, and along the height of its three kinds of rows."""
+    """The matrices of the separable transform: for the width, then for the height of its three kinds of rows."""
 
     width: Tensor
     own_real: Tensor
@@ -142,7 +142,7 @@ def _stages(matrices: list[Tensor]) -> _Stages:
     th, tw = matrices
     own, m = len(self_conjugate(len(th))), (len(th) - 1) // 2
     c, s = th[own : own + m], th[own + m :]
-    half = math.sqrt(0.5)  # rows have norm 1: cos / sqrt(h) and -sin / sqrt(h) are these by sqrt(1/2)
+    half = math.sqrt(0.5)  # c is cos sqrt(2 / h) and s is -sin sqrt(2 / h): this leaves sqrt(1 / h)
     c_half, s_half = c * half, s * half
     # Rows f1 and -f1: the cosine is even in f1, the sine odd.
     even = torch.cat((th[:own], c_half, c_half))

@@ -23,7 +23,7 @@ from lipkit.modules.attention import attraction
 
 
 class Attention(Biased, ABC):
-    """The base of both: on sequences (B, n, d) and images (B, d, H, W), whose pixels are the tokens."""
+    """Base of both layers, on sequences (B, n, d) and images (B, d, H, W), whose pixels are the tokens."""
 
     slope: float  # Lipschitz constant of F: the longest step is 2 / (slope |A|^2)
     least: int  # fewest dimensions of an input
@@ -40,7 +40,7 @@ class Attention(Biased, ABC):
 
     @abstractmethod
     def force(self, z: Tensor) -> Tensor:
-        """F of the rows of A times tokens (..., n, rows)."""
+        """F(z) for ``z = A x + c``, ``(..., n, rows)``."""
 
     def matrix_and_step(self) -> tuple[Tensor, Tensor]:
         """A and s (0-d), in float32 or better, s rounded down."""
@@ -77,7 +77,7 @@ class MemoryAttention(Attention):
 
     Args:
         features, slots: d and m.
-        bias: whether there is c.
+        bias: False for c = 0.
         device, dtype: of the parameters (float32 or float64).
 
     Parameters ``free`` A (slots, features) and ``bias`` c (slots,). Shapes: ``(B, d)``, ``(B, n, d)`` or images
@@ -108,7 +108,7 @@ class MemoryAttention(Attention):
 
 
 class TokenAttention(Attention):
-    r"""Tokens attract each other by weights of their distance, in each head, a group of rows of A:
+    r"""Tokens attract each other, less with their distance, separately in each head, a group of rows of A:
 
     .. math:: y_i = x_i + s A^\top \tfrac1n \textstyle\sum_j w_{ij} A (x_j - x_i), \qquad
               w_{ij} = 1 / \sqrt{1 + |A (x_i - x_j)|^2},\qquad s = 2 / \|A\|^2

@@ -93,9 +93,9 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Decorate ``forward`` with the contract of every family in bfloat16 and float16, and for no samples at all.
+    """Decorate ``forward`` so that it accepts inputs in bfloat16 and float16, and empty batches.
 
-    Weight and products are made in float32, under autocast products in its dtype, and the output has the dtype of the
+    Weight and products are made in float32 (under autocast, products in its dtype); the output has the dtype of the
     input. An empty batch gives an empty one.
     """
 
@@ -198,7 +198,7 @@ class Biased(nn.Module):
 class Constrained(Biased, ABC):
     """Base of dense layers and convolutions: free parameters, made once, and a bias."""
 
-    shape: tuple[int, ...]  # of a weight: (outputs, inputs), for convolutions after downsampling and with the taps
+    shape: tuple[int, ...]  # (outputs, inputs) of a weight; of a convolution after downsampling, then taps
     shown: tuple[str, ...] = ()  # options in ``repr``
 
     @abstractmethod
@@ -395,7 +395,7 @@ class KernelConv2d(ConstrainedConv2d):
         """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
 
     def kernel_in_use(self) -> Tensor:
-        """The kernel of a forward pass; it differs only in training, where a proof per step would dominate."""
+        """The kernel of a forward pass: another one only in training, where a proof per step would dominate."""
         return self.kernel()
 
     @half_through_float32

@@ -20,7 +20,7 @@ from lipkit.proof.roundoff import up
 
 
 class BcopConv2d(KernelConv2d):
-    r"""Orthogonal convolution with a kernel of its own size: two-tap projector factors times a matrix.
+    r"""Orthogonal convolution by a kernel of kh x kw taps: two-tap projector factors times a matrix.
 
     .. math:: F(z_1, z_2) = \prod_{i=1}^{k_h + k_w - 2} \big(P_i + (I - P_i)\, z_{a(i)}\big)\, H, \qquad
               P_i = V_i V_i^\top,\; V_i = \mathrm{orth}(W_i),\; H = \mathrm{orth}(W_0)
@@ -68,7 +68,7 @@ class BcopConv2d(KernelConv2d):
         """H ``(out_channels, s^2 in_channels)`` and the V_i ``(kh + kw - 2, c, r)``, in float32 or better."""
         h = orthogonalized(self.orthogonalize, at_least_float32(self.free))
         if self.projectors is None:
-            # One channel has the projectors 0 and 1 alone, so the factors are shifts.
+            # One channel has no projectors but 0 and 1, so the factors are shifts.
             return h, h.new_zeros(sum(self.kernel_size) - 2, max(h.shape), 0)
         return h, orthogonalized(self.orthogonalize, at_least_float32(self.projectors))
 

@@ -24,7 +24,7 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
-    r"""``E + g N /`` :math:`\sqrt{\mathrm{depth}}`, (n, m, kh, kw): the kernel of a residual layer, without a residual.
+    r"""``E + g N /`` :math:`\sqrt{\mathrm{depth}}`, (n, m, kh, kw): a kernel that includes its own residual connection.
 
     E is 1 at the centre tap from channel i to channel i, 0 elsewhere; g (n, 1, 1, 1) scales the output channels.
 
@@ -45,7 +45,7 @@ def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tupl
 
 
 class Reflector(base.Constrained):
-    """Base of both layers: the parameters of V, a kernel of one tap in the dense layer."""
+    """Base of both layers, with the parameters of V: a kernel, of one tap in the dense layer."""
 
     shown = ("rank",)
 
@@ -54,7 +54,7 @@ class Reflector(base.Constrained):
         self.rank, self.depth = max(1, n // 2) if rank is None else rank, depth
         base.check_positive(depth=depth, rank=self.rank)
         if self.rank > max(1, n - 1):  # n columns would make -I, whatever V is
-            raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
+            raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} rows of V, got {rank}")
         taps = self.shape[2:] or (1, 1)  # none in the dense layer
         self.free, self.scale = residual_parameters((n, self.rank, *taps), device, dtype)
 
@@ -153,7 +153,7 @@ register_one_lipschitz(BroLinear, BroConv2d)
 
 
 class LiResConv2d(base.KernelConv2d):
-    r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the kernel above it.
+    r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the numerator.
 
     E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`: a residual connection around a linear
     layer, with the constant of one kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
@@ -204,10 +204,10 @@ class LiResConv2d(base.KernelConv2d):
     def _over(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
         kernel = self.undivided()
         bound = norm(kernel)
-        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)  # zero by 1
+        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)  # zero stays zero
 
     def undivided(self) -> Tensor:
-        r"""The kernel above :math:`\beta`, in float32 or better."""
+        """The numerator E + s g N, in float32 or better."""
         return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
@@ -218,7 +218,7 @@ def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
         return 1.0
     kernel = layer.undivided()
     proved, used = float(base.proved_norm(kernel)), float(base.training_norm(kernel)) or 1.0  # zero stays undivided
-    return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # above two roundings of float64
+    return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # covers two float64 roundings
 
 
 export_rule(LiResConv2d)(export_kernel_conv)

@@ -66,13 +66,13 @@ class _Rescaled(torch.autograd.Function):
             found: tuple[Tensor, Tensor] = torch.func.vjp(_plain_rescaled, free, scale)[1](g)
             return found
         for_scale = (g * free).sum() / norm  # <g, V> / ||V||
-        made = free * (for_scale / norm)  # along ``free`` in memory, as the gradient of a parameter is kept
+        made = free * (for_scale / norm)  # in the memory order of ``free``, as its gradient is kept
         return torch.sub(g, made, out=made).mul_(factor), for_scale  # the part of g along V does not count
 
 
 def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """A free weight with the initialisation of torch's own layers, and its Frobenius norm as the learnable scale."""
-    free = nn.init.kaiming_uniform_(torch.empty(shape, device=device, dtype=dtype), a=math.sqrt(5))  # as torch's own
+    free = nn.init.kaiming_uniform_(torch.empty(shape, device=device, dtype=dtype), a=math.sqrt(5))
     return nn.Parameter(free), nn.Parameter(frobenius(free.detach()))
 
 
@@ -183,7 +183,7 @@ WORST = 16.0  # largest product of the norms of a spread layer's parts: the roun
 
 @export_rule(CayleyConv2d)
 def _export_conv(layer: CayleyConv2d, input_shape: Shape) -> nn.Module:
-    """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless the norms of its parts exceed ``WORST``."""
+    """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless the product of its parts' norms exceeds ``WORST``."""
     size, exact = export.resampled_size(layer, input_shape), export.in_float64(layer)
     kernel = rescaled(exact.free, exact.scale)
     if layer.pointwise or not spread_pays(kernel, *size):

@@ -165,9 +165,9 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     eye, seen = torch.eye(max(h.shape), dtype=torch.complex128), [0, 0]
     for one, axis in zip(v, axes, strict=True):
         near = (one @ one.mT).to(torch.complex128)
-        near = eye - near if seen[axis] % 2 == 0 else near  # so that a shift leaves the kernel centred
+        near = eye - near if seen[axis] % 2 == 0 else near  # keeps the kernel centred if there are no projectors
         seen[axis] += 1
-        step = z[axis][:, None, None, None] if axis == 0 else z[axis][:, None, None]  # against (h, w, n, n)
+        step = z[axis][:, None, None, None] if axis == 0 else z[axis][:, None, None]  # for (h, w, n, n)
         total = (near + (eye - near) * step) @ total
     return total
 
@@ -200,7 +200,7 @@ def aoc(layer: Any, x: Tensor) -> Tensor:
 def rko(layer: Any, h: int, w: int) -> Tensor:
     """Li et al., NeurIPS 2019, section 4.1: the reshaped kernel, semi-orthogonal, over the root of its taps."""
     kernel = semi_orthogonal(layer, layer.free.flatten(1)).reshape(layer.free.shape)
-    return symbol(kernel / math.sqrt(math.prod(layer.kernel_size)), h, w)  # taps overlap on a pixel
+    return symbol(kernel / math.sqrt(math.prod(layer.kernel_size)), h, w)  # kh kw windows share a pixel
 
 
 @linear
@@ -217,7 +217,7 @@ def cholesky(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def aol(layer: Any, h: int, w: int) -> Tensor:
-    """Prach & Lampert, ECCV 2022, theorem 2: inputs over the roots of the row sums of |K^T * K|."""
+    """Prach & Lampert, ECCV 2022, theorem 2: each input over the root of its row sum of |K^T * K|."""
     kernel = as_kernel(layer.free)
     return symbol(kernel / row_sums(kernel.transpose(0, 1)).sqrt()[:, None, None], h, w)  # along the inputs
 
@@ -225,7 +225,7 @@ def aol(layer: Any, h: int, w: int) -> Tensor:
 def row_sums(kernel: Tensor, weights: Tensor | None = None) -> Tensor:
     """For each output i: the sum of ``|K * K^T|_ij`` over j and all lags, times ``weights_ij``."""
     reach = (kernel.shape[-2] - 1, kernel.shape[-1] - 1)
-    gram = F.conv2d(kernel, kernel, padding=reach).abs().sum((2, 3))  # outputs as samples: all lags that overlap
+    gram = F.conv2d(kernel, kernel, padding=reach).abs().sum((2, 3))  # outputs are the samples; padding gives all lags
     return (gram if weights is None else gram * weights).sum(1)
 
 

@@ -200,8 +200,8 @@ def _resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
 @lipschitz_rule(EcoConv2d)
 def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
     if layer.orthogonalize is None:
-        # The bound that divides the skew matrices is itself rounded: c roundings in each product. The root makes those
-        # in the power 2^i count 1 / 2^i of themselves.
+        # The bound that divides the skew matrices is itself rounded: c roundings in each product. A root
+        # of degree 2^i divides those in the power 2^i by 2^i.
         rounding = 16 * max(layer.inner_channels, layer.out_channels) * torch.finfo(layer.free.dtype).eps
         return taylor_range(1 + rounding, layer.terms)[1]
     if proved(layer.orthogonalize):

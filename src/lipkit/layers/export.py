@@ -53,7 +53,7 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
 
 
 def symbol_norm(symbol: Symbol) -> Tensor:
-    """Proved bound of the norm of a convolution with this symbol, complex or, with one part a pair, real."""
+    """Proved bound of the norm of a convolution with this symbol; pairs of one part are real matrices."""
     norms = [spectral_norm(symbol.real)]
     if symbol.pair.numel():
         parts = symbol.pair.double().unbind(1)
@@ -61,7 +61,7 @@ def symbol_norm(symbol: Symbol) -> Tensor:
     return torch.stack(norms).amax()
 
 
-APART = 1e-2  # of a row, relative to the largest: float32 rounding moves it by 1e-6, a lost direction by 1
+APART = 1e-2  # change of a row, relative to the largest: 1e-6 by float32 rounding, 1 by a lost direction
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:

@@ -31,7 +31,7 @@ from lipkit.proof.roundoff import root
 
 
 class Construction(nn.Module, ABC):
-    """Parameters of the kernels of all groups, (groups, out_channels, in_channels, kh, kw); a call returns them."""
+    """A call makes the kernels of all groups, (groups, out_channels, in_channels, kh, kw), from the parameters."""
 
     def __init__(
         self, shape: tuple[int, ...], stride: Size, dilation: Size, orthogonalize: Orthogonalize, *place: Any
@@ -83,7 +83,7 @@ class Aoc(Construction):
 
     def forward(self) -> Tensor:
         h = self.made(self.free)
-        # One channel has the projectors 0 and 1 alone, so the factors are shifts.
+        # One channel has no projectors but 0 and 1, so the factors are shifts.
         v = (h.new_zeros(0) if self.projectors is None else self.made(self.projectors)).reshape(self.stacks)
         last = [None] * len(h) if self.last is None else self.made(self.last)
         each = [aoc_kernel(*parts, self.kernel_size, self.stride) for parts in zip(h, v, last, strict=True)]
@@ -122,7 +122,7 @@ CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol
 
 
 GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-"""Arguments of torch's convolutions, which a layer keeps as torch's own does."""
+"""Arguments of torch's convolutions; a layer keeps them under the names that torch uses."""
 
 
 class _Native(base.Biased):
@@ -168,7 +168,7 @@ class _Native(base.Biased):
             like = self.plain(
                 in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
             )
-            # Sizes below 1 are checked below: torch accepts them and fails at the first input.
+            # Sizes below 1 are refused later on: torch accepts them here and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -214,7 +214,7 @@ class _Native(base.Biased):
     def least_sides(self) -> tuple[int, ...]:
         """The smallest image that torch accepts with this padding and that holds one window."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        # What padding adds, the image may lack.
+        # Padded pixels count towards the window.
         window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
@@ -280,11 +280,11 @@ class NativeConv2d(_Native):
     Parameters: those of the construction, one for each group in the first axis, and ``bias``.
 
     Guarantee:
-        1-Lipschitz with zero padding of any width, without padding, and with circular padding. Orthogonal ('aoc'),
-        with :math:`s^2` the product of the strides and channels counted in a group: circular padding of
-        dilation (k - 1) pixels in total or up to stride - 1 fewer: all singular values 1; no padding and
-        :math:`c_{out} \le s^2 c_{in}`: orthonormal rows; zero padding of dilation (k - 1) on each side and
-        :math:`c_{out} \ge s^2 c_{in}`: orthonormal columns; other zero padding: a contraction.
+        1-Lipschitz with zero padding of any width, without padding, and with circular padding. With 'aoc', where
+        :math:`s^2` is the product of the strides and channels are those of a group: all singular values are 1 with
+        circular padding of dilation (k - 1) pixels in total, or up to stride - 1 fewer; rows are orthonormal without
+        padding if :math:`c_{out} \le s^2 c_{in}`, columns with zero padding of dilation (k - 1) on each side if
+        :math:`c_{out} \ge s^2 c_{in}`; other zero padding gives a contraction.
         Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies of
         one pixel, 2 for one reflected pixel on each side of an image.
 

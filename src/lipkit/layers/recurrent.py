@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     bias: Tensor  # b
     multiplier: Tensor  # the diagonal of Lambda
     units: tuple[int, int]  # nv and nw
-    block: int  # units that do not read each other
+    block: int  # how many units are computed at once: none of them reads another
 
 
 class RecurrentLayer(nn.Module):
@@ -65,7 +65,7 @@ class RecurrentLayer(nn.Module):
         raise NotImplementedError
 
     def _made(self, k: Tensor, bias: Tensor, multiplier: Tensor, block: int, shift: Tensor | float = 0.0) -> Parts:
-        """From a contraction of (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), the bias of v, and one of all."""
+        """The system of a contraction k, (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), plus k's ``shift``."""
         nx, ny, nu, root = self.states, self.out_features, self.in_features, math.sqrt(self.gamma)
         rows, columns = k.new_ones(len(k)), k.new_ones(k.shape[1])
         rows[-ny:], columns[-nu - nx : -nu], columns[-nu:] = root, self.rate, root
@@ -78,8 +78,8 @@ class RecurrentLayer(nn.Module):
 
         Args:
             u: ``(B, T, in_features)``.
-            mask: ``(B, T)``, true at the steps that count. At the others inputs and outputs are 0, whatever stands
-                there, so that sequences of several lengths make one batch. The gain stays.
+            mask: ``(B, T)``, true at the steps that count. At all others, inputs and outputs are 0, whatever
+                stands there, so that sequences of several lengths make one batch. The gain stays the same.
         """
         if u.ndim != 3 or u.shape[2] != self.in_features:
             raise ShapeError(f"{type(self).__name__}: expected (B, T, {self.in_features}), got {tuple(u.shape)}")
@@ -115,8 +115,8 @@ class LinearSystem(RecurrentLayer):
 
     Args:
         in_features, out_features, states: numbers of inputs, outputs and states.
-        gamma: the gain, that is the H-infinity norm of the transfer function, at most.
-        rate: a in (0, 1]: what the state keeps of itself in one step, at most.
+        gamma: bound of the gain, that is of the H-infinity norm of the transfer function.
+        rate: a in (0, 1]: the largest fraction of itself that the state keeps in one step.
         place: device and dtype of the parameters (float32 or float64).
 
     Parameters: those of ``through``, a :class:`ContractionLinear` that makes K, ``state_bias`` and ``output_bias``.
@@ -148,12 +148,11 @@ class LinearSystem(RecurrentLayer):
 def _birth(layer: RecurrentLayer) -> ContractionLinear:
     """K of a new layer: states keep 0.95 of themselves, and inputs reach outputs."""
     nx, nu, ny = layer.states, layer.in_features, layer.out_features
-    # The singular vectors of K and A = (I - K K^T)^(1/2) follow from the eigenvectors of K K^T.
     made = ContractionLinear(nx + nu, nx + ny, bias=False, **layer.place)
     k = 0.3 * made.weight().detach()
     k[:nx, :nx] = 0.95 * torch.eye(nx, device=k.device)
     k = k / torch.linalg.matrix_norm(k, 2).clamp_min(1) * (1 - 1e-3)  # inside the ball, where A is invertible
-    values, vectors = torch.linalg.eigh(k @ k.mT)
+    values, vectors = torch.linalg.eigh(k @ k.mT)  # those of A = (I - K K^T)^(1/2)
     made.set_factors(vectors * (1 - values).clamp_min(0).sqrt() @ vectors.mT, k)
     return made
 
@@ -202,7 +201,7 @@ class R2dn(RecurrentLayer):
         super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
         self.inner: nn.Module | None = None
-        # |v| is LeakyReLU of slope -1. What passes through phi unchanged could as well be a part of K.
+        # |v| is LeakyReLU of slope -1. It has no linear part, which K could as well provide.
         module = phi if isinstance(phi, nn.Module) else nn.LeakyReLU(-1.0) if phi == "abs" else slope_activation(phi)
         bound, written = float(lipschitz(module, (units,)).detach()), units
         if not bound <= 1 + 1e-9:
@@ -411,7 +410,7 @@ EPSILON = 1e-9  # keeps H positive definite, and the norm of N below 1
 
 
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
-    """gamma, unless phi was replaced by one without the guarantee."""
+    """gamma; raises if phi was replaced by one without the guarantee."""
     for part in (layer.phi, *(getattr(layer, name) for name in ("read", "write", "through") if hasattr(layer, name))):
         guard(settled(part))
     bound = 1.0 if type(layer) is LinearSystem else math.inf
@@ -432,7 +431,7 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     made, phi = in_float64(layer).parts(), export_part(layer.phi, (getattr(layer, "units", 1),))
     # P = I, exact in every format.
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
-    # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks.
+    # (1 - delta) M satisfies the inequality of M with a margin of delta on the diagonal blocks.
     for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):
         if delta < torch.finfo(matrix.dtype).eps / 8:  # lost in the rounding of M
             continue

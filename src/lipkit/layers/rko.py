@@ -36,7 +36,7 @@ class RkoConv2d(KernelConv2d):
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
         table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
-        ``out_channels <= s^2 in_channels kh kw`` the mean squared singular value is 1 / (kh kw), the least maybe 0.
+        ``out_channels <= s^2 in_channels kh kw`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
     Cost:
         One orthogonalisation of the matrix and one convolution.
@@ -68,7 +68,7 @@ def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
     >>> crko_conv2d(1, 2, 3).orthogonalize.__name__
     'cayley'
     """
-    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given one wins
+    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given function wins
 
 
 @lipschitz_rule(RkoConv2d)
@@ -85,7 +85,7 @@ export_rule(RkoConv2d)(export_kernel_conv)
 
 
 class Divided(Constrained):
-    """Base of the two layers by Cholesky factors: W and e."""
+    """Base of both Cholesky layers: makes W and keeps ``share``."""
 
     def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
         if not 0 < share < float("inf"):

@@ -249,7 +249,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
-        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # wide, where the layer is tall
+        own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # the wide transposes of the tall X and Y
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
         # An activation expects the features in the last dimension.
         y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
@@ -283,7 +283,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
         if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
             raise OptionError(f"weight: expected a spectral norm of at most 1, got {float(s[0])}")
-        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))  # all q of A
+        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))  # A has q of them
         sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
         least = min(p, q)
         layer = cls(p, q, bias is not None, weight.device, weight.dtype, activation=None)
@@ -351,7 +351,7 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         return first, _symbol(*(SQRT2 * m[..., :q].mH * psi for m in both))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Of a 1 x 1 kernel: the two halves as the matrices that all frequencies share."""
+        """The two halves of a 1 x 1 kernel, as the matrices that all frequencies share."""
         first, second = self.halves(1, 1)
         return first.real[0], second.real[0]
 
@@ -376,7 +376,7 @@ def _symbol(real: Tensor, pair: Tensor) -> Symbol:
 
 
 def plain_activation(activation: nn.Module) -> nn.Module:
-    """The activation in an export."""
+    """The activation as exports contain it."""
     plain: nn.Module = export_plain(activation, (1,))[0]
     return plain
 

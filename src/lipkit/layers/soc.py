@@ -49,14 +49,14 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
 
 
-LARGE = 128  # from this side, a factorisation costs less than the squarings of a smooth bound
+LARGE = 128  # from this side on, a factorisation costs less than the squarings of a smooth bound
 
 
 def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     """Bound of the norm of a matrix, at least 1e-3.
 
-    On a CPU, large matrices use Lanczos steps and one proof: within 0.1 %, in less than half of the time; unless
-    ``proved``, the number that the proof tries first. Accelerators, traces, transforms and compiled graphs use
+    On a CPU, large matrices use Lanczos steps and one proof: within 0.1 %, in less than half of the time; if not
+    ``proved``, the number that the proof would try first. Accelerators, traces, transforms and compiled graphs use
     `gram_norm`, within 3 %, which consists of products only.
     """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
@@ -172,7 +172,7 @@ class SocConv2d(ConstrainedConv2d):
         return kernel, reshaped_norm(kernel, proved).to(kernel.dtype)
 
     def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
-        """The matrix (out_channels, s^2 in_channels) for a 1 x 1 exponent ``kernel``, the same with either padding."""
+        """The matrix (out_channels, s^2 in_channels) for a 1 x 1 exponent ``kernel``, which needs no padding."""
         return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32

@@ -1,4 +1,4 @@
-"""Work after an optimiser step, which layers declare, and layers whose own weight moves along a manifold."""
+"""Work that layers declare for the end of an optimiser step, and layers whose weight moves along a manifold."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     Returns:
-        How often a layer acted: 0 if no layer needs work.
+        Number of calls, one for each layer due and shape of its input; 0 if no layer needs work.
 
     Raises:
         ShapeError: the model does not accept that input.

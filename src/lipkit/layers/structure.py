@@ -17,7 +17,7 @@ from lipkit.proof.roundoff import reciprocal_up
 
 
 def _along_channels(kind: str, x: Tensor, channels: int) -> tuple[int, ...]:
-    """The shape in which one number per channel meets ``x`` (B, C, ...)."""
+    """The shape in which one number per channel broadcasts against ``x`` (B, C, ...)."""
     if x.ndim < 2 or x.shape[1] != channels:
         raise ShapeError(f"{kind}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
     return -1, *[1] * (x.ndim - 2)

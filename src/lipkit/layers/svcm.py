@@ -106,7 +106,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
             folded = _support(after, h, w, *start.shape[-2:])
         if folded is start:
             return kernel.detach().clone()
-        # Coinciding taps share the change alone, and keep their differences.
+        # Coinciding taps share only the change, so their differences stay.
         return (kernel + _unfold(folded - start, h, w, kh, kw)).to(kernel.dtype)
 
 
@@ -164,7 +164,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
 @lipschitz_rule(SvcmConv2d)
 def _svcm(layer: SvcmConv2d, input_shape: Shape | None) -> Tensor:
     if input_shape is None:
-        return symbol_sup(layer.kernel())  # of all image sizes
+        return symbol_sup(layer.kernel())  # for all image sizes
     return circular(layer.kernel(), *resampled_size(layer, input_shape))
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 # Matrices of fewer rows go to LAPACK, whose calls then cost less than products of their blocks.
 SMALL = 32
-# So it is with fewer numbers in all: a single matrix of up to 45 rows.
+# Batches of fewer numbers in all go to LAPACK, too, such as a single matrix of up to 45 rows.
 FEW = 2**11
-# Errors grow with the square of the norm without pivots, with the norm with them. Up to this root mean square of the
+# Errors grow with the square of the norm, with pivots only with the norm. Up to this root mean square of the
 # singular values both stay below what layers promise. In float32, n from 32 to 256, the worst skew parts found (of
-# rank 2, one block, a few entries) cost 7e-5, dense ones 4e-6: no more than pivoted factors.
+# rank 2, one block, a few entries) had errors of 7e-5, dense ones of 4e-6: no more than pivoted factors.
 TAME = 10.0
 
 

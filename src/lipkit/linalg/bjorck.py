@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like, near_one
 
-# Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of a 25th of
+# Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of 1/25 of
 # the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
 _GRAM_STEPS = 8
 
@@ -29,14 +29,14 @@ def into_unit_ball(w: Tensor) -> Tensor:
 
 
 def with_gram(w: Tensor) -> tuple[Tensor, Tensor]:
-    """X, the `into_unit_ball` of ``w``, and its Gram matrix X^* X."""
+    """X = ``into_unit_ball(w)`` and its Gram matrix X^* X."""
     w = near_one(w)
     gram = w.mH @ w
     fourth = gram @ gram
     schatten = torch.linalg.vector_norm(fourth, dim=(-2, -1))  # ||G^2||_F, the fourth power of the Schatten 8-norm
-    rows = fourth.abs().sum(-1).amax(-1)  # ||G^2||_inf: a norm of a Hermitian matrix is at most this
+    rows = fourth.abs().sum(-1).amax(-1)  # ||G^2||_inf, at least the spectral norm of G^2
     bound = torch.minimum(schatten, rows)[..., None, None]
-    bound = torch.where(bound > 0, bound, 1).sqrt()  # at least ||W||^2: its root divides W, and it divides W^* W
+    bound = torch.where(bound > 0, bound, 1).sqrt()  # at least ||W||^2: W is divided by its root, W^* W by itself
     return w / bound.sqrt(), gram / bound
 
 
@@ -66,7 +66,7 @@ def _polynomial(q: Tensor, order: int) -> Tensor:
 
 
 def _all_below(q: Tensor, limit: float) -> bool:
-    """True if every entry is known to be below ``limit``; a compiled graph and a vmap know none."""
+    """True if every entry is known to be below ``limit``; False in a compiled graph or a vmap, where none is known."""
     if torch.compiler.is_compiling():
         return False
     try:
@@ -87,8 +87,8 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         iterations: largest number of steps, at least 1. A singular value far below the largest grows by 1.5 per step
-            (order 1), then converges with order p + 1. The iteration ends when a step changes nothing any more:
-            when no entry of Q exceeds a sixteenth of the root of eps, the error left is its square.
+            (order 1), then converges with order p + 1. The iteration ends early after a step in
+            which no entry of Q exceeds a sixteenth of the root of eps: the error left is its square, below rounding.
         order: p, the degree of the truncated series, at least 1.
 
     Returns:
@@ -126,7 +126,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         return bjorck(w.mH, iterations, order).mH
     x, gram = with_gram(w)
     eye = eye_like(x)
-    limit = torch.finfo(x.dtype).eps ** 0.5 / 16  # a step squares the error: below rounding after it
+    limit = torch.finfo(x.dtype).eps ** 0.5 / 16  # a step squares the error, which is then below rounding
     done = 0
     if x.shape[-2] >= 2 * x.shape[-1] and iterations > 1:
         # (X S)^* (X S) = S^* G S: the same polynomials by small products, and X is multiplied once, at the end.

@@ -11,7 +11,7 @@ from lipkit.linalg.accretive import accretive_inverse, blocks_pay, inverse_by_bl
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
 from lipkit.linalg.transforms import plain_gradients, transformed
 
-# Up to this side, torch's derivative of one matrix takes less time.
+# Up to this side, torch's own derivative is faster for a single matrix.
 SMALL = 128
 
 
@@ -65,7 +65,7 @@ def _plain(w: Tensor) -> Tensor:
         return _plain(w.mH).mH
     u, v = w.split([n, m - n], -2) if m > n else (w, None)
     eye = eye_like(w)
-    # Never singular: nothing to check for, which would also wait for a device.
+    # Never singular, so without the check of `inv`, which waits for the device.
     x = torch.linalg.inv_ex(_normal(u, v, eye)).inverse
     top = 2 * x - eye
     return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
@@ -139,7 +139,7 @@ class Factors(NamedTuple):
 def factorize(transposed: Tensor, rows: int) -> Factors:
     r"""Prepare :func:`solve_rows` with N, given its transpose, for about ``rows`` right-hand sides. No derivative.
 
-    It has :math:`N + N^* \succeq 2 I`. A contiguous transpose ``(F, n, n)`` is factorised without a reordered copy.
+    N needs :math:`N + N^* \succeq 2 I`. A contiguous transpose ``(F, n, n)`` is factorised without a reordered copy.
 
     Cost:
         On one core, LU factors take 8/3 n^3 operations at a third of the rate of a matrix product; the two solves of a

@@ -31,7 +31,7 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Args:
         weight: ``(m, n)``, real.
         x: ``(..., n)`` of the dtype of the weight, or of half precision. N is made, factorised and solved with in the
-            dtype of the weight; in half precision the factors of x and of the gradients of y are rounded.
+            dtype of the weight; matrices that multiply a half-precision x, or gradients of y, are rounded to it.
         bias: ``(m,)``.
 
     Returns:
@@ -132,7 +132,7 @@ def _gradients(
     r"""The gradients of W and x. With :math:`N^\top k = g_1` (tall: :math:`g_1 - W_2^\top g_2`),
     :math:`\nabla_N = -2 k h^\top`, and x gets :math:`[2k - g_1;\, -2 W_2^\top k]` (tall: :math:`2k - g_1`).
 
-    Both are of the rank of the batch, and so are the parts of the gradient of W_2:
+    :math:`\nabla_N` has the rank of the batch, and so have the parts of the gradient of W_2:
 
     .. math:: \text{wide:}\quad -2 k (h^\top W_2 + x_2^\top) - 2 h (k^\top W_2), \qquad
               \text{tall:}\quad -2 (W_2 k + g_2) h^\top - 2 (W_2 h) k^\top .
@@ -141,7 +141,7 @@ def _gradients(
     first = (g if wide else g[:, :n]).to(weight.dtype)
     top = first if m <= n else first - g[:, n:] @ rest
     k = solve_rows(factors, top, transposed=True)
-    # From here on k stands for -2 k, which rounds nothing.
+    # rounded_k holds -2 k: doubling rounds nothing.
     rounded_h, rounded_k = h.to(x.dtype), (k * -2).to(x.dtype)
     for_x, moved_k = None, None
     if asked[1]:
@@ -159,14 +159,14 @@ def _gradients(
         return made, for_x
     beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])
     if x.dtype == weight.dtype and 2 * len(x) > min(m, n):
-        # A large batch has no low rank to exploit, and no factor is rounded: products of full size.
+        # A large batch has no low rank to exploit: products of full size, if no factor is rounded to half precision.
         symmetric = normal + normal.mT
         torch.mm(*((symmetric, rest) if wide else (rest, symmetric)), out=for_rest)
         for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=1 if wide else -2)
         return made, for_x
     across = rest if wide else rest.mT
     moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
-    # Both terms as one product: the batch axis of the two is joined.
+    # Both terms as one product, joined along the batch axis.
     solutions = torch.cat((rounded_k, rounded_h))
     images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.sub_(other, alpha=2)))
     for_rest.copy_(solutions.mT @ images if wide else images.mT @ solutions)

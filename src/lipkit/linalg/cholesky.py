@@ -16,7 +16,7 @@ def _divided(w: Tensor, share: float) -> Tensor:
     w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
-    shift = torch.where(trace > 0, share * trace, 1)  # of zero matrices any number: the factor only has to exist
+    shift = torch.where(trace > 0, share * trace, 1)  # for a zero matrix any shift: the factor only has to exist
     factor = torch.linalg.cholesky_ex(gram + shift * eye_like(gram))[0]
     return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH  # L^-1 W^* is (W L^-*)^*
 
@@ -105,8 +105,8 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
 
     .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 
-    S is the closing step of :func:`block_reflector`: both are the same function where V loses its rank, too.
-    Rows ``(..., B, k)``, k at most n, are continued by zeros to n, those of the product cut to ``size``. V is
+    S is the closing step of :func:`block_reflector`: both agree even where V loses rank. Rows
+    ``(..., B, k)``, k at most n, are padded with zeros to n; rows of the product are cut to ``size``. V is
     ``(..., n, m)`` in the dtype of x, float32 or float64, real or complex.
 
     Guarantee:
@@ -124,7 +124,7 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
     outwards, back = q.mT, q.conj().resolve_conj()
     s, gram = x @ back[..., :k, :], outwards @ back
     for _ in range(2):
-        s = 1.5 * s - 0.5 * (s @ gram)  # S acts once from each side of V: twice in all
+        s = 1.5 * s - 0.5 * (s @ gram)  # S acts twice
     padded = F.pad(x, [0, size - k]) if size > k else x[..., :size]
     return padded - 2 * s @ outwards[..., :size]
 

@@ -90,7 +90,7 @@ def taylor(a: Tensor, terms: int) -> Tensor:
     powers = [eye_like(a), a]
     while len(powers) <= block:
         powers.append(powers[-1] @ a)
-    # Chunks of `block` coefficients, highest first; the first one takes the power `block` too if that ends it.
+    # Chunks of `block` coefficients, highest first; the first may hold one more, for the power `block` itself.
     start = (terms - 1) // block * block
     result = _combination(powers, start, terms)
     while start > 0:
@@ -131,21 +131,22 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     """
     check_matrix(a, "a")
     # Rescaling between the products keeps the powers from under- and overflow. The bound is the product of the scales
-    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... They cancel from the value: constants to the gradient.
+    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... The value is free
+    # of them, so the gradient takes them as constants.
     bound = torch.ones((), dtype=a.real.dtype, device=a.device)
-    share = 1.0
+    exponent = 1.0
     for step in range(squarings + 1):
         if step:
             a = a @ a
-            share /= 2  # of A^2, A^4, ...: the root taken of each scale
+            exponent /= 2
         scale = torch.linalg.vector_norm(a.detach(), dim=(-2, -1), keepdim=True)
         scale = torch.where(scale > 0, scale, 1)
         a = a / scale
-        bound = bound * scale[..., 0, 0] ** share
+        bound = bound * scale[..., 0, 0] ** exponent
     norm = torch.linalg.vector_norm(a, dim=(-2, -1))
     zero = norm == 0
     safe = torch.where(zero, 1, norm)  # a power of 0 has an infinite slope: keep it away from the gradient
-    return torch.where(zero, 0, bound * safe**share)
+    return torch.where(zero, 0, bound * safe**exponent)
 
 
 # Default number of squarings of `skew_bound`.
@@ -157,8 +158,8 @@ def skew_bound(a: Tensor, squarings: int = SQUARINGS) -> Tensor:
 
     .. math:: \|A\|_2 \le (\tfrac12 \|A^p\|_F^2)^{1/2p} \quad (A \text{ real}), \qquad p = 2^{\mathtt{squarings}}
 
-    since a real skew matrix has its eigenvalues in pairs :math:`\pm i\theta`; a complex one has none. It is within a
-    factor :math:`(n/2)^{1/2p}`.
+    since a real skew matrix has its eigenvalues in pairs :math:`\pm i\theta`; a complex one need not. The real bound is
+    within a factor :math:`(n/2)^{1/2p}`.
 
     >>> a = torch.tensor([[0.0, -3.0], [3.0, 0.0]])
     >>> round(float(skew_bound(a)), 5)

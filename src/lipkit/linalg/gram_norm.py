@@ -30,7 +30,7 @@ def gram_norm(a: Tensor) -> Tensor:
     .. math:: \|A\|_2 \le \big\|(A A^\top)^{64}\big\|_F^{1/128} \le r^{1/256}\, \|A\|_2, \qquad r = \min(m, n)
 
     Args:
-        a: real (m, n), not much smaller than 1 (below 1e-3 the bound is 1e-3).
+        a: real (m, n), of a norm not much smaller than 1 (below 1e-3 the bound is 1e-3).
 
     Returns:
         0-d float64, differentiable everywhere (no singular vector is singled out), at most 3 % above the norm for
@@ -43,7 +43,7 @@ def gram_norm(a: Tensor) -> Tensor:
         they are made in float64.
 
     Cost:
-        Seven products of size r and six in the backward pass, each of about 5/8 of its operations.
+        Seven products of size r and six in the backward pass, each with about 5/8 of the operations of a full product.
 
     >>> 2.0 <= float(gram_norm(torch.diag(torch.tensor([2.0, 2.0, 1.0])))) < 2.02
     True
@@ -89,7 +89,7 @@ def _frobenius(x: Tensor) -> Tensor:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """The power of two by which the norm of x leaves [1/2, 1); 0 below 1e-200."""
+    """The exponent e for which the norm of x / 2^e is in [1/2, 1); 0 for norms below 1e-200."""
     norm = torch.linalg.vector_norm(x).double()
     return torch.where(norm > 1e-200, torch.frexp(norm).exponent, 0)
 
@@ -160,7 +160,7 @@ class _GramNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or transformed():
             return plain_gradients(_plain, (a,), g)[0]
         if a.device.type == "cpu" and float(g) == 0:
-            # Only the smaller of two bounds carries a gradient: this was the larger one.
+            # The larger of two bounds gets no gradient where the smaller one is used.
             return torch.zeros_like(a)
         with torch.autocast(a.device.type, enabled=False):
             # Two buffers in turn: powers[0] is saved for further backward passes and never overwritten.

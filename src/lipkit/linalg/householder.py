@@ -27,8 +27,8 @@ def householder(w: Tensor) -> Tensor:
         reflections: a real square Q has determinant :math:`(-1)^n`, and a real 1 x 1 one is always -1.
 
     Guarantee:
-        Norm 1 up to rounding, for every ``w``, zero and linearly dependent columns included: what the triangular
-        solve amplifies there (5e-5 in float32) one closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` removes.
+        Norm 1 up to rounding, for every ``w``, zero and linearly dependent columns included: one closing step
+        :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` removes what the triangular solve amplifies there (5e-5 in float32).
 
     Cost:
         Five products of size m n min(m, n) or less and a triangular solve.

@@ -85,8 +85,8 @@ def _finite(*values: Tensor) -> bool:
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""``torch.linalg.svd(w, full_matrices=False)``, again in double precision where LAPACK gives up.
 
-    Its divide and conquer stalls on some finite matrices with many nearly equal singular values, as nearly orthogonal
-    ones have, or returns NaN. Double precision mends nearly all of them; if it does not, the matrix is reflected,
+    LAPACK's divide and conquer stalls, or returns NaN, on some finite matrices with many nearly equal singular values,
+    such as nearly orthogonal ones. Double precision mends nearly all of them; if it does not, the matrix is reflected,
     :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding.
 
     Raises:
@@ -96,7 +96,7 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> s.tolist(), ((u * s) @ vh).abs().round(decimals=5).tolist()
     ([2.0, 1.0], [[0.0, 2.0], [1.0, 0.0]])
     """
-    stalled = torch.linalg.LinAlgError("linalg.svd: finite matrices, and factors that are not")
+    stalled = torch.linalg.LinAlgError("linalg.svd: expected finite factors of finite matrices, got infinity or NaN")
     try:
         u, s, vh = torch.linalg.svd(w, full_matrices=False)
         if transformed() or torch.compiler.is_compiling() or _finite(u, s, vh) or not _finite(w):
@@ -127,7 +127,7 @@ CACHED = 2**19
 
 
 def cached_count(count: int, each: int, device: torch.device) -> int:
-    """How many of ``count`` matrices of ``each`` bytes fit the cache of a CPU, at least 1; all of them elsewhere.
+    """How many of ``count`` matrices of ``each`` bytes fit a CPU's cache, at least 1; all of them on other devices.
 
     >>> cached_count(5, 200_000, torch.device("cpu")), cached_count(0, 8, torch.device("cpu"))
     (2, 1)
@@ -140,10 +140,10 @@ Mirror = Literal["transpose", "negative", "adjoint"]
 
 
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transpose") -> Tensor:
-    """The product ``x @ y`` in ``out``, where it is its own mirror image: large ones are computed above the diagonal.
+    """``out = x @ y``, a product equal to its ``mirror`` image: if large, its upper blocks are made and mirrored.
 
-    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are: equal to their transpose,
-    the negative of it (real skew matrices), or their adjoint. The factors have the same dimensions, at most three.
+    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, equal their transpose, the
+    negative of it (real skew matrices) or their adjoint. The factors have the same number of dimensions, at most three.
 
     >>> a = torch.arange(6.0).reshape(2, 3)
     >>> mirrored_product(a, a.mT, torch.empty(2, 2))
@@ -156,7 +156,7 @@ def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transp
         return torch.matmul(x, y, out=out)
     for first, rows, panel in zip(range(0, c, step), x.split(step, -2), out.split(step, -2), strict=True):
         last = first + step
-        # A panel of rows from its diagonal block on; what lies right of that block is mirrored below it.
+        # A panel holds rows from their diagonal block on; the part right of this block is mirrored below it.
         if first:
             y, panel = y[..., step:], panel[..., first:]
         torch.matmul(rows, y, out=panel)

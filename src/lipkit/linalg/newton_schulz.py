@@ -18,10 +18,10 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
 
     then :math:`X = W Z` and one closing step :math:`X(\tfrac32 I - \tfrac12 X^*X)`; wide matrices by :math:`W^*`.
 
-    In exact arithmetic and without the ridge this is :func:`bjorck` of order 1. It costs less from a ratio of 1.5
-    between the sides on, since its products have the smaller side only. It rounds more: singular values below
-    :math:`\sqrt\epsilon` of the norm bound are lost in the Gram matrix and do not reach 1. Prefer :func:`bjorck` for
-    square or badly conditioned matrices.
+    In exact arithmetic and without the ridge this is :func:`bjorck` of order 1. It costs less if the sides
+    differ by a factor of 1.5 or more, since its products have the smaller side only. It rounds more: singular values
+    below :math:`\sqrt\epsilon` of the norm bound are lost in the Gram matrix and do not reach 1. Prefer :func:`bjorck`
+    for square or badly conditioned matrices.
 
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
@@ -35,8 +35,8 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         Spectral norm at most 1 up to rounding, for every ``iterations``. An eigenvalue g of :math:`Y_0` (at most 1)
         has :math:`\sqrt{g}\,z \in [0, 1]` after each step, by the argument of :func:`bjorck`, and W has the singular
         value :math:`\sqrt{g - \epsilon} \le \sqrt g`. The ridge, a few roundings of the Gram matrix, keeps all g
-        positive: a negative one would make the iteration diverge. What rounding in Z adds (it grows with the
-        condition number) the closing step removes: it maps :math:`[0, \sqrt3]` into [0, 1].
+        positive: a negative one would make the iteration diverge. The closing step removes what rounding in Z adds
+        (more for larger condition numbers): it maps :math:`[0, \sqrt3]` into [0, 1].
 
     Cost:
         Three products of size min(m, n) per step, and four of size m n min(m, n) in all.

@@ -1,4 +1,4 @@
-"""Checks that torch computes in IEEE arithmetic: its settings for float32 products, and whether it flushes."""
+"""Checks that torch computes in IEEE arithmetic: its settings for float32 products, and its flushing of subnormals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HARMLESS = ("unset", "", "0", "strict")
 def product_settings(kind: str) -> dict[str, str]:
     """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
-    Torch refuses to read a setting that differs between its backends. It is then "mixed", followed by each backend's.
+    Torch refuses to read a setting that differs between its backends: it is "mixed" here, and theirs follow.
 
     >>> product_settings("cpu")["float32_matmul_precision"]
     'highest'
@@ -100,7 +100,7 @@ def flushes(workers: bool = True) -> bool:
     threads = torch.get_num_threads() if workers else 1
     if threads == 1:
         return False
-    # Pooling splits by channels; most operations share work only from thousands of numbers per thread on.
+    # Pooling splits its work by channels; most operations use more threads only for thousands of numbers each.
     each = torch.full((1, 4 * threads, 1, 2), 0.5 * tiny, dtype=torch.float64, device="cpu")
     return bool((F.avg_pool2d(each, (1, 2)).view(torch.int64) == 0).any())
 
@@ -156,7 +156,7 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
-    """The dtype of products of ``x`` by weights of the dtype ``made``: under autocast its own in place of float32.
+    """The dtype of products of ``x`` by weights of the dtype ``made``: under autocast that of autocast, not float32.
 
     >>> product_dtype(torch.ones(1), torch.float32)
     torch.float32

@@ -3,7 +3,7 @@ r"""The normalised Taylor polynomial of a skew matrix, with a backward pass that
 The powers of a skew :math:`A^* = -A` commute and are self-adjoint (even) or skew (odd). So the products for the
 norm serve the polynomial too, and the gradient of a square :math:`X^2` is one product, :math:`SX` and its adjoint,
 where S is the part of the upstream gradient that shares the symmetry of the square. Forward and backward take thirteen
-products of size c for the norm of the power 32 (nine for the power 8). Differentiating
+products of size c with the norm of the 32nd power (nine with the 8th). Differentiating
 :func:`lipkit.linalg.exponential.taylor` and :func:`lipkit.linalg.exponential.skew_bound` takes twenty-four.
 
 For a wide W products of its smaller side are enough. Padded to a square, W of m x n has the skew matrix
@@ -60,7 +60,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
     r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), with :math:`\beta` of ``skew_bound``.
 
-    :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times.
+    The same as :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times.
 
     Cost:
         About 29 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
@@ -72,9 +72,9 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     m = w.shape[-2]
     s = w[..., :m] - w[..., :m].mH
     v = w[..., m:]
-    # Nonzero eigenvalues get about the mean square 1, so no power under- or overflows. This factor cancels below.
-    share = ((_size(s) + 2 * _size(v)) / (2 * m)).detach().sqrt().clamp_min(SMALLEST_NORM)
-    s, v = s / share, v / share
+    # Dividing by this gives nonzero eigenvalues about the mean square 1, so no power under- or overflows; it cancels.
+    scale = ((_size(s) + 2 * _size(v)) / (2 * m)).detach().sqrt().clamp_min(SMALLEST_NORM)
+    s, v = s / scale, v / scale
     # Powers of A = [S V; -V* 0] depend on V through G = V V* only, so every product below is m x m.
     g = v @ v.mH
     sg = s @ g
@@ -85,7 +85,7 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     fg, dg = f @ g, d @ g
     # C_k = [a b; b* c] of the powers k, each divided by its norm, and the product of the roots of those norms.
     a, b, c, bg, cg = e, f, -d, fg, -dg
-    beta, degree = torch.ones_like(share), 4
+    beta, degree = torch.ones_like(scale), 4
     for step in range(squarings - 2):
         a, b, c = a @ a + bg @ b.mH, a @ b + bg @ c, b.mH @ b + cg @ c
         bg, cg, degree = b @ g, c @ g, 2 * degree
@@ -99,7 +99,7 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     # A real skew matrix has its eigenvalues in pairs. The root at 0 has an infinite slope: the gradient avoids it.
     half = 1.0 if w.is_complex() else 0.5
     beta = torch.where(none, 0.0, beta * torch.where(none, 1.0, half * power) ** (0.5 / degree))
-    angle = 1 / beta.clamp_min(SMALLEST_NORM / share)
+    angle = 1 / beta.clamp_min(SMALLEST_NORM / scale)
     eye = eye_like(s, m)
     # X_{i+1} = X_i S - X_{i-1} G; `after` is the product with G that the next power subtracts.
     powers = [eye.expand_as(s), s, d, f, f @ s - dg]
@@ -109,10 +109,10 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
         after = powers[-2] @ g if len(powers) <= terms else after
     first, second = torch.zeros_like(s), torch.zeros_like(s)
     for i in range(terms + 1):
-        share_of_power = angle**i / math.factorial(i)
-        first = first + share_of_power * powers[i]
+        coefficient = angle**i / math.factorial(i)
+        first = first + coefficient * powers[i]
         if i:
-            second = second + share_of_power * powers[i - 1]
+            second = second + coefficient * powers[i - 1]
     return torch.cat((first, second @ v), -1)
 
 
@@ -204,7 +204,7 @@ def _gradient(p: Powers, g: Tensor, terms: int, room: Tensor, out: Tensor) -> No
     chain, spare = a4, (product, around)
     for number, power in enumerate(higher):
         chain = mirrored_product(power, chain, spare[number % 2])
-    # Without the norms that were divided out, a^4 times it has the trace ||a^p||^2.
+    # Times a^4 it has the trace ||a^p||^2, but for the norms that were divided out.
     trace = torch.mul(chain, a4, out=spare[len(higher) % 2]).sum((-2, -1), True)
     g4.addcmul_(chain, torch.where(trace > 0, slope / trace, torch.zeros_like(t)))
     torch.bmm(g4, a2, out=product)
@@ -274,14 +274,14 @@ def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Te
 
 
 def _squares(w: Tensor) -> Tensor:
-    """Matrices ``(..., m, n)`` padded with zeros to squares, in one row: ``(N, c, c)``."""
+    """Matrices ``(..., m, n)`` padded with zeros to squares, in one batch ``(N, c, c)``."""
     m, n = w.shape[-2:]
     c = max(m, n)
     return (w if m == n else F.pad(w, (0, c - n, 0, c - m))).reshape(-1, c, c)
 
 
 def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Powers, Tensor]]:
-    """Matrices ``(N, c, c)`` in groups that fit the cache, the part of ``out``, the powers and five buffers of each."""
+    """Groups of matrices that fit the cache: each with its part of ``out``, its powers and five buffers."""
     c = square.shape[-1]
     step = cached_count(len(square), c**2 * square.element_size(), square.device)
     room = _spaced((5, step), c, square)  # once for all groups: fresh memory costs as much as a pass over it

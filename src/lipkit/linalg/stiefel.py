@@ -12,7 +12,7 @@ from torch import Tensor
 from lipkit.linalg.matrices import check_matrix, check_positive, eye_like, mirrored_product
 from lipkit.linalg.polar import polar
 
-# The quintic with the steepest start that maps [0, 1] near 1: Jordan et al., Muon (2024).
+# The quintic with the steepest slope at 0 that maps [0, 1] near 1: Jordan et al., Muon (2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 # The cubic step converges from residuals ||W W^T - I||_F below this, and about squares them.
 NEAR = 0.5

@@ -1,4 +1,4 @@
-"""Transforms of functions (vmap, grad, ...): how to detect and leave them. Torch's private names are used here alone.
+"""Transforms of functions (vmap, grad, ...): how to detect and leave them. Only this file uses torch's private names.
 
 A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` lists all and looks for each. Code that
 writes into preallocated memory takes another path inside a transform.
@@ -43,13 +43,13 @@ def has_global_hooks() -> bool:
 def transformed(gradient: Tensor | None = None) -> bool:
     """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode differentiation, or for a batch of gradients.
 
-    They follow torch's operations, but not writes into preallocated memory: pure functions take another path there.
+    Transforms follow torch's operations, but not writes into given memory: pure functions take another path there.
 
     >>> transformed(), torch.func.vmap(lambda x: x if transformed() else 2 * x)(torch.ones(2))
     (False, tensor([1., 1.]))
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, seen on its tensors alone.
+    # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, which only its tensors show.
     legacy = gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 
@@ -59,7 +59,7 @@ def plain_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of ``function(*inputs)`` from the upstream ``g``, None for an input that is None.
 
-    Operations that can be differentiated again, and batched: what a backward pass written by hand cannot do itself.
+    They can be differentiated again, and batched, unlike those of a backward pass written by hand.
 
     >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1), None), torch.ones(1))
     (tensor([3.]), None)
@@ -112,13 +112,13 @@ def outside(a: Tensor) -> Iterator[Tensor]:
 
 
 def is_empty(x: Tensor) -> bool:
-    """True for a batch (B, ...) of no samples; not asked where sizes are followed, by a compiler, a trace or a mode."""
+    """True for a batch (B, ...) of no samples; False where a compiler, a trace or a mode follows sizes."""
     seen = torch.compiler.is_compiling() or not isinstance(x, Tensor) or bool(active_modes())
     return not seen and x.ndim > 1 and x.shape[0] == 0
 
 
 def with_zeros(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The empty output of an empty batch: a sample of zeros goes through, since transforms and reshapes refuse none.
+    """The empty output of an empty batch, by way of a sample of zeros: transforms and reshapes refuse empty batches.
 
     >>> with_zeros(torch.nn.Linear(3, 2), torch.zeros(0, 3)).shape
     torch.Size([0, 2])

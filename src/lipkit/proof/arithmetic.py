@@ -47,7 +47,7 @@ class Arithmetic:
         (True, inf)
         """
         product = operations * self.unit
-        return 1.01 * product / (1 - product) if product < 0.5 else math.inf  # 1.01: the rounding of this line
+        return 1.01 * product / (1 - product) if product < 0.5 else math.inf  # 1.01 covers the rounding of this line
 
     def depth(self, terms: int) -> int:
         """The largest number of roundings that one term of an inner product passes: its product and its additions.
@@ -62,7 +62,7 @@ class Arithmetic:
 
     @property
     def room(self) -> float:
-        """Limit for bounds of intermediate numbers: a quarter of the range, since bounds are norms."""
+        """Limit for bounds of the norms of intermediate values: a quarter of the largest finite number."""
         return self.largest / 4
 
     @property
@@ -104,11 +104,11 @@ class Line(NamedTuple):
         """The bound times a number >= 0; exactly 0 if the number is 0."""
         if factor == 0:
             return Line(torch.zeros_like(self.at), 0.0)
-        # The growth covers the rounding of the product; 0 times infinity is 0.
+        # The growth covers the rounding of the product; a slope of 0 stays 0 even for an infinite factor.
         return Line(grow(self.at * factor), grow(self.slope * factor) if self.slope else 0.0)
 
     def below(self, inner: Line) -> Line:
-        """The bound at a distance that the line ``inner`` bounds: ``at + slope * inner``."""
+        """The bound at distances that the line ``inner`` bounds: ``at + slope * inner``."""
         return inner.times(self.slope).plus(Line(self.at, 0.0))
 
     def most(self, other: Line) -> Line:

@@ -24,7 +24,7 @@ from lipkit.linalg.transforms import differentiated, transformed
 from lipkit.proof.roundoff import UNIT, check_readable, gamma, to_double, up
 
 _CHUNK_BYTES = 1 << 27
-# ARPACK starts anew from random vectors where it has found an invariant space; older versions seed them themselves.
+# ARPACK restarts from random vectors after an invariant space: seed them. Older versions of SciPy do so themselves.
 _SEEDED = {"rng": 0} if "rng" in inspect.signature(eigsh).parameters else {}
 ALONE = 96
 """From this side on, LAPACK is faster when asked for the largest eigenpair only."""
@@ -74,7 +74,7 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
 
 
 def _lanczos(a: Tensor, tolerance: float = 1e-10, *, factor: bool = False) -> tuple[Tensor, Tensor]:
-    """Estimates of the largest eigenvalue of one symmetric matrix and of its vector; of ``a a^T`` for a ``factor``."""
+    """Estimates of the largest eigenvalue and its vector of a symmetric ``a``, or of ``a a^T`` if a is a ``factor``."""
     # A fixed start vector: equal matrices give equal bounds.
     start = torch.linspace(0.5, 1.5, len(a), dtype=a.dtype, device="cpu").cos()
     matrix: Any = a.cpu().numpy()
@@ -102,8 +102,8 @@ def spectral_norms(a: Tensor) -> Tensor:
         Upper bound including all rounding of this computation (IEEE float64, any order of summation).
 
     Cost:
-        One Gram matrix on the smaller side, its eigenvalues (from 96 rows and columns on the largest alone, from 1,500
-        on some hundred products with a vector) and one Cholesky factorisation, all float64.
+        One Gram matrix on the smaller side, its eigenvalues (from side 96 only the largest; from side 1,500 by
+        some hundred products with a vector) and one Cholesky factorisation, all float64.
 
     Raises:
         ShapeError: ``a`` has fewer than two dimensions or an empty one, or is not of a floating or complex dtype.
@@ -178,17 +178,17 @@ def _unscaled(level: Tensor, scaled: Tensor, exponent: Tensor, kind: Tensor) -> 
     # Entries that the scaling (or the products) made subnormal lose at most 2^-1000 each.
     lost = scaled.shape[-1] * scaled.shape[-2] * 2.0**-500
     norm = scaled_back(up(level.sqrt(), 2) + lost, exponent)
-    return torch.where((kind == 0) | kind.isinf(), kind, norm)  # 0 and inf are the norms of their kinds
+    return torch.where((kind == 0) | kind.isinf(), kind, norm)  # the kinds 0 and inf are norms themselves
 
 
 class Quick(NamedTuple):
-    """A proved bound of the norm of one matrix, and the vectors that give its gradient.
+    """A bound of the norm of one matrix, proved or estimated, and the vectors that give its gradient.
 
     Attributes:
         bound: 0-d float64.
-        u, v: unit vectors of its rows and columns, in float64, whose ``u^T A v`` is within 5 % of the norm, and with
-            the largest singular value simple and the steps converged its singular vectors.
-        ratio: bound over ``u^T A v``; 0 for zero matrices and for ones with infinite entries.
+        u, v: unit vectors with ``u^T A v`` within 5 % of the norm; its singular vectors if the largest singular value
+            is simple and the steps have converged. float64 if proved.
+        ratio: bound over ``u^T A v``; 0 for matrices that are zero or not finite.
     """
 
     bound: Tensor

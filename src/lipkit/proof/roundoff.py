@@ -1,7 +1,7 @@
-"""Rounding up in float64 (unit roundoff u = 2^-53): every way there is, for numbers >= 0 and tensors of them.
+"""Rounding up in float64 (unit roundoff u = 2^-53), for non-negative numbers and tensors.
 
-`up` covers counted roundings, `grow` some that nobody counts and what falls below the normal range, `product` its own,
-and `next_up` a single one, of an operation that is correctly rounded.
+`up` covers a counted number of roundings, `grow` a few uncounted ones and underflow, `product` its own rounding, and
+`next_up` that of one correctly rounded operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gamma(n: int) -> float:
     >>> gamma(2) >= 2 * UNIT
     True
     """
-    return 1.01 * n * UNIT / (1 - n * UNIT)  # 1.01: the rounding of this line
+    return 1.01 * n * UNIT / (1 - n * UNIT)  # 1.01 covers the rounding of this line
 
 
 def up(value: Values, operations: int) -> Values:
@@ -43,7 +43,7 @@ def up(value: Values, operations: int) -> Values:
 
 
 def grow(value: Values) -> Values:
-    """``value`` enlarged by more than eight roundings and by more than any underflow; a number that is 0 stays 0.
+    """``value`` enlarged by more than eight roundings and by more than any underflow; a float that is 0 stays 0.
 
     >>> grow(0.0), grow(1.0) > 1, bool(grow(torch.zeros((), dtype=torch.float64)) > 0)
     (0.0, True, True)
@@ -53,7 +53,7 @@ def grow(value: Values) -> Values:
 
 
 def product(*factors: float) -> float:
-    """The product, rounded up once and only if it is rounded; 0 if one is 0.
+    """The product of ``factors``, rounded up unless it is exact; 0 if one of them is 0.
 
     >>> product(1e-200, 1e-200, 1e300) >= 1e-100, product(math.inf, 0.0), product(2.0, 3.0)
     (True, 0.0, 6.0)
@@ -84,7 +84,7 @@ def next_down(value: Values) -> Values:
 
 
 def multiply_up(a: Tensor, b: Tensor) -> Tensor:
-    """``a * b`` for non-negative 0-d float64 tensors, enlarged only if that product was rounded.
+    """``a * b`` for non-negative 0-d float64 tensors, enlarged unless it is exact.
 
     >>> multiply_up(torch.tensor(2.0).double(), torch.tensor(1.5).double()).item()
     3.0
