@@ -76,7 +76,7 @@ def auroc(
         positives, negatives: (N, *input_shape) and (M, *input_shape).
         eps: l2 radius in units of the input.
         moves: ``"both"``, ``"positives"`` or ``"negatives"``.
-        proof: from `lipkit.prove`, where another evaluator or rounding is chosen.
+        proof: from `lipkit.prove`, for another evaluator or rounding.
 
     Raises:
         NoRuleError, ShapeError, OptionError: as `lipkit.certify`; a network with several outputs.

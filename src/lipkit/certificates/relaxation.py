@@ -28,7 +28,7 @@ from lipkit.modules.machine import local_error
 from lipkit.modules.registry import lipschitz
 from lipkit.proof.arithmetic import FLOAT64, grow
 
-# Of a slope in float64, absolutely: derivatives are of size 1, by library functions of 16 units.
+# Absolute error of a slope in float64: derivatives are of size 1, by library functions of 16 units.
 _SLOPE_ERROR = 2.0**-40
 _STEPS = 40  # halvings: touching points need not be exact, tangents hold anywhere
 
@@ -37,9 +37,9 @@ class Curve(NamedTuple):
     """The shape of a scalar activation.
 
     Attributes:
-        joints: of a module to the points between its pieces, rising: numbers, or tensors of the shape of one sample.
+        joints: maps a module to the points between its pieces, rising: numbers, or tensors of the shape of a sample.
         bends: of each piece: 1 convex, -1 concave, 0 straight.
-        slope: its derivative, where torch's own is too far from it.
+        slope: its derivative, if torch's own is not accurate enough.
     """
 
     joints: Callable[[Any], tuple[float | Tensor, ...]]
@@ -85,7 +85,7 @@ class Lines(NamedTuple):
 
 
 def curve_of(module: Any) -> Curve | None:
-    """The curve of a scalar activation; None where its slopes alone are known."""
+    """The curve of a scalar activation; None if only its slopes are known."""
     if type(module) is nn.GELU and module.approximate == "none":
         return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
     if type(module) is nn.ELU:
@@ -148,7 +148,7 @@ class Relaxation:
                 slopes += [self._slope(c), self._slope(d), self._slope((c + d) / 2)]
         if any(self.curve.bends):
             slopes.append((self._slope(low) + self._slope(high)) / 2)
-        # All slopes at once, one behind the other in the batch; of the lines the best in the middle.
+        # All slopes at once, stacked in the batch; then the lines that are best in the middle are taken.
         count, middle = len(slopes), (low + high) / 2
         a = torch.cat(slopes)
         many = (part.repeat(count, *[1] * (low.ndim - 1)) for part in (wrong, *edges, *values))

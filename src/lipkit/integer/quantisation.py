@@ -237,7 +237,7 @@ class Builder:
 
 
 def _bounded(value: IntValue) -> IntValue:
-    """A value with the bounds from its centre and spread, or its own if they are smaller."""
+    """A value with the smaller of its own bounds and those from its centre and spread."""
     scale = 2.0**-value.fraction
     entry = grow(float(value.centre.abs().amax()) * scale + value.spread)
     whole = grow(float(size(value.centre.double())) * scale + value.spread)

@@ -38,7 +38,7 @@ def _softmax(c: Call) -> Any:
 
 
 def activation(make: Callable[..., nn.Module], **arguments: tuple[str, float]) -> Callable[[Call], nn.Module]:
-    """``make`` of attributes by their names in torch, each with the name and default that ONNX gives it."""
+    """A rule that calls ``make`` with ``arguments`` by torch's names, each given as (ONNX's name, default)."""
     return lambda c: make(**{key: float(c.get(name, value)) for key, (name, value) in arguments.items()})
 
 

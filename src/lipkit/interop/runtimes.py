@@ -29,7 +29,7 @@ from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
 from lipkit.modules.pooling import _pair
 
-# The first version with circular padding, and the first with torch's number of windows under ceil_mode.
+# The first versions of ONNX with circular padding, and with torch's number of windows under ceil_mode.
 OPSET, CEIL_OPSET = 19, 22
 # The key under which a file names the network that it was written from.
 CLAIM = "lipkit.json"

@@ -23,7 +23,7 @@ from lipkit.modules.plain import Shape
 from lipkit.modules.recurrent import Outputs
 from lipkit.modules.registry import what_is_missing
 
-# What takes the sizes of its result.
+# Functions that take the sizes of their result.
 SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
 # Formats that torch computes in; the narrower ones only store numbers.
 FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -101,7 +101,7 @@ class Interpreter:
             given = [*given[0], *given[1].values()]
             self._check_module(node, given, value)
         if node.target is getattr and node.args[1] == "values" and isinstance(given[0][0], tuple):
-            return given[0][0][0]  # of torch.sort
+            return given[0][0][0]  # the values of torch.sort
         results = tuple(self._kept_apart(node, v) for v in values)
         for i, result in enumerate(results):
             if not (node.target in (torch.sort, "sort") and _unread(node, i, len(results))):

@@ -56,7 +56,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
             output = lowering.output()
             lowering.check(model)
         except NoRuleError as error:
-            # The same refusals serve bounds.
+            # The refusals are worded for analyze.
             raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None
     if output is None:
         raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")

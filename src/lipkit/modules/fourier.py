@@ -183,7 +183,7 @@ def _fourier(module: FourierConv2d, input_shape: Shape | None) -> Tensor:
     return norm if module.kernel_size == (1, 1) else up(norm * transform_norm(module.matrices()) ** 2, 4)
 
 
-_ROOM = 4
+_ROOM = 4  # spare roundings of each product
 
 
 def transform_error(sizes: list[int], arithmetic: Arithmetic) -> float:
@@ -255,7 +255,7 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     relative += 4 * (steps + sum(sizes) + terms) * (2 + blocks) * arithmetic.tiny
     found = relative_to_input(relative, floor, module.bias, outputs, gain + blocks, arithmetic, transform)
     if biggest > arithmetic.room:
-        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))  # no number of the format
+        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))  # a stored number is too large for the format
     return found
 
 

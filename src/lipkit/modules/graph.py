@@ -158,7 +158,7 @@ def _summed(join: Join, lines: Sequence[Line]) -> Line:
 
 
 def beside(lines: Sequence[Line]) -> Line:
-    """The bound of values beside each other: ``|| a_i + b_i s || <= || a || + || b || s``."""
+    """Bound of a concatenation of values: ``|| a_i + b_i s || <= || a || + || b || s``."""
     at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)  # parts are orthogonal
     rounding = 1 + (len(lines) + 8) * 2.0**-52
     return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
@@ -204,7 +204,7 @@ class Graph(nn.Module):
     The last value is the output.
 
     Args:
-        modules: with one input each, or a join.
+        modules: each has one input or is a `Join`.
         sources: for each module the numbers of the values that it reads.
 
     Raises:
@@ -406,7 +406,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
         if isinstance(node, Join):
             given = [wiring.add(_joining(node).plain(node), *given)]
         else:
-            # Through values that nothing else reads, under whatever shape.
+            # Look behind reshapes, as long as nothing else reads their values.
             layer = given[0]
             while layer and waiting.get(layer, 1) == 1 and type(wiring.modules[layer - 1]) is Reshape:
                 (layer,) = wiring.sources[layer - 1]

@@ -51,9 +51,9 @@ class SpreadConv2d(nn.Module):
         ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
 
     Cost:
-        Two transforms of the input, and one product of matrices, F beside -E and b, with the shifted images: no
-        convolution, which a fast algorithm could evaluate, and which some runtimes do not have in float64. On a CPU,
-        in float32 and without gradients, it is oneDNN's convolution, whose algorithm is the direct one.
+        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images. It is no
+        convolution: fast algorithms for these round differently, and some runtimes have none in float64. On a CPU, in
+        float32 and without gradients, it is oneDNN's convolution, which uses the direct algorithm.
 
     Raises:
         OptionError: parts of another type or size. ShapeError: an input of another size.
