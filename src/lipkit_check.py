@@ -116,7 +116,7 @@ def spend(count, what, work=0):
 
 
 def up(x):
-    """The next number of the grid."""
+    """x rounded up to the grid."""
     return Fraction(-(-x.numerator * GRID // x.denominator), GRID)  # the ceiling: minus the floor of -x
 
 

@@ -146,7 +146,7 @@ class LayerBound:
         type: class of the module, or name of the function.
         method: how its bound was found.
         bound: its Lipschitz bound.
-        factor: what it multiplies the network's bound by, :math:`\text{bound}^s` with
+        factor: its contribution to the network's bound, :math:`\text{bound}^s` with
             :math:`s = \partial \log L / \partial \log(\text{bound})`, which is 1 in a chain. The product of all is L;
             the last entry, "skip connections", is what sums and concatenations add.
     """
@@ -161,7 +161,7 @@ class LayerBound:
 class Constants:
     """The Lipschitz constants of a network, whose ``output`` is a value of ``lowering``, and of its modules.
 
-    ``method`` is that of convolutions, ``tolerance`` that of `symbol_sup` on average; ``box`` limits products.
+    ``method`` bounds convolutions, ``tolerance`` is the mean of those of `symbol_sup`; ``box`` limits products.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ class Constants:
         """The bound of the output of module i, folded with the module before it where that is smaller."""
         if self._put_off(i):
             self._left.add(i + 1)
-            return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # nobody reads it
+            return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # a placeholder, which is not read
         label = self._labels[i]
         try:
-            # Also where only the folded bound counts: this refuses a normalisation that is not what its type says.
+            # Needed even if only the folded bound counts: it refuses a normalisation that is not what its type says.
             found, row = self._plain(i, forms)
             folded = self._fold(i, forms)
             if folded is not None and (self._sources[i][0] in self._left or bool(folded[0].total() < found.total())):

@@ -47,8 +47,8 @@ class Certificate(Shown):
         rounding: ``"sound"``: `radius` holds for the machine's evaluation; ``"ignore"``: for real arithmetic on
             logits taken as exact.
         evaluator: the evaluation that `radius` holds for, and the settings it was made under.
-        input_range: of the network (`lipkit.modules.Network`); None where it is not known. Radii of the method
-            ``"local"`` are about inputs in this range.
+        input_range: of the network (`lipkit.modules.Network`); None if it is unknown. Radii of the method
+            ``"local"`` hold for inputs in this range.
         sample_range: (low, high) of the entries of the samples; None for a certificate read from a file.
     """
 
@@ -199,7 +199,7 @@ def certify(
 
     With ``method="local"`` a network that was not trained for its constant gets another radius, from linear bounds of
     its layers around each sample (`lipkit.certificates.local`), proved in float64 with every rounding error of the
-    proof and of the evaluator; the larger of both counts. It is about inputs in the network's ``input_range``, where
+    proof and of the evaluator; the larger of both counts. It holds for inputs in the network's ``input_range``, where
     it has one. `radius_ignored` is then never below `radius`, and otherwise that of the constants.
 
     Args:

@@ -35,7 +35,7 @@ from lipkit.files import open_regular, parse_json, write_atomic
 from lipkit.text import printable
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
-# What every file states in these words: a reader that finds others does not know what is certified.
+# Statements of every file, in these words: from others a reader could not tell what is certified.
 STATEMENTS = {"task": "classification", "norm": "l2"}
 PROOF = "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds"
 LOCAL_PROOF = f"linear bounds around each sample in float64 with a-priori rounding bounds, or {PROOF}"
@@ -142,7 +142,7 @@ _KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "input_shape",
 
 
 def read_certificate(path: str | Path) -> CertificateFile:
-    """Read a file of `write_certificate`; what it claims is not checked against anything but its own form.
+    """Read a file of `write_certificate`; only its form is checked, not its claims.
 
     A name that ends in ``.gz`` is a file that gzip has compressed.
 
@@ -308,7 +308,7 @@ def verify(
         network: the exported network, from `lipkit.modules.load`.
         x, y: the samples, in order; tensors or numpy arrays.
 
-    Every other field of the file is compared with what is found here, but for those of `unchecked`.
+    Every other field of the file is compared with what is found here, except those of `unchecked`.
 
     Returns:
         A new certificate whose radii are the smaller of the file's and the recomputed ones. All else in it is

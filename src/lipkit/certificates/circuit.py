@@ -89,7 +89,7 @@ class Total(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Values one behind the other along a dimension (the batch is 0)."""
+    """Values concatenated along a dimension (the batch is 0)."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -165,7 +165,7 @@ class Circuit:
         return self._add(Total(tuple(factors), noise, flushed), values, self.shapes[values[0]])
 
     def stack(self, values: Sequence[int], dim: int) -> int:
-        """Values one behind the other."""
+        """A concatenation of values."""
         shapes = [self.shapes[value] for value in values]
         sizes = tuple(shape[dim - 1] for shape in shapes)
         # Shapes have no batch: the dimension dim is their dim - 1.
@@ -396,7 +396,7 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     # A rounded share is off by u |share|, that is by u ratio of the rest; one below the normal range counts as 0.
     ratio = abs(share / rest) if rest else 0.0
     if not ratio <= 1e6:
-        raise NoRuleError(f"local bounds: expected a share that leaves a rest in a Blend, got {share}")
+        raise NoRuleError(f"local bounds: expected a Blend with |s / (1 - s)| of at most 1e6, got s = {share}")
     depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))  # 1 - share, two products, one sum
     size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)
     return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))

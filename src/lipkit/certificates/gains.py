@@ -44,7 +44,7 @@ Box = tuple[Any, Any]
 UNITS = 600
 """Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
 
-# Inputs, units and outputs in one LMI; entries of a matrix that have a proof each, and units of one made for it.
+# Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
@@ -281,7 +281,7 @@ class _Growing:
     def finished(self) -> _Run:
         if self.value is None or self.value[0].ndim == 1 or self.jacobian is None or self.own is None:
             return _Run(self.constant)
-        # If an activation ends the run, the last weight is the identity.
+        # Without a dense layer after the last activation, the last weight is diagonal.
         own = self.own if self.own.ndim == 2 else torch.diag(self.own)
         weights, layers = [*self.weights, self.value], [*self.layers, own]
         return _Run(self.constant, self.inputs, weights, layers, self.shares, self.jacobian)
@@ -317,7 +317,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             steepest = float(torch.maximum(a.abs(), b.abs()).max())
             count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
             if units is not None and (run.units + count > units or not begun):
-                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by itself
+                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by its constant
                 run = _Growing(len(a))
             else:
                 if not begun:
@@ -364,7 +364,7 @@ def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     finite = low.isfinite() & high.isfinite()
     centre = torch.where(finite, low / 2 + high / 2, 0.0)
     radius = next_up(torch.maximum(next_up(high - centre), next_up(centre - low)))
-    # One number is its own centre.
+    # An interval of one number has radius 0.
     radius = torch.where((low == centre) & (high == centre), 0.0, radius)
     return centre, torch.where(finite, radius, math.inf)
 

@@ -135,7 +135,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
         network: result of ``lipkit.export``, with one linear layer or more.
         accuracy: relative distance from the optimum of the semidefinite program.
         max_steps: most Newton steps for a run.
-        units: most hidden units in one LMI: a run with more is cut at activations, which then count by themselves.
+        units: most hidden units in one LMI: a run with more is cut at activations, which then count by their constants.
 
     Returns:
         :class:`GainProof`; never a gain that :func:`verify` has not proved, and never above the product of norms.

@@ -326,9 +326,9 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Errors and moves behind each module of the network, by the constants of those before it."""
+        """Error bounds behind each module of the network, from the constants of those before it."""
         walks, walk = {}, start(x)
-        for index, step in enumerate(self.steps):  # walks up to each module
+        for index, step in enumerate(self.steps):  # the bounds so far
             walk = advance(walk, step)
             walks[index] = walk
         return walks
@@ -405,10 +405,10 @@ class Bounds:
             low[index] = torch.where(fine, at, low[index])
             high[index] = torch.where(fine, high[index], at)
             width = high - low
-            # A hair beyond the root of the secant: p is nearly straight there, and both ends close in.
+            # A little beyond the root of the secant: p is nearly straight there, so both ends close in.
             share = (at_low / (at_low - at_high)).nan_to_num(0.5) + _TOLERANCE / 4 * low / width
             closed = low + width * share.nan_to_num(0.5).clamp(0.01, 0.99)
-            # Without an upper end: on by what p allows, but at most to the double of the lower one.
+            # Without an upper end, go on by what p allows, at most to twice the lower end.
             open_ = torch.maximum(low * 1.5, low + 0.5 * torch.minimum(at_low, 2 * low))
             radius = torch.where(high.isfinite(), closed, open_.clamp_max(_LARGEST))
             active = active & (torch.minimum(high, _LARGEST * torch.ones_like(high)) - best > _TOLERANCE * best)

@@ -31,7 +31,7 @@ from lipkit.shown import Shown, upper
 class Proof(Shown):
     """Proved constants of a network and rounding errors of its modules in one arithmetic, from `lipkit.prove`.
 
-    It holds its own float64 copy of the network and is never stored: a certificate that is made with it speaks about
+    It holds its own float64 copy of the network and is never stored: a certificate that is made with it holds for
     exactly the numbers of `network_sha256`.
 
     Attributes:
@@ -117,7 +117,7 @@ def prove(
     evaluator: str = "float64",
     device: str | torch.device = "cpu",
 ) -> Proof:
-    """Prove once what every certificate of a network needs, to be given to `lipkit.certify` again and again.
+    """Prove once what all certificates of a network need; `lipkit.certify` takes the result any number of times.
 
     **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
     Whoever takes the proof compares the network with it, byte by byte, and refuses a proof of other numbers, of another

@@ -42,7 +42,7 @@ class Answer(Shown):
 
     Attributes:
         answer: ``"holds"``: proved; ``"violated"``: by `point`; ``"unknown"``.
-        evaluator: the evaluation that the answer is about.
+        evaluator: the evaluation that the answer holds for.
         point: (*input_shape) a counterexample in the evaluator's format, or None.
         outputs: the evaluator's outputs there, or None.
         boxes: number of boxes that were bounded.
@@ -57,7 +57,7 @@ class Answer(Shown):
     proved: float
 
     def describe(self) -> str:
-        """The answer, and what it is about."""
+        """The answer, and the point or the evaluation that it holds for."""
         if self.point is not None and self.outputs is not None:
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"

@@ -136,7 +136,7 @@ def certify_regression(
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> RegressionCertificate:
-    r"""Certified output deviations of an exported network, in all and for each output.
+    r"""Certified output deviations of an exported network, of all outputs together and of each.
 
     .. math:: \|f(x + d) - f(x)\|_2 \le L \delta, \qquad |f_j(x + d) - f_j(x)| \le K_j \delta
               \qquad\text{for all } x \text{ and } \|d\|_2 \le \delta

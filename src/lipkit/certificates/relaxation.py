@@ -183,7 +183,7 @@ class Relaxation:
         return below - slack, above + slack
 
     def _touching(self, a: Tensor, c: Tensor, d: Tensor, bend: int) -> Tensor:
-        """Where s has slope a between c and d, nearly: its slope is monotone there."""
+        """A point between c and d where s nearly has slope a, by bisection: the slope of s is monotone there."""
         for _ in range(_STEPS):
             z = (c + d) / 2
             beyond = bend * (self._slope(z) - a) > 0  # the slope rises on a convex piece, falls on a concave one

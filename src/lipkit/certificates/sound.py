@@ -157,7 +157,7 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Errors of the label's margin over each class: (N, K) at the samples, and what they grow by per distance."""
+    """Errors of the label's margin over each class: (N, K) at the samples, and their growth per distance."""
     values, walk, own = logits.values, logits.walk, logits.own
     spread = walk.spread
     if own is None or rows is None:

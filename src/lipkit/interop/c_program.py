@@ -40,7 +40,7 @@ def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
 def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") -> Path:
     """Write the integer program of an exported classifier as a C99 file, and a header of the same name beside it.
 
-    The program is the one that ``certify(..., evaluator="integer")`` speaks about, bit for bit, on every target with
+    The program is the one that ``certify(..., evaluator="integer")`` certifies, bit for bit, on every target with
     integers of 32 and 64 bits. It computes the certified radius as well, rounded down. With ``-DLIPKIT_MAIN`` it has
     a ``main`` that reads inputs from a file.
 

@@ -107,7 +107,7 @@ class Call:
         return int(self.operands[0].ndim)
 
     def tensors(self) -> list[Any]:
-        """All operands, of one format."""
+        """All operands; operands of different formats are refused."""
         found = [self.tensor(i) for i in range(len(self.operands))]
         # With values of the network among them, the reader compares the formats.
         formats = set() if self.moving else {t.dtype for t in found}
@@ -332,7 +332,7 @@ def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return found
 
 
-# Pools: those of sequences as those of images of one row.
+# Pools. Sequences are pooled as images of one row.
 
 
 def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:

@@ -259,7 +259,7 @@ def _gather(c: Call) -> Any:
     step = wanted[1] - wanted[0] if len(wanted) > 1 else 1  # evenly spaced entries are a slice, which copies none
     if step > 0 and wanted == list(range(wanted[0], wanted[-1] + 1, step)):
         return x[(slice(None),) * axis + (slice(wanted[0], wanted[-1] + 1, step),)]
-    # As a product, because its norm is that of the most copies of one entry.
+    # As a product: the norm of the matrix is the root of the most copies of one entry.
     matrix = torch.zeros(n, len(wanted), dtype=c.dtype)
     matrix[wanted, list(range(len(wanted)))] = 1  # column j picks entry wanted[j]
     return torch.matmul(x.transpose(axis, -1), matrix).transpose(axis, -1)

@@ -70,7 +70,7 @@ class Budget(TorchFunctionMode):
                 self.made += t.numel() // (self.batch if moving and t.numel() % self.batch == 0 else 1)
         if self.made > VALUES:
             raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
-        return value if moving or first is None else func(*args, **kwargs)  # the first run made no numbers
+        return value if moving or first is None else func(*args, **kwargs)  # the first run was without memory
 
 
 def _without_memory(value: Any) -> Any:

@@ -23,7 +23,7 @@ from lipkit.modules.activations import ACTIVATIONS
 
 
 def _beside(call: Build, value: Any) -> Any:
-    """An argument of an elementwise call: operands must share the result's batch, constants drop its dimension."""
+    """An argument of an elementwise call: an operand with the result's batch, or a constant without that dimension."""
     out = call.results[0]
     at = out.axis - out.rank  # from the end, where broadcasting aligns dimensions
     if isinstance(value, Operand):

@@ -200,7 +200,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
     return call.add(call.named(MatrixProduct(n, key.shape[-2], value.shape[-1])), weights, call.operand(value))
 
 
-# Several values beside each other, and reductions.
+# Concatenations of values, and reductions.
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
@@ -237,7 +237,7 @@ def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
 
 
 def _along(call: Build, module: nn.Module, value: int, at: int, axes: int) -> int:
-    """A module that acts along dimension 1, along dimension ``at`` of a value with ``axes`` (the batch included)."""
+    """A module that acts along dimension 1, moved to dimension ``at`` of a value of rank ``axes``, batch included."""
     if at == 1:
         return call.add(module, value)
     swap = list(range(1, axes))

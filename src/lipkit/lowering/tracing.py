@@ -163,7 +163,7 @@ class Path:
 
         def __enter__(self) -> Path:
             monitoring = sys.monitoring
-            self._thread = threading.get_ident()  # the events are those of all threads
+            self._thread = threading.get_ident()  # events come from all threads
             free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]  # 0 to 2 are those of debuggers
             if not free:
                 raise NoRuleError("expected a free tool of sys.monitoring to watch the forward pass, got none of six")

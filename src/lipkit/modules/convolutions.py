@@ -136,7 +136,7 @@ def _conv(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
 
 
 def _transposed(module: nn.ConvTranspose2d, input_shape: Shape | None) -> Tensor:
-    # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
+    # Rows of the adjoint of a strided convolution of the plane; padding and output_padding choose which.
     if module.padding_mode != "zeros":
         raise NoRuleError(f"nn.ConvTranspose2d: expected padding_mode 'zeros', got {module.padding_mode!r}")
     return _on_plane(module)

@@ -5,7 +5,7 @@ products along chains, sums at `Add`, roots of sums of squares at `Concatenate` 
 branches that read disjoint pieces.
 
 **Rounding.** The machine's value is within E(s) of the exact one, the exact one moves by at most D(s) = G s, where G is
-the proved gain of that value. At a sum the errors of its terms add up; beside each other they count by the root of
+the proved gain of that value. At a sum the errors of its terms add up; in a concatenation they count by the root of
 the sum of their squares.
 """
 
@@ -69,7 +69,7 @@ class Add(Join):
 
 
 class Concatenate(Join):
-    """Values one behind the other along dimension ``dim`` (the batch is 0).
+    """Values concatenated along dimension ``dim`` (the batch is 0).
 
     Raises:
         OptionError: ``dim`` below 1.

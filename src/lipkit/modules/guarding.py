@@ -27,7 +27,7 @@ _CALLED = (
     "forward",
 )
 
-# The methods of each class when a rule was registered for it: a rule speaks of those functions and no others.
+# The methods of each class when a rule was registered for it: a rule covers those functions and no others.
 _METHODS: dict[type, dict[str, object]] = {}
 
 

@@ -201,7 +201,7 @@ def by_norms(
             measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
         total[rows] = rest + (measured * sums) @ errors
-        far[rows] = ~(rest.sum(1) < enough[rows])  # what was not measured may still be too much
+        far[rows] = ~(rest.sum(1) < enough[rows])  # errors that are not measured may alone be too large
     error, centre = grow(total).unbind(1)  # the machine's error, and that of the float64 centre
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
     return ErrorBound(x, centre, error_line, move, peak._replace(slope=origin.peak.slope)), far

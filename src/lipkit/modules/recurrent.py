@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
     .. math:: (v_t,\, x_{t+1},\, y_t) = M\, (w_t,\, x_t,\, u_t) + b, \qquad w_t = \phi(v_t), \qquad x_0 = 0
 
     Args:
-        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers do not count.
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers are ignored.
         bias: b ``(nv + nx + ny,)``.
         metric: P ``(nx, nx)``; only its lower triangle is read.
         multiplier: diagonal of Lambda ``(nv,)``.
@@ -407,7 +407,7 @@ def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
 
 
 class Outputs(nn.Module):
-    """The outputs of a recurrent network of torch at all steps, without its last state, in a network that is traced."""
+    """The outputs of an ``nn.RNN`` at all steps, without its last state: its form in traced networks."""
 
     def __init__(self, rnn: nn.RNN) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ class SpreadConv2d(nn.Module):
             return y
         images = [padded[:, :, i : i + h, j : j + w] for i in range(kh) for j in range(kw)]
         matrices = [self.weight.permute(0, 2, 3, 1).flatten(1), -torch.eye(cout, cin, dtype=t.dtype, device=t.device)]
-        images.append(x)  # beside -1 in the matrix: less the input
+        images.append(x)  # times -E: the input is subtracted
         if self.bias is not None:
             images.append(torch.ones_like(x[:, :1]))
             matrices.append(self.bias[:, None])
