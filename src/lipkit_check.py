@@ -27,9 +27,9 @@ rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
 f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f +
 j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
 multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that padding
-repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Of circular convolutions one after
-the other, less the input, the blocks are F S - E. Cosines come from Taylor's series in
-integers of 200 bits, so no mathematical library is trusted.
+repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Two circular convolutions in a row, minus
+the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200 bits, so no mathematical
+library is trusted.
 
 **Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
 then ||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b).
@@ -57,8 +57,8 @@ so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their 
 **Theorem 10 (graphs).** dv is the change of a value v for a change dx of the input. Each v has numbers g >= 0 with
 ||dv|| <= sum_s g_s ||ds||, s the input and the pieces of values that are cut into pieces without common entries. A
 module multiplies by its constant; weighted sums add up. Of a product, |u| <= a and |v| <= b by entry: ||d(u v)|| <= b
-||du|| + a ||dv||; of matrices likewise, with ||U|| <= ||U||_F. Beside each other and by entrywise maximum (|max u_i -
-max v_i|^2 <= sum |u_i - v_i|^2) rows of numbers G arise, ||dy|| <= || G (||ds||)_s ||. For the pieces p of v: sum
+||du|| + a ||dv||; for matrices too, with ||U|| <= ||U||_F. A concatenation or entrywise maximum (|max u_i - max v_i|^2
+<= sum |u_i - v_i|^2) has rows of such numbers, G: ||dy|| <= || G (||ds||)_s ||. For the pieces p of v: sum
 ||dp||^2 <= ||dv||^2, so columns G_p become || G_p || ||dv||, apart from rows of other columns by Minkowski. Errors
 combine likewise if the input of the graph is exact; else its constant times e is added.
 
@@ -285,7 +285,7 @@ def absolute_norm(a):
 
 
 def spectral(a, error=Fraction(0)):
-    """Theorem 2: a bound of the norms of a stack (count, m, n) that is known up to ``error`` an entry."""
+    """Theorem 2: a bound of the norms of a stack (count, m, n) whose entries are known up to ``error``."""
     a = a if a.shape[1] >= a.shape[2] else a.swapaxes(1, 2)
     step = max(1, PIECE // (a.shape[1] * a.shape[2]))
     spend(0, f"a norm of {a.shape} numbers", (len(a) // step + 1 << 16) + a.size * (a.shape[2] // 64))
@@ -699,7 +699,7 @@ def unary(name, slope, function, exact=False, scale=1):
         factor = Fraction(scale(config) if callable(scale) else scale)
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
         b = lost * root(Fraction(math.prod(shape)))
-        function(np.zeros(1), config)  # checks its arguments
+        function(np.zeros(1), config)  # refuses missing or wrong arguments early
         return Node(shape, s, lambda c: function(c, config), lost, b)
 
     return build
@@ -1228,7 +1228,7 @@ def settled(rows, known, whole=False):
         own = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]
         most = max(map(max, own)) or Fraction(1)
         norm = root(sum(a * a for row in own for a in row))
-        if len(own) * len(pieces) <= 1 << 12:  # larger entries, larger norm
+        if len(own) * len(pieces) <= 1 << 12:  # entries rounded up: the norm only grows
             above = [[math.nextafter(float(a / most), 2) for a in row] for row in own]
             norm = min(norm, most * spectral(*ops.of([above])))
         moved = {s: up(norm * a) for s, a in known[key[0]].items()}
@@ -1750,7 +1750,7 @@ STATED = {"kind": "lipkit certificate", "schema_version": "1.0", "task": "classi
 
 
 def load_certificate(folder):
-    """Header and rows of a certificate, checked in form."""
+    """Header and rows of a certificate whose form is checked."""
     paths = [p for p in (folder / "certificate.jsonl", folder / "certificate.jsonl.gz") if p.exists()]
     need(len(paths) == 1, f"{folder}: expected one certificate.jsonl or certificate.jsonl.gz, got {len(paths)}")
     header, *rows = (parse(line) for line in read(paths[0], 1 << 26).decode().splitlines())

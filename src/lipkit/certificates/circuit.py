@@ -279,7 +279,7 @@ def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, bl
     if arithmetic is None:
         return None
     depth = arithmetic.depth(terms) if blocked else terms  # only some kernels sum in blocks
-    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # and one for the bias
+    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
 
 
 @circuit_rule(nn.Conv2d, nn.ConvTranspose2d)

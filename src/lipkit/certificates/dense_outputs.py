@@ -243,7 +243,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
     chosen = one(predicted, classes).movedim(2, 1).bool() & counts[:, None]
 
     def over(reference: Tensor) -> Tensor:
-        """Energy that lets each class reach the reference."""
+        """Energy (N, K, P) with which each class can reach the class ``reference``."""
         margin = next_down(outputs.gather(1, reference[:, None]) - outputs)
         norm = budget.pairs[reference].movedim(2, 1)
         energy = _energy(margin, budget.error[:, None, None], norm)

@@ -195,7 +195,7 @@ class _Run(NamedTuple):
         """The least gain found that the LMI proves, with its multipliers; or the constant without multipliers."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
-        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # each weight beside its error
+        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
         if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
             return self.constant, []
         if len(weights) == 1:  # no activation: the norm of one matrix
@@ -237,7 +237,7 @@ class _Growing:
 
     def __init__(self, inputs: int) -> None:
         self.inputs, self.constant, self.units = inputs, 1.0, 0
-        self.value: Part | None = None  # of x and s
+        self.value: Part | None = None  # the matrix from (x, s)
         self.jacobian: Part | None = None
         self.own: Tensor | None = None  # the weight since the last activation, without its rounding
         self.weights: list[Part] = []
@@ -267,7 +267,7 @@ class _Growing:
         self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
         middle = (low + high) / 2  # D as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)  # before it is multiplied
+        old = _moduli(self.jacobian)  # of the old one
         value, error = _composed(middle, self.jacobian)
         self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
         self.own = torch.ones(len(low), dtype=torch.float64)

@@ -191,7 +191,7 @@ class Ball:
         # All channels of a place after each other: the rows of a block then read the same part of an image.
         order = torch.arange(entries, device=self.x.device).reshape(shape[0], -1).T.flatten()
         widest = max(math.prod(shape) for shape in self.circuit.shapes)
-        line = entries // (shape[1] if len(shape) == 3 else 1)  # of an image
+        line = entries // (shape[1] if len(shape) == 3 else 1)  # entries of one line of an image
         for units in order.split(max(1, min(_BLOCK // (2 * widest * len(self.x)), line))):
             rows = torch.zeros(len(units), entries, dtype=torch.float64, device=self.x.device)
             rows[torch.arange(len(units), device=self.x.device), units] = 1.0

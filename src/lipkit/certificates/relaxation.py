@@ -104,7 +104,7 @@ class Relaxation:
         if not constant < math.inf:
             raise NoRuleError(f"expected an activation with a finite slope, got {module}")
         self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
-        if isinstance(module, nn.GELU):  # s'(z) + s'(-z) = 1
+        if isinstance(module, nn.GELU):  # because s'(z) + s'(-z) = 1
             self.slopes = (1 - constant, constant)
         # Beyond its threshold torch's Softplus has slope 1, the exact one has 1 - 1 / (1 + e^z).
         jump = math.exp(-module.threshold) * 1.001 if isinstance(module, nn.Softplus) else 0.0
@@ -113,7 +113,7 @@ class Relaxation:
         self.error = float(error.at), error.slope
 
     def __call__(self, low: Tensor, high: Tensor) -> Lines:
-        """Lines on [low, high], which are finite."""
+        """Lines on the finite intervals [low, high]."""
         largest = torch.maximum(low.abs(), high.abs())
         wrong = grow(self.error[0] + self.error[1] * largest)  # values of torch's own function are off by this
         with torch.no_grad():

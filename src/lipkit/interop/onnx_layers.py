@@ -42,7 +42,7 @@ class Node(NamedTuple):
     output: list[str]
     name: str
     attributes: dict[str, Any]
-    row: Any  # Row, or None
+    row: Any  # Row; None for an operator without a rule
 
 
 class Row(NamedTuple):
@@ -376,7 +376,7 @@ def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
     if counted:
         return y
     inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), window.around)
-    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # the part of each window that lies inside
+    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # divided by the part of each window inside the image
 
 
 def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:

@@ -65,7 +65,7 @@ def _prelu(c: Call) -> nn.Module:
 
 
 def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -> Any:
-    """``make`` of a call for which its condition holds."""
+    """``make(c)``, for calls that meet the condition ``holds``; others are refused."""
     if not holds(c):
         raise c.refuse("attributes and operands that its rule covers", f"{c.node.attributes}")
     return make(c)

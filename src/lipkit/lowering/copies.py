@@ -63,7 +63,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
 
 
 def computed_tensors(model: nn.Module) -> dict[int, object]:
-    """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
+    """Copies of the tensors that deepcopy refuses: results of a computation, such as hook-based weights."""
     memo: dict[int, object] = {}
     for module in model.modules():
         run = vars(module).get("_flat_weights", ())  # of an nn.RNN with parametrizations, in its last run

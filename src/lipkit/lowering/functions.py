@@ -257,7 +257,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     if not all(here[first:stop]):
         raise call.refuse("expected constants before or behind what depends on the input, got some in between")
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
-    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch pads the last first
+    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch: the last axis first
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
     padded = replace(call.results[0], number=call.add(Pad(*padding), joined))
     return call.elementwise(padded, shift=torch.cat(numbers, at - 1))

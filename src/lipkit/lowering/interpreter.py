@@ -36,7 +36,7 @@ class Label:
     name: str  # path of the module, or of the one that calls the function
     type: str  # class of the module, or name of the function
     what: str  # for messages
-    own: bool  # a module of the network
+    own: bool  # True: a module of the network, False: a function
 
 
 class Interpreter:
@@ -179,7 +179,7 @@ class Interpreter:
 
     def _check_dtype(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Refuse dtypes other than floating-point ones that represent every number of the network's dtype."""
-        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # it holds all numbers
+        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # holds all of its numbers
             return
         if dtype.is_complex:
             why = "complex numbers have no rules: use real and imaginary parts as channels"

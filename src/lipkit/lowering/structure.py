@@ -95,7 +95,7 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
         check_same(chain, module, input_shape, expected)
         known = None
     network = export_plain(chain, input_shape)
-    check_same(network, chain.eval(), input_shape, known)  # the chain is of copies
+    check_same(network, chain.eval(), input_shape, known)  # the chain holds copies
     return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 

@@ -56,7 +56,7 @@ class _MaxMin(torch.autograd.Function):
         a, b = inputs[0].chunk(2, dim=1)
         ordered = a >= b
         ctx.save_for_backward(ordered)
-        ctx.save_for_forward(ordered)  # for the derivative forwards
+        ctx.save_for_forward(ordered)  # for forward-mode derivatives
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _MaxMinShift(torch.autograd.Function):
         ordered, ctx.moved, kept = a >= b, moved, a.shape[1] - 4 * moved
         ctx.save_for_backward(ordered)
         top, bottom = y.chunk(2, dim=1)
-        torch.maximum(a, b, out=top)  # written where it ends up
+        torch.maximum(a, b, out=top)  # straight into the result
         if moved:
             bottom[:, kept:] = shift(torch.minimum(a[:, kept:], b[:, kept:]), moved)
             a, b, bottom = a[:, :kept], b[:, :kept], bottom[:, :kept]
@@ -96,7 +96,7 @@ class _MaxMinShift(torch.autograd.Function):
         made, weight, kept = torch.empty_like(g), ordered.to(g.dtype), ordered.shape[1] - 4 * moved
         rows = [[*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1)]]  # two gradients, the choice, two results
         if moved:
-            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]  # the moved channels apart
+            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]  # moved channels separately
             rows.append([last[0], shift(last[1], moved, -1), *last[2:]])
         for above, below, share, first, second in rows:
             torch.lerp(below, above, share, out=first)
@@ -258,7 +258,7 @@ def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Ro
 
 
 def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha: one below the normal range may count as 0, and with it all of x
+    # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha; below the normal range it may count as 0, and all of x is lost.
     inverse = 1 / module.alpha
     lost = 0.0 if inverse >= arithmetic.tiny else 2 / arithmetic.unit
     largest = max(module.alpha, inverse)

@@ -79,7 +79,7 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
     if mode == "replicate":
         return 1 + (before + after if size is None or size == 1 else max(before, after))
     if mode == "reflect":
-        meet = before and after and (size is None or 3 <= size <= before + after + 1)  # in one pixel
+        meet = before and after and (size is None or 3 <= size <= before + after + 1)  # both borders copy one pixel
         return 3 if meet else 2 if before or after else 1
     return 1
 

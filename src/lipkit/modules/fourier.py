@@ -234,7 +234,7 @@ def relative_to_input(
 
 
 def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """The rounding of a convolution that is kept as its symbol."""
+    """Rounding rule of a convolution that is stored as its symbol."""
     outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
     blocks = spectral_blocks(module)

@@ -483,7 +483,7 @@ def _advanced(
 
 
 def _wired(value: Any) -> bool:
-    """Lists of whole numbers."""
+    """A tuple of lists of value numbers, the sources of a `Graph`."""
     return isinstance(value, tuple) and all(
         isinstance(read, list) and 0 < len(read) <= 4096 and all(type(i) is int and i >= 0 for i in read)
         for read in value

@@ -36,7 +36,7 @@ class HalfAbs(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1] // 2  # of an odd number the smaller half
+        n = x.shape[1] // 2  # rounded down
         return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
 
 

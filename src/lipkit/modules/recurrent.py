@@ -297,7 +297,7 @@ def _none(x: Tensor) -> RoundingBound:
 
 
 class _Step(NamedTuple):
-    """Bounds at one step: of the error of x (in the norm of P), of v, of w and of y, and of every number."""
+    """Bounds at one step: of the errors of x (in the norm of P), v, w and y, and of every number on the way."""
 
     x: Line
     v: Line

@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.register_buffer("multiplier", multiplier.detach().clone())
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """In the order of computation."""
+        """The three parts in the order of computation."""
         return self.first, self.activation, self.second
 
 
