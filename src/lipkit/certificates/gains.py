@@ -267,7 +267,7 @@ class _Growing:
         self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
         middle = (low + high) / 2  # D as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)  # of the old one
+        old = _moduli(self.jacobian)  # moduli of the jacobian so far
         value, error = _composed(middle, self.jacobian)
         self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
         self.own = torch.ones(len(low), dtype=torch.float64)

@@ -271,9 +271,9 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
     beta, threshold = float(module.beta), float(module.threshold)
     jump = math.exp(-threshold * (1 - 2.0**-20)) / beta * (1 + 2.0**-40)
     found = pointwise(LIBRARY + 8, (2 * LIBRARY + 8) / beta, jump, input_shape, arithmetic, max(beta, threshold))
-    # The exponential must not overflow: below a low threshold it stays under a 64th of the range. Otherwise, with
-    # z = beta x and the largest z that is allowed, m, e^z <= 1 + e^m z / m up to there: a bound that is linear in x and
-    # uses up the room at m. Entries of an input at a distance s are below the largest one of the sample plus s.
+    # The exponential must not overflow. A low threshold keeps it under a 64th of the range. Otherwise let m be the
+    # largest z = beta x that is allowed: e^z <= 1 + e^m z / m for z <= m is linear in x, and uses up the room at m.
+    # Entries of an input at distance s are at most the largest one of the sample plus s.
     most = math.log(arithmetic.largest / 64)
     if threshold * (1 + 2.0**-20) <= most:
         return found

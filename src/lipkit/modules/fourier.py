@@ -221,7 +221,7 @@ def relative_to_input(
     arithmetic: Arithmetic,
     carried: float = 0.0,
 ) -> RoundingError:
-    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of adding a bias to each channel.
+    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, then of adding a bias to each channel.
 
     ``carried`` is the relative error of the operations that the bias passes through after it is added.
     """

@@ -312,7 +312,7 @@ def forms_of(
 
 
 def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[range]]:
-    """The pieces of each (value, dimension) whose pieces share no entries."""
+    """The pieces of each (value, dimension), left out if any two of them share entries."""
     found: dict[tuple[int, int], list[range]] = {}
     for node, read in zip(nodes, sources, strict=True):
         if type(node) is Piece:
