@@ -70,7 +70,7 @@ def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mod
     """
     if n is not None:
         return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
-    # Rows sum to at most 1. A window weighs a pixel by 1 / kernel; at the border, if it counts fewer pixels, by up to 1.
+    # Rows sum to at most 1. A window weighs pixels by 1 / kernel; at the border, if it counts fewer, by up to 1.
     weight = 1.0 if ceil_mode or (padding and not count_pad) else 1 / kernel
     return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))  # three roundings of half a unit each
 
