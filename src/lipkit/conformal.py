@@ -261,7 +261,7 @@ class Calibration(Shown):
         check_eps(eps)
         if self.labels is not labels:
             wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
-            raise OptionError(f"expected a calibration with {wanted} as targets, got the other one: use {other}")
+            raise OptionError(f"expected a calibration with {wanted} as targets, got another one: use {other}")
 
 
 def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None = None) -> Calibration:

@@ -242,7 +242,7 @@ def _evaluator(path: Path, values: Any) -> Evaluator:
     _expect(path, whole, f"an evaluator with {', '.join(kinds)}", values)
     for key, kind in kinds.items():
         good = isinstance(values[key], kind) and not isinstance(values[key], bool)  # type: ignore[arg-type]
-        _expect(path, good, f"another {key} of the evaluator", values[key])
+        _expect(path, good, f"a valid {key} of the evaluator", values[key])
     return Evaluator(**values)
 
 

@@ -57,7 +57,7 @@ def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
 def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     for dim in flat((dims, options)):
         if dim % call.operand(x).rank == x.axis:
-            raise call.refuse(f"expected dimensions other than the batch, got {dim}: of one sample it would drop that")
+            raise call.refuse(f"expected dimensions other than the batch, got {dim}: a batch of one would lose it")
     return _moved(call, x)
 
 

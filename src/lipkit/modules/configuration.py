@@ -132,7 +132,7 @@ def _build(config: Any, depth: int) -> nn.Module:
         raise DataError(f"{name}: expected the arguments {sorted(entry.arguments)}, got {sorted(given)}")
     for key, accepts in entry.arguments.items():
         if not accepts(given[key]):
-            raise DataError(f"{name}: expected another value of {key}, got {str(given[key])[:80]!r}")
+            raise DataError(f"{name}: expected a value that {key} accepts, got {str(given[key])[:80]!r}")
         if accepts is submodule:
             given[key] = _build(given[key], depth + 1)
         elif accepts is submodules:
