@@ -27,9 +27,9 @@ rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
 f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f +
 j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
 multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that padding
-repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Of circular convolutions one after
-the other, less the input, the blocks are F S - E. Cosines come from Taylor's series in
-integers of 200 bits, so no mathematical library is trusted.
+repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Two circular convolutions in a row, minus
+the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200 bits, so no mathematical
+library is trusted.
 
 **Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
 then ||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b).
@@ -57,8 +57,8 @@ so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their 
 **Theorem 10 (graphs).** dv is the change of a value v for a change dx of the input. Each v has numbers g >= 0 with
 ||dv|| <= sum_s g_s ||ds||, s the input and the pieces of values that are cut into pieces without common entries. A
 module multiplies by its constant; weighted sums add up. Of a product, |u| <= a and |v| <= b by entry: ||d(u v)|| <= b
-||du|| + a ||dv||; of matrices likewise, with ||U|| <= ||U||_F. Beside each other and by entrywise maximum (|max u_i -
-max v_i|^2 <= sum |u_i - v_i|^2) rows of numbers G arise, ||dy|| <= || G (||ds||)_s ||. For the pieces p of v: sum
+||du|| + a ||dv||; for matrices too, with ||U|| <= ||U||_F. A concatenation or entrywise maximum (|max u_i - max v_i|^2
+<= sum |u_i - v_i|^2) has rows of such numbers, G: ||dy|| <= || G (||ds||)_s ||. For the pieces p of v: sum
 ||dp||^2 <= ||dv||^2, so columns G_p become || G_p || ||dv||, apart from rows of other columns by Minkowski. Errors
 combine likewise if the input of the graph is exact; else its constant times e is added.
 
@@ -110,13 +110,13 @@ def need(condition, reason):
 
 
 def spend(count, what, work=0):
-    """Numbers that a configuration makes, and work besides, paid before they are made: files hold what is large."""
+    """Pay for numbers that a configuration asks for, and for work, in advance: what is large must be in the file."""
     ops.left -= count + work
     need(count <= LIMIT and ops.left >= 0, f"{what}: more than the stored numbers pay for")
 
 
 def up(x):
-    """The next number of the grid."""
+    """x rounded up to the grid."""
     return Fraction(-(-x.numerator * GRID // x.denominator), GRID)  # the ceiling: minus the floor of -x
 
 
@@ -142,7 +142,7 @@ class Floats:
     steps = 32  # squarings of a Gram matrix: at most a factor n^(2^-33) above the norm is left
 
     def of(self, a):
-        """Stored numbers, and a bound of the error of each."""
+        """Stored numbers in this arithmetic, and a bound of the error of each."""
         return np.asarray(a, np.float64), Fraction(0)
 
     def table(self, a):
@@ -153,7 +153,7 @@ class Floats:
         return c @ a.swapaxes(-1, -2)
 
     def rounding(self, n):
-        """Relative error of an inner product of n terms and what is done with it next."""
+        """Relative error of an inner product of n terms and of the operations on it that follow."""
         return gamma(n + 3)  # n terms, and a bias, a factor and a sum at most
 
     def scale(self, c, s):
@@ -181,7 +181,7 @@ class Floats:
         return Fraction(float(v))
 
     def near(self, x):
-        """A proposal: a number of an array near a rational one."""
+        """A number of an array near a rational one, which proves nothing."""
         return np.float64(float(x))
 
     def sqrt(self, a):
@@ -230,7 +230,7 @@ class Integers:
         return Fraction(0)
 
     def scale(self, c, s):
-        # Python's integers, which grow: of a number alone, too.
+        # Python's integers, which cannot overflow; c may be a single number.
         return np.asarray((np.asarray(c).astype(object) * np.asarray(s).astype(object)) >> PLACES).astype(np.int64)
 
     def add(self, x, y):
@@ -285,7 +285,7 @@ def absolute_norm(a):
 
 
 def spectral(a, error=Fraction(0)):
-    """Theorem 2: a bound of the norms of a stack (count, m, n) that is known up to ``error`` an entry."""
+    """Theorem 2: a bound of the norms of a stack (count, m, n) whose entries are known up to ``error``."""
     a = a if a.shape[1] >= a.shape[2] else a.swapaxes(1, 2)
     step = max(1, PIECE // (a.shape[1] * a.shape[2]))
     spend(0, f"a norm of {a.shape} numbers", (len(a) // step + 1 << 16) + a.size * (a.shape[2] // 64))
@@ -372,8 +372,8 @@ def cosines(turns, n):
 class Node:
     """A module: the shape it returns, its constant, its forward pass, and (a, b) of Theorem 4.
 
-    ``blocks`` of a linear one: the stack of matrices it is similar to, their error an entry, the rows of one channel,
-    and what must agree for two of them to be multiplied.
+    ``blocks`` of a linear module: the stack of matrices it is similar to, the error of an entry, the rows of one
+    channel, and a kind, which must agree for two stacks to be multiplied.
     """
 
     def __init__(self, shape, norm, forward, a=Fraction(0), b=Fraction(0), *, run=None, blocks=None, room=0):
@@ -395,7 +395,7 @@ def length(c):
 
 
 def chain(nodes):
-    """One node after the other."""
+    """One node for several that follow each other."""
 
     def run(c, e):
         for node in nodes:
@@ -406,7 +406,7 @@ def chain(nodes):
 
 
 def product(stack, error, n_out, shape, forward, norm, bias=None, overlap=1, **more):
-    """A node that multiplies by ``stack`` (count, m, n): it loses by Theorem 1, and by the error of the entries."""
+    """A node that multiplies by ``stack`` (count, m, n): it errs by Theorem 1, and by the error of the entries."""
     m, n = stack.shape[1:]
     a = ops.rounding(n) * absolute_norm(stack) + error * root(Fraction(m * n))
     b = 2 * ops.unit * root(Fraction(n_out))
@@ -614,7 +614,7 @@ def fourier(config, get, shape):
     moved = sum(r * absolute_norm(t) + tau * root(Fraction(t.shape[0] * t.shape[1])) for t, r in stages)
     multiplied = ops.rounding(2 * n) * absolute_norm(stack) + error * root(Fraction(4 * m * n))
     size = root(Fraction(4 * max(m, n) * h * w))
-    a = (2 * norm * moved + multiplied) * Fraction(101, 100)  # what the stages lose twice is less than a hundredth
+    a = (2 * norm * moved + multiplied) * Fraction(101, 100)  # products of two errors are below a hundredth
     b = (4 * (norm + 1) * ops.unit + (0 if bias is None else ops.rounding(4) * largest(bias) + ops.unit)) * size
     blocks = (stack, error, 2, (h, w)) if (kh, kw) == (h, w) else None
     return Node((m, h, w), norm, forward, a, b, blocks=blocks, room=4 * max(m, n) * h * w)
@@ -634,7 +634,7 @@ def affine(config, get, shape):
 
 
 def taylor(config, get, shape):
-    """Truncated exponential of a zero-padded A = S + E, S skew: |P(i t)| on |t| <= ||S||, and ||E|| exp(||A||)."""
+    """Truncated exponential of a zero-padded A = S + E, S skew: max |P(i t)| on |t| <= ||S||, plus ||E|| exp(||A||)."""
     cin, cout, kernel, terms = (config[k] for k in ("in_channels", "out_channels", "kernel_size", "terms"))
     need(shape[0] == cin and all(k % 2 == 1 for k in kernel) and 1 <= terms <= 100, "a polynomial of this form")
     inner, sides = max(cin, cout), shape[1:]
@@ -691,7 +691,7 @@ def taylor(config, get, shape):
 
 
 def unary(name, slope, function, exact=False, scale=1):
-    """An activation; smooth ones cost 64 units of (|c| + 1) by the assumption on library functions."""
+    """A rule for an activation; smooth ones err by 64 units of (|c| + 1), by the assumption on library functions."""
 
     def build(config, get, shape):
         need(exact or isinstance(ops, Floats), f"--exact knows no {name}")
@@ -699,7 +699,7 @@ def unary(name, slope, function, exact=False, scale=1):
         factor = Fraction(scale(config) if callable(scale) else scale)
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
         b = lost * root(Fraction(math.prod(shape)))
-        function(np.zeros(1), config)  # asks for its arguments
+        function(np.zeros(1), config)  # refuses missing or wrong arguments early
         return Node(shape, s, lambda c: function(c, config), lost, b)
 
     return build
@@ -843,7 +843,7 @@ def softmax(config, get, shape):
 
 
 def attraction(config, get, shape):
-    """Theorem 11: what moves the tokens of a sequence, head by head, one token after the other."""
+    """The attraction of Theorem 11 between tokens of a sequence, head by head, computed token by token."""
     heads = config["heads"]
     fits = isinstance(ops, Floats) and len(shape) >= 2 and shape[-1] % heads == 0
     need(fits, f"tokens of {heads} heads, in floating point, got {shape}")
@@ -910,7 +910,7 @@ def _two(value, default=None):
 
 
 def _windows(n, k, s, p, d, ceil):
-    """First position and span of each pooling window along an axis."""
+    """First position of each pooling window along an axis."""
     fits = p <= n and n + 2 * p >= d * (k - 1) + 1
     need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
     free = n + 2 * p - d * (k - 1) - 1
@@ -1055,14 +1055,14 @@ def average_pool(config, get, shape):
 
 
 def grown(*shape):
-    """A shape that a configuration alone may ask for."""
+    """The shape, after it is paid for: a configuration can ask for it without stored numbers."""
     need(len(shape) <= 8 and min(shape) >= 1, f"an activation of shape {shape}")
     spend(2 * math.prod(shape), f"an activation of shape {shape}")
     return shape
 
 
 def rearrangement(config, get, shape):
-    """Modules that move, drop and repeat numbers: the root of how often one is there, which is counted."""
+    """Modules that move, drop and repeat numbers: their constant is the root of the most copies of one number."""
     forward = _moves(config, shape)
     index = forward(np.arange(1, math.prod(grown(*shape)) + 1).reshape(1, *shape))
     copies = np.bincount(index.reshape(-1), minlength=2)[1:].max()  # [1:]: 0 is padding
@@ -1127,7 +1127,7 @@ def _moves(config, shape):
 
 
 class Join:
-    """Several values become one: by ``weights`` (sums), or beside each other (None). forward: the value, its loss."""
+    """Several values become one: a sum with ``weights``, or stacked (None). forward gives the value and its error."""
 
     def __init__(self, shape, weights, forward):
         self.shape, self.weights, self.forward, self.room = shape, weights, forward, math.prod(shape)
@@ -1219,7 +1219,7 @@ def join(config, get, shapes):
 
 
 def settled(rows, known, whole=False):
-    """One form for values beside each other: pieces become the value that was cut, the last one first."""
+    """One form for values that are stacked: pieces are replaced by the value that was cut, the last cut first."""
     while len(sources := set().union(*rows)) > 1 or (whole and sources - {()}):
         spend(sum(map(len, rows)) << 6, "values of many pieces")
         key = max(s[:2] for s in sources)  # the last value that was cut: its own form has pieces of earlier ones
@@ -1228,7 +1228,7 @@ def settled(rows, known, whole=False):
         own = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]
         most = max(map(max, own)) or Fraction(1)
         norm = root(sum(a * a for row in own for a in row))
-        if len(own) * len(pieces) <= 1 << 12:  # larger entries, larger norm
+        if len(own) * len(pieces) <= 1 << 12:  # entries rounded up: the norm only grows
             above = [[math.nextafter(float(a / most), 2) for a in row] for row in own]
             norm = min(norm, most * spectral(*ops.of([above])))
         moved = {s: up(norm * a) for s, a in known[key[0]].items()}
@@ -1339,13 +1339,13 @@ def sandwich(config, get, shape):
         right = ops.scale(w2, inverse).swapaxes(1, 2)
         more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
         both = spectral(np.concatenate((left, right), 2), max(error, more))
-        # Stages lose what they lose alone; only the constant is better.
+        # The rounding errors of the stages stay; only the constant is better.
         node = improved(node, min(node.norm, up(both * both / 2)))
     return node
 
 
 def improved(node, norm):
-    """The same node with a better constant: errors at its input grow by that, its own stay."""
+    """The node with a better constant, by which errors at its input grow; its own errors stay."""
 
     def run(c, e):
         c, lost = node.run(c, Fraction(0))
@@ -1430,8 +1430,8 @@ for _name, (_slope, _function, *_scale) in SMOOTH.items():
     KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
 
 
-# Names of the arguments of each type. An integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
-# list of integers, / one or a word, | one or an integer, ~ the same or null, % a list that its rule reads, ! an object.
+# Names of the arguments of each type: an integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
+# list of integers, / that or a word, | that or an integer, ~ as | or null, % a list that its rule reads, ! an object.
 ARGUMENTS = {
     "Linear": "in_features out_features bias?", "NActivation": "channels", "Affine": "scale* shift*",
     "Conv2d": "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?",
@@ -1463,7 +1463,7 @@ SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "start", "
 
 
 def arguments(config):
-    """Exactly those of the type, each of its own type: what lipkit would not read has no meaning."""
+    """Refuse arguments that lipkit would not read: others than those of the type, or of another form."""
     kind, given = config["type"], {key: value for key, value in config.items() if key != "type"}
     marks = {re.sub(r"\W", "", name): re.sub(r"\w", "", name) for name in ARGUMENTS.get(kind, ())}
     need(given.keys() <= marks.keys(), f"{kind}: arguments {sorted(given.keys() - marks)} that it does not have")
@@ -1592,7 +1592,7 @@ def lmi(layers, multipliers, target):
     steps = ops.rounding(8)
 
     def scaled(a, *factors):
-        """The product of a with the factors, and the error of an entry for entries of a with error ``h``."""
+        """The product of a with the factors, and a bound of the rounding error of its entries."""
         size, h = largest(a), Fraction(0)
         for factor in factors:
             big = largest(factor)
@@ -1677,7 +1677,7 @@ def read(path, most=1 << 30):
 
 
 def parse(text):
-    """JSON without NaN, infinities and keys that stand twice."""
+    """JSON without NaN, infinities and duplicate keys."""
 
     def once(pairs):
         need(len({k for k, _ in pairs}) == len(pairs), "JSON with a key that stands twice")
@@ -1750,7 +1750,7 @@ STATED = {"kind": "lipkit certificate", "schema_version": "1.0", "task": "classi
 
 
 def load_certificate(folder):
-    """Header and rows."""
+    """Header and rows of a certificate whose form is checked."""
     paths = [p for p in (folder / "certificate.jsonl", folder / "certificate.jsonl.gz") if p.exists()]
     need(len(paths) == 1, f"{folder}: expected one certificate.jsonl or certificate.jsonl.gz, got {len(paths)}")
     header, *rows = (parse(line) for line in read(paths[0], 1 << 26).decode().splitlines())
@@ -1829,7 +1829,7 @@ def data_hash(x, y):
 
 
 def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
-    """Confirm the claims of a run; returns (radii confirmed, claims refused), raises where nothing can be said."""
+    """Confirm the claims of a run: (radii confirmed, claims not confirmed); raises where nothing can be said."""
     global ops
     ops = Integers() if exact else Floats()
     folder = Path(folder)

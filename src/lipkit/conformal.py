@@ -167,7 +167,7 @@ class Calibration(Shown):
         return len(self.scores)
 
     def describe(self) -> str:
-        """How many scores, the smallest alpha, and the proved constant."""
+        """The number of scores, the smallest alpha, and the proved constant."""
         kind = "classifier" if self.labels else f"regression of {self.scores.shape[1]} outputs"
         return (
             f"calibrated on {len(self)} samples: {kind}, alpha >= 1/{len(self) + 1} = {1 / (len(self) + 1):.4g}\n"
@@ -189,7 +189,7 @@ class Calibration(Shown):
                 f"alpha: expected a number from 1/(n + 1) = {float(least):.4g} (of {len(self)} calibration samples) to "
                 f"below 1, got {alpha!r}"
             )
-        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]  # the k-th smallest counts from 0
+        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]  # k - 1: rows count from 0
 
     def predict_set(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionSets:
         r"""Sets of classes for samples that may have moved by eps: see the top of this module.
@@ -261,7 +261,7 @@ class Calibration(Shown):
         check_eps(eps)
         if self.labels is not labels:
             wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
-            raise OptionError(f"expected a calibration with {wanted} as targets, got the other one: use {other}")
+            raise OptionError(f"expected a calibration with {wanted} as targets, got another one: use {other}")
 
 
 def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None = None) -> Calibration:
@@ -315,7 +315,7 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
         over = outputs - outputs[:, [k]]  # 0 at k itself, which is no rival
         ends = next_down(next_down(over) - error) if lower else next_up(next_up(over) + error)
         found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))
-    unknown = -math.inf if lower else math.inf  # as if the label surely were in, or never
+    unknown = -math.inf if lower else math.inf  # so that the label counts as in (lower), or as missed
     return torch.where(outputs.isfinite().all(1, keepdim=True), torch.stack(found, 1), unknown)
 
 

@@ -1,6 +1,6 @@
 """Constants of the modules of a lowered network. A batch normalisation and its linear layer can count as one module.
 
-How they make up that of the network is said by `lipkit.modules.graph`.
+`lipkit.modules.graph` says how they combine to the constant of the network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def layer_bound(
     """Lipschitz bound of one layer and the name of the method.
 
     ``method`` applies to two-dimensional convolutions with zero padding; everything else has the one rule of its type.
-    With ``"auto"`` that is :func:`lipkit.bounds.symbol_sup` with its ``tolerance``, or None for its default.
+    ``"auto"`` bounds them by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
 
     >>> layer_bound(nn.ReLU(), (3,))[1]
     'rule'
@@ -80,12 +80,12 @@ def price(kernel: Tensor, groups: int) -> float:
     """
     cout, cin, kh, kw = kernel.shape
     cells = math.prod(k - 1 for k in (kh, kw) if k > 1) if max(kh, kw) > 1 else 0
-    # Small matrices cost a call.
+    # A small matrix costs at least a call, as much as one of 32 x 32.
     return float(cells * groups * max(min(cout // groups, cin), 32) ** 3)
 
 
 def shared_tolerances(prices: list[float], mean: float) -> list[float]:
-    r"""Tolerances of several proofs for the smallest price in all, at most the given mean over those with a price.
+    r"""Tolerances of several proofs with the least total price; their mean over those with a price is at most ``mean``.
 
     A proof of tolerance t costs :math:`a / t`: with the sum of all t fixed, the cheapest are those proportional to the
     roots of the prices a. None is above ten times the mean.
@@ -146,7 +146,7 @@ class LayerBound:
         type: class of the module, or name of the function.
         method: how its bound was found.
         bound: its Lipschitz bound.
-        factor: what it multiplies the network's bound by, :math:`\text{bound}^s` with
+        factor: its contribution to the network's bound, :math:`\text{bound}^s` with
             :math:`s = \partial \log L / \partial \log(\text{bound})`, which is 1 in a chain. The product of all is L;
             the last entry, "skip connections", is what sums and concatenations add.
     """
@@ -159,9 +159,9 @@ class LayerBound:
 
 
 class Constants:
-    """The Lipschitz constants of a network, whose ``output`` is a value of ``lowering``, and of the modules below it.
+    """The Lipschitz constants of a network, whose ``output`` is a value of ``lowering``, and of its modules.
 
-    ``method`` is that of convolutions, ``tolerance`` that of `symbol_sup` on average; ``box`` limits products.
+    ``method`` bounds convolutions, ``tolerance`` is the mean of those of `symbol_sup`; ``box`` limits products.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Constants:
         return float(total.detach()), self._table(total)
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
-        """The modules, products with limits that inputs in the box do not exceed."""
+        """The modules, with limits on products that inputs in the box do not exceed."""
         pairs = zip(self._modules, self._sources, strict=True)
         nodes = [m if isinstance(m, Join) else _chain(export(m, self._shape(read[0]))) for m, read in pairs]
         found = limited(Network([Graph(nodes, self._sources)], self._shape(0)), box)[0].nodes
@@ -209,13 +209,13 @@ class Constants:
         return self._shapes[value]
 
     def _behind(self, i: int, forms: Sequence[Form]) -> Form:
-        """The bound of the output of module i."""
+        """The bound of the output of module i, folded with the module before it where that is smaller."""
         if self._put_off(i):
             self._left.add(i + 1)
-            return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # nobody reads it
+            return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # a placeholder, which is not read
         label = self._labels[i]
         try:
-            # Also where only the folded bound counts: this refuses a normalisation that is not what its type says.
+            # Needed even if only the folded bound counts: it refuses a normalisation that is not what its type says.
             found, row = self._plain(i, forms)
             folded = self._fold(i, forms)
             if folded is not None and (self._sources[i][0] in self._left or bool(folded[0].total() < found.total())):
@@ -284,7 +284,7 @@ class Constants:
     def _table(self, total: Tensor) -> tuple[LayerBound, ...]:
         constants = [constant for _, constant in self._rows]
         slopes: list[float] = [1.0] * len(constants)
-        # A derivative with respect to a constant near the end of float64 leaves its range.
+        # The derivative by a constant near an end of float64's range would overflow or vanish.
         finite = 2.0**-1000 < float(total.detach()) < math.inf
         finite = finite and not any(0 < float(c.detach()) < 2.0**-1000 for c in constants)
         if finite and constants and total.requires_grad:
@@ -292,7 +292,7 @@ class Constants:
             slopes = [0.0 if g is None else float(g * c.detach()) for g, c in zip(found, constants, strict=True)]
         rows = [(row, slope) for (row, _), slope in zip(self._rows, slopes, strict=True) if slope]
         layers = [replace(row, factor=row.bound**slope if finite else row.bound) for row, slope in rows]
-        # Factors of many layers leave the range of float64 together.
+        # By logarithms: the product of many factors may leave the range of float64.
         rest = math.log(float(total.detach())) - sum(math.log(layer.factor) for layer in layers) if finite else 0.0
         if abs(rest) > 1e-9:
             factor = math.exp(rest) if rest < 700 else math.inf  # exp overflows at 709.8
@@ -301,7 +301,7 @@ class Constants:
 
 
 def _chain(network: Network) -> nn.Module:
-    """A network as a node of a graph, whose ranges are known."""
+    """A network as one module of a graph, through which `limited` finds ranges."""
     return Graph(list(network) or [nn.Identity()], [[i] for i in range(max(1, len(network)))])
 
 

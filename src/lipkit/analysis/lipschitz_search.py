@@ -137,7 +137,7 @@ def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
     """Slopes of the secants; zero for points so close that rounding could raise the quotient."""
     distance = _norms(y - x)
-    # At 1e-9 float64 has lost seven of its digits, float32 at 1e-5 two or three: it searches and measures nothing.
+    # At a distance of 1e-9 float64 has seven digits left, at 1e-5 float32 two: enough to search, the result is float64.
     lost = 1e-9 if x.dtype == torch.float64 else 1e-5
     floor = lost * (1 + _norms(x) + _norms(fx))
     return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-30), torch.zeros_like(distance))

@@ -27,7 +27,7 @@ from lipkit.shown import Shown, axes, upper
 from lipkit.text import table
 
 Hull = tuple[float, float] | None
-# Above this many times what a search found a bound leaves certificates little.
+# A bound above this many times the slope that a search found leaves little for certificates.
 _USEFUL = 4.0
 _BAR = 12
 
@@ -40,7 +40,7 @@ class NetworkBound(Shown):
         upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
         product: the proved bound that the layers make together.
-        tight: the proved bound of LipSDP, with a box by the slopes in it; None if it was not tried.
+        tight: the proved bound of LipSDP, or with a box that from the slopes in it; None if it was not tried.
         how: what made `tight`, or why it was not tried.
         layers: in the order of the forward pass; their factors make `product`.
         input_shape: of one sample.
@@ -211,8 +211,8 @@ def analyze(
     input_shape = checked_shape(input_shape)
     ends = None if box is None else gains.box_ends(box, input_shape)
     hull = None if ends is None else interval("box", (float(ends[0].min()), float(ends[1].max())))
-    # Versions of tensors and derivatives are needed, and the formats that the network itself says; random numbers that
-    # it draws (and is refused for) are not the caller's.
+    # Tracing needs version counters, derivatives and the network's own formats; a network that draws random numbers,
+    # for which it is refused, must leave the caller's stream as it is.
     with torch.inference_mode(False), without_autocast(), torch.random.fork_rng(devices=[]):
         root, lowering, output = _lowered(model, input_shape, hull)
         product, layers = 0.0, tuple[LayerBound, ...]()
@@ -230,13 +230,13 @@ def analyze(
             f"analyze: expected no secant steeper than the upper bound {bound:.9g}, got one of slope {lower:.9g}: a "
             "rule is wrong"
         )
-    # Where both meet, the secant is beyond by its rounding.
+    # Where both meet, rounding may put the secant above the bound.
     known = hull if ends is None or all(bool((end == end.flatten()[0]).all()) for end in ends) else ends
     return NetworkBound(bound, min(lower, bound), product, smaller, how, layers, input_shape, known)
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
-    """The network as constants; on a box that has none without it, as modules, whose products get limits."""
+    """The network for bounds alone; without a bound outside the box, as plain modules, whose products get limits."""
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
         root = Root(constant_copy(model))
@@ -288,7 +288,7 @@ def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count
     """Largest slope of secants between random points, in the network's dtype, less its possible rounding error."""
     ends = 3 * sample(model, input_shape, 2 * count)  # two ends of each secant
     if box is not None:
-        # The normal distribution's own function takes its numbers to uniform ones.
+        # The distribution function makes normal numbers uniform.
         ends = (box[0] + (box[1] - box[0]) * torch.special.ndtr(ends / 3)).to(ends)
     best = 0.0
     for pair in ends.split(2):

@@ -47,9 +47,9 @@ class Certificate(Shown):
         rounding: ``"sound"``: `radius` holds for the machine's evaluation; ``"ignore"``: for real arithmetic on
             logits taken as exact.
         evaluator: the evaluation that `radius` holds for, and the settings it was made under.
-        input_range: of the network (`lipkit.modules.Network`); None where it is not known. Radii of the method
-            ``"local"`` are about inputs in this range.
-        sample_range: (low, high) of the entries of the samples; None where they are not at hand.
+        input_range: of the network (`lipkit.modules.Network`); None if it is unknown. Radii of the method
+            ``"local"`` hold for inputs in this range.
+        sample_range: (low, high) of the entries of the samples; None for a certificate read from a file.
     """
 
     radius: Tensor
@@ -99,8 +99,8 @@ class Certificate(Shown):
         """Certified accuracy: fraction of samples that are correct with a radius above ``eps`` (units of the input).
 
         Raises:
-            OptionError: see `certified`; or an ``eps`` that the range of the inputs makes a slip (36 for 36/255), see
-                `lipkit.certificates.intervals.check_radii`: ``large_eps`` asks for a large one.
+            OptionError: see `certified`; or an ``eps`` that is probably a slip (36 for 36/255) by the range of the
+                inputs, see `lipkit.certificates.intervals.check_radii`: ``large_eps`` allows a large one.
         """
         found = self.certified(eps, rounding=rounding)
         check_radii([eps], self.input_shape, self.input_range, seen=self.sample_range, large=large_eps)
@@ -199,7 +199,7 @@ def certify(
 
     With ``method="local"`` a network that was not trained for its constant gets another radius, from linear bounds of
     its layers around each sample (`lipkit.certificates.local`), proved in float64 with every rounding error of the
-    proof and of the evaluator; the larger of both counts. It is about inputs in the network's ``input_range``, where
+    proof and of the evaluator; the larger of both counts. It holds for inputs in the network's ``input_range``, where
     it has one. `radius_ignored` is then never below `radius`, and otherwise that of the constants.
 
     Args:
@@ -277,9 +277,9 @@ def certify(
 
 
 def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, known: Tensor) -> Tensor:
-    """Local radii (N,), where a search begins at those that are known."""
+    """Local radii (N,); their search begins at the ``known`` ones."""
     arithmetic = proof.arithmetic if proof.rounding == "sound" else None
-    # Gradients are taken, which what was made in inference mode does not have.
+    # The search takes gradients, which tensors made in inference mode do not have.
     with torch.inference_mode(False), inner_products_only(proof.device):
         bounds = Bounds(proof.network, arithmetic, network.input_range)
         at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
@@ -287,7 +287,7 @@ def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, kn
 
 
 def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
-    """Proved constants (K, K) of the differences of two outputs, and the norms of those of the last layer's rows."""
+    """Proved constants (K, K) of the differences of two outputs, and the distances of the last layer's rows or None."""
     constants = margins.global_constants(proof.constant * proof.slack, classes)
     if proof.last is None or proof.body_constant is None:
         return constants, None

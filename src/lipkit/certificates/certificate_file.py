@@ -35,11 +35,11 @@ from lipkit.files import open_regular, parse_json, write_atomic
 from lipkit.text import printable
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
-# What every file states in these words: a reader that finds others does not know what is certified.
+# Statements of every file, in these words: from others a reader could not tell what is certified.
 STATEMENTS = {"task": "classification", "norm": "l2"}
 PROOF = "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds"
 LOCAL_PROOF = f"linear bounds around each sample in float64 with a-priori rounding bounds, or {PROOF}"
-# Of the lines of samples.
+# Keys of each sample's line.
 COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
 
 
@@ -59,7 +59,7 @@ def data_sha256(x: Samples, y: Samples) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CertificateFile:
-    """A certificate and what it is about.
+    """A certificate with its data, architecture and versions.
 
     Attributes:
         certificate: radii, predictions, labels, constants, evaluator.
@@ -134,7 +134,7 @@ def _worded(value: Any) -> Any:
     return value
 
 
-# A line is a few hundred bytes, the header some kilobytes: longer ones are not ours, and are never read whole.
+# A line is a few hundred bytes, the header some kilobytes: lipkit writes no longer ones, and never reads them whole.
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
@@ -142,7 +142,7 @@ _KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "input_shape",
 
 
 def read_certificate(path: str | Path) -> CertificateFile:
-    """Read a file of `write_certificate`; what it claims is not checked against anything but its own form.
+    """Read a file of `write_certificate`; only its form is checked, not its claims.
 
     A name that ends in ``.gz`` is a file that gzip has compressed.
 
@@ -242,7 +242,7 @@ def _evaluator(path: Path, values: Any) -> Evaluator:
     _expect(path, whole, f"an evaluator with {', '.join(kinds)}", values)
     for key, kind in kinds.items():
         good = isinstance(values[key], kind) and not isinstance(values[key], bool)  # type: ignore[arg-type]
-        _expect(path, good, f"another {key} of the evaluator", values[key])
+        _expect(path, good, f"a valid {key} of the evaluator", values[key])
     return Evaluator(**values)
 
 
@@ -279,7 +279,7 @@ def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
             raise DataError(f"{where}: expected {', '.join(COLUMNS)}, got {str(min(further))[:40]!r} too")
         row = [_number(where, key, values.get(key)) for key in COLUMNS]
         index, label, prediction, radius, ignored = row[:5]
-        whole = all(number.is_integer() for number in (label, prediction))  # no infinity or NaN is
+        whole = all(number.is_integer() for number in (label, prediction))  # infinity and NaN are not
         if index != count or not whole or not 0 <= label < 2**31 or not -1 <= prediction < 2**31:
             raise DataError(f"{where}: expected index {count} and whole labels, got {line[:80]!r}")
         if not radius >= 0 or not ignored >= 0:  # not <: NaN is refused, too
@@ -290,9 +290,9 @@ def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
         raise DataError(f"{path}: expected {samples} lines of samples, got {count}: the file is cut")
 
 
-# How much a recomputed radius may differ by the rounding of another machine's libraries.
+# Relative difference that the rounding of another machine's libraries may make in a recomputed radius.
 TOLERANCE = 1e-9
-# More lines of claims than these would only push what was proved off the screen.
+# Most lines of claims that are shown: more would push what was proved off the screen.
 MOST_CLAIMS = 24
 # Characters of one claim: all settings of torch together fit.
 LONGEST_CLAIM = 2000
@@ -308,11 +308,11 @@ def verify(
         network: the exported network, from `lipkit.modules.load`.
         x, y: the samples, in order; tensors or numpy arrays.
 
-    Every other field of the file is compared with what is found here, but for those of `unchecked`.
+    Every other field of the file is compared with what is found here, except those of `unchecked`.
 
     Returns:
-        A new certificate whose radii are the smaller ones of the file's and the recomputed: what both say. All else
-        in it is found here, nothing is the file's.
+        A new certificate whose radii are the smaller of the file's and the recomputed ones. All else in it is
+        recomputed here.
 
     Raises:
         DataError: another network or other samples than the file's hashes name.
@@ -408,7 +408,7 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
 
 
 def _near(claimed: Tensor, measured: Tensor) -> Tensor:
-    """True where margins agree up to rounding; it acts on logits, so all margins together set the scale."""
+    """True where margins agree within TOLERANCE of the largest of all: the rounding of logits has one scale."""
     finite = measured[measured.isfinite()].abs()
     allowed = TOLERANCE * float(finite.max()) if len(finite) else 0.0
     return ((claimed - measured).abs() <= allowed) | (claimed == measured) | (claimed.isnan() & measured.isnan())

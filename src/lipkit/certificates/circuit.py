@@ -1,4 +1,4 @@
-r"""A network as linear maps, scalar activations, sums and stacks: what linear bounds go back through.
+r"""A network as linear maps, scalar activations, sums and stacks, through which linear bounds are carried back.
 
 Every module says once what it is made of, by a rule registered by exact type (`circuit_rule`). Sorting and maxima are
 :math:`\max(a, b) = b + \mathrm{relu}(a - b)`, so that the bounds needed are those of differences. What has no rule is
@@ -74,14 +74,14 @@ class Linear(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """An activation entry by entry: its lines, and its error in the evaluator's arithmetic (None: it has none)."""
+    """A scalar activation: its lines, and the evaluator's (error, largest number) for entries of at most h or None."""
 
     lines: Relaxation
     noise: Callable[[Tensor], tuple[Tensor, Tensor]] | None
 
 
 class Total(NamedTuple):
-    """``sum_i c_i x_i`` of values of one shape; ``flushed`` where the evaluator only chooses among numbers."""
+    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares, but may flush numbers."""
 
     factors: tuple[float, ...]
     noise: Noise | None
@@ -89,7 +89,7 @@ class Total(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Values one behind the other along a dimension (the batch is 0)."""
+    """Values concatenated along a dimension (the batch is 0)."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -124,7 +124,7 @@ class Circuit:
             try:
                 value = self.module(module, value)
             except NoRuleError:
-                # What parts of the module had begun.
+                # Drop what parts of the module have added.
                 del self.nodes[before:], self.sources[before:], self.shapes[before + 1 :]
                 value = self._add(Leaf(index), (), shape)
         self.output = value
@@ -165,7 +165,7 @@ class Circuit:
         return self._add(Total(tuple(factors), noise, flushed), values, self.shapes[values[0]])
 
     def stack(self, values: Sequence[int], dim: int) -> int:
-        """Values one behind the other."""
+        """A concatenation of values."""
         shapes = [self.shapes[value] for value in values]
         sizes = tuple(shape[dim - 1] for shape in shapes)
         # Shapes have no batch: the dimension dim is their dim - 1.
@@ -177,7 +177,7 @@ class Circuit:
         return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
 
     def maximum(self, a: int, b: int) -> int:
-        """``b + relu(a - b)``: the evaluator compares, and computes nothing."""
+        """The maximum as ``b + relu(a - b)``; the evaluator only compares."""
         apart = self.total((a, b), (1.0, -1.0))  # not rounded by the machine, which compares
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
@@ -209,7 +209,7 @@ def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule
 
 
 def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Error and largest number on the way, for entries of at most h."""
+    """The rounding of an activation: maps a bound h of its entries to (error, largest number on the way)."""
     found = local_error(module, (1,), arithmetic)(torch.zeros(1, 1, dtype=torch.float64))
 
     def noise(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ def _device(module: nn.Module) -> torch.device:
 
 @circuit_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d, Expand)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
-    # Numbers of entries, moved as the module moves numbers, are exact.
+    # The module moves the entries' numbers, exactly: they tell where each entry goes.
     moved = module(_positions(circuit.shapes[value], _device(module)))
     return circuit.select(value, moved[0].long())
 
@@ -279,7 +279,7 @@ def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, bl
     if arithmetic is None:
         return None
     depth = arithmetic.depth(terms) if blocked else terms  # only some kernels sum in blocks
-    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # and one for the bias
+    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
 
 
 @circuit_rule(nn.Conv2d, nn.ConvTranspose2d)
@@ -299,7 +299,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         back = functools.partial(F.conv2d, **options)
         ahead: Any = functools.partial(F.conv_transpose2d, output_padding=module.output_padding, **options)
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
-        # Padding of the output that a stride does not cover has windows of its own, which no input has.
+        # Output padding adds windows behind those of the inputs: they are dropped.
         adjoint = lambda a: back(a, weight)[..., : into[1], : into[2]]  # noqa: E731
     else:
         ahead = functools.partial(F.conv2d, **options)
@@ -344,13 +344,13 @@ def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     rest = (1,) * (len(shape) - module.scale.ndim)  # scales belong to the first dimension, channels
     scale, shift = (t.detach().reshape(*t.shape, *rest) for t in (module.scale, module.shift))
     size = scale.abs()
-    # A product and a sum, with one to spare, and scale and shift as they are stored.
+    # A product and a sum, with one to spare, and the rounding of the stored scale and shift.
     noise = None if circuit.arithmetic is None else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)
     linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
     return circuit.linear(value, linear)
 
 
-# What one call of the circuit makes.
+# Rules that are one call of the circuit.
 circuit_rule(*ACTIVATIONS, HalfAbs)(lambda circuit, module, value: circuit.scalar(value, module))
 circuit_rule(Concatenate)(lambda circuit, module, *values: circuit.stack(values, module.dim))
 circuit_rule(Maximum)(lambda circuit, module, *values: functools.reduce(circuit.maximum, values))
@@ -393,10 +393,10 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     share = float(module.share.detach().double())
     arithmetic = circuit.arithmetic or FLOAT64
     rest = 1 - share
-    # A rounded share is off by u |share|, which is another part of the rest; one below the normal range counts as 0.
+    # A rounded share is off by u |share|, that is by u ratio of the rest; one below the normal range counts as 0.
     ratio = abs(share / rest) if rest else 0.0
     if not ratio <= 1e6:
-        raise NoRuleError(f"local bounds: expected a share that leaves a rest in a Blend, got {share}")
+        raise NoRuleError(f"local bounds: expected a Blend with |s / (1 - s)| of at most 1e6, got s = {share}")
     depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))  # 1 - share, two products, one sum
     size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)
     return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))

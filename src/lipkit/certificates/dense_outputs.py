@@ -116,7 +116,7 @@ def dense(
         eps: l2 radius in units of the input.
         dim: of the outputs, which holds the classes (of multi-label outputs the labels); -1 for sequences (N, T, K).
         ignore_index: a label of positions that do not count.
-        proof: from `lipkit.prove`, where another evaluator or rounding is chosen, none of an integer program.
+        proof: from `lipkit.prove`, for another evaluator or rounding; not of an integer program.
 
     Raises:
         NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is no number >= 0.
@@ -151,7 +151,7 @@ def dense(
     first = found[0]
 
     def best(bound: Callable[[_Decisions, Tensor], Tensor]) -> Tensor:
-        """The larger one of what the budgets prove."""
+        """The largest of the bounds that the budgets prove."""
         return torch.stack([bound(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0)
 
     return DenseCertificate(
@@ -167,9 +167,10 @@ def dense(
 
 
 class _Budget(NamedTuple):
-    """How far all outputs, or what a last layer reads, can move together: the square (N,) of that distance; what a unit
-    of it can move a difference of two outputs (K, K), or one (K,); the error (N,) of every output beside it; and
-    whether the outputs of one position move together, by what they read.
+    """How far all outputs, or the features that a last layer reads, can move together.
+
+    ``square`` (N,) of that distance; how far a unit of it moves a difference of two outputs, ``pairs`` (K, K), or one,
+    ``single`` (K,); ``error`` (N,) of every output besides; ``together``: the outputs of one position read the same.
     """
 
     square: Tensor
@@ -180,10 +181,11 @@ class _Budget(NamedTuple):
 
 
 class _Decisions(NamedTuple):
-    """Decisions of N samples: how many count (N,), which are right (N, G, P), and the energy that turns them, of G
-    groups that have the whole budget each; for each
-    class (N, K, P) the energy that takes a decision out of the intersection, or adds it to the predictions, inf where
-    none can; and counts (N, K) of intersection and union.
+    """Decisions of N samples, in G groups that have the whole budget each.
+
+    ``counts`` (N,): decisions that count; ``right`` (N, G, P): right ones; ``turn`` (N, G, P): the energy that turns
+    each. For each class ``leave``, ``join`` (N, K, P): the energy that takes a decision out of the intersection, or
+    adds it to the predictions, inf where none can; ``intersection``, ``union`` (N, K): their sizes.
     """
 
     counts: Tensor
@@ -196,7 +198,7 @@ class _Decisions(NamedTuple):
 
 
 def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
-    """That of the outputs and, for a last layer that makes ``dim`` at each position alone, that of its body."""
+    """The budget of the outputs and, if a last layer makes ``dim`` at each position alone, that of its body."""
     proof, chain, classes = measured.proof, measured.proof.chain, measured.outputs.shape[dim]
     error = torch.zeros(len(measured.outputs), dtype=torch.float64)
     if measured.logits is not None:
@@ -220,7 +222,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
 
 
 def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
-    """Squares of margins less the errors of two outputs, by what moves them; rounded down, inf where nothing does."""
+    """The energy that closes margins, ``((margin - sqrt(2) error) / norm)^2`` rounded down; inf where none does."""
     left = next_down(margin - grow(root(2) * error)).clamp_min(0)  # two outputs of a vector that is off by the error
     quotient = next_down(left / torch.where(norm > 0, norm, 1.0))
     energy = next_down(quotient * quotient).clamp_min(0)
@@ -241,7 +243,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
     chosen = one(predicted, classes).movedim(2, 1).bool() & counts[:, None]
 
     def over(reference: Tensor) -> Tensor:
-        """Energy that lets each class reach the reference."""
+        """Energy (N, K, P) with which each class can reach the class ``reference``."""
         margin = next_down(outputs.gather(1, reference[:, None]) - outputs)
         norm = budget.pairs[reference].movedim(2, 1)
         energy = _energy(margin, budget.error[:, None, None], norm)
@@ -290,7 +292,7 @@ def _sums(energies: Tensor) -> Tensor:
 
 
 def _kept(decisions: _Decisions, square: Tensor) -> Tensor:
-    """How many of the right decisions are left in the worst case, (N,)."""
+    """Decisions (N,) that are still right in the worst case."""
     # Prefix sums that the budget pays; an infinite price is never paid.
     turned, right = (_sums(decisions.turn)[..., 1:] <= square[:, None, None]).sum(2), decisions.right.sum(2)
     return (right - torch.minimum(turned, right)).sum(1)
@@ -305,14 +307,14 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         possible = away <= square[:, None]
         # How many decisions the rest can add.
         joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
-        joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)  # an infinite price is none
+        joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)  # an infinite price is never paid
         left, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
         inside, union = decisions.intersection[:, k], decisions.union[:, k]
-        if int(union.sum() + joined[possible].sum()) == 0:  # nobody ever sees this class
+        if int(union.sum() + joined[possible].sum()) == 0:  # no label or prediction has this class
             found.append(math.nan)
             continue
         best, value = math.inf, 1.0
-        while value < best:  # value(ratio) is 0 at the smallest ratio, and the iteration falls to it in a few steps
+        while value < best:  # the quotient falls to the smallest one in a few steps
             best = value
             # The attack that makes inside - left - best (union + joined) least, sample by sample.
             gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)

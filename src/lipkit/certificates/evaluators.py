@@ -1,6 +1,6 @@
-r"""Evaluators: the arithmetic that a certificate speaks about, and the settings under which torch keeps to it.
+r"""Evaluators: the arithmetic that a certificate holds for, and the settings under which torch keeps to it.
 
-The statement of a certificate is about *every* evaluation in the model of `lipkit.proof.arithmetic`:
+A certificate holds for *every* evaluation in the model of `lipkit.proof.arithmetic`:
 IEEE operations in the evaluator's format, inner products in any order, flushing to zero or not. What breaks the model
 (products in TF32 or bfloat16, autocast, algorithms that are not inner products such as Winograd's or a fast Fourier
 transform) is looked for in torch's settings and refused.
@@ -56,9 +56,9 @@ class Evaluator:
         return "float64" if self.name == "real" else self.name
 
     def check(self, network: nn.Module | None = None) -> None:
-        """Raise unless an evaluation under the present settings of torch is one that the certificate speaks about.
+        """Raise unless the certificate holds for an evaluation under the present settings of torch.
 
-        ``network`` is what is evaluated; None takes one with convolutions.
+        ``network`` is the one to be evaluated; None assumes one with convolutions.
         """
         if self.name in ("real", "integer"):  # exact integers are the same on every machine
             return

@@ -42,9 +42,9 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI by default, and of a network for which `analyze` tries one unasked."""
+"""Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
 
-# Inputs, units and outputs in one LMI; entries of a matrix that have a proof each, and units of one made for it.
+# Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
@@ -107,7 +107,7 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
-    r"""Bounds of what one unit of input j moves output i: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
+    r"""Bounds of how far one unit of input j moves output i: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
 
     Args:
         network: result of ``lipkit.export``: dense layers, scalings and scalar activations in a chain.
@@ -160,14 +160,14 @@ def _moduli(part: Part) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """Modules that follow each other: their weights in x and s, or none and only a constant.
+    """Modules that follow each other: their weights in x and s, or only their constant if there are no weights.
 
     Attributes:
         constant: of the modules one by one.
         inputs: columns that x has.
         weights: rows of the units that are not linear, layer by layer, then y, in the columns x, s_0, s_1, ...
-        layers: for a start: the largest slopes of an activation times its own weight, then the last own weight.
-        shares: by layer of activations: the units that are not linear and what their sector makes of a multiplier.
+        layers: for the solver's start: largest slopes of an activation times the weight before it, then the last one.
+        shares: of each layer of activations: factors of a multiplier by the sectors of the units that are not linear.
         jacobian: the interval matrix dy / dx.
     """
 
@@ -192,10 +192,10 @@ class _Run(NamedTuple):
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
-        """The least gain that the LMI is found to prove, with its multipliers, or the constant."""
+        """The least gain found that the LMI proves, with its multipliers; or the constant without multipliers."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
-        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # each weight beside its error
+        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
         if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
             return self.constant, []
         if len(weights) == 1:  # no activation: the norm of one matrix
@@ -205,8 +205,8 @@ class _Run(NamedTuple):
         # The program is divided by their product, which must be a normal number.
         if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
             return self.constant, []
-        # mu_k (m^2 z^2 - h^2) for |h| <= m |z| proves the product of the norms, and holds (2 m^2 - 2 a b) mu_k times
-        # s (z - s): a start. Gains are divided by that product.
+        # Terms mu_k (m^2 z^2 - h^2), for |h| <= m |z|, prove the product of the norms; in s (z - s) their factor is
+        # (2 m^2 - 2 a b) mu_k: the start. Gains are divided by that product.
         slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
         for norm, share in zip(reversed(norms[:-1]), reversed(self.shares), strict=True):
             mu *= slack  # a little inside, so that the start is strictly feasible
@@ -224,7 +224,7 @@ class _Run(NamedTuple):
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
-    """Fewer columns with the same Gram matrix of what reads x: the LMI sees nothing else of them."""
+    """The weights with fewer columns for x, whose Gram matrix stays the same: the LMI depends on nothing else of x."""
     rows = torch.cat([w[:, :inputs] for w in weights])
     if inputs > len(rows):  # a square root of the Gram matrix is smaller
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
@@ -233,13 +233,13 @@ def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
 
 
 class _Growing:
-    """A run while its modules are read: what is linear so far, in x and s, and in x with intervals for slopes."""
+    """A run while its modules are read: the value so far in x and s, and its derivative by x as an interval matrix."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs, self.constant, self.units = inputs, 1.0, 0
-        self.value: Part | None = None  # of x and s
+        self.value: Part | None = None  # the matrix from (x, s)
         self.jacobian: Part | None = None
-        self.own: Tensor | None = None  # since the last activation, roughly
+        self.own: Tensor | None = None  # the weight since the last activation, without its rounding
         self.weights: list[Part] = []
         self.layers: list[Tensor] = []
         self.shares: list[Tensor] = []
@@ -267,7 +267,7 @@ class _Growing:
         self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
         middle = (low + high) / 2  # D as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)  # before it is multiplied
+        old = _moduli(self.jacobian)  # moduli of the jacobian so far
         value, error = _composed(middle, self.jacobian)
         self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
         self.own = torch.ones(len(low), dtype=torch.float64)
@@ -281,14 +281,14 @@ class _Growing:
     def finished(self) -> _Run:
         if self.value is None or self.value[0].ndim == 1 or self.jacobian is None or self.own is None:
             return _Run(self.constant)
-        # Behind an activation that ends the run nothing is read: the matrix of y is diagonal.
+        # Without a dense layer after the last activation, the last weight is diagonal.
         own = self.own if self.own.ndim == 2 else torch.diag(self.own)
         weights, layers = [*self.weights, self.value], [*self.layers, own]
         return _Run(self.constant, self.inputs, weights, layers, self.shares, self.jacobian)
 
 
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
-    """The network as runs that one LMI bounds, and what is between them."""
+    """The network as runs that one LMI bounds, and the modules between them."""
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
     run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
@@ -317,7 +317,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             steepest = float(torch.maximum(a.abs(), b.abs()).max())
             count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
             if units is not None and (run.units + count > units or not begun):
-                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by itself
+                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by its constant
                 run = _Growing(len(a))
             else:
                 if not begun:
@@ -340,7 +340,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
 
 
 def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Lowest and highest inputs, each of this shape, float64: a box as `local_gain` takes it, unless it is empty."""
+    """Lowest and highest inputs, each of this shape, float64, of a box as `local_gain` takes it; not an empty one."""
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):
@@ -354,7 +354,7 @@ def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
         except RuntimeError:
             raise ShapeError(f"box: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
     if len(ends) != 2 or isinstance(box, str) or not bool((ends[0] <= ends[1]).all()):
-        interval("box", box)  # says what was expected
+        interval("box", box)  # raises with what was expected
         raise OptionError("box: expected two ends, the smaller one first in every entry")
     return ends[0], ends[1]
 
@@ -364,7 +364,7 @@ def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     finite = low.isfinite() & high.isfinite()
     centre = torch.where(finite, low / 2 + high / 2, 0.0)
     radius = next_up(torch.maximum(next_up(high - centre), next_up(centre - low)))
-    # One number is its own centre.
+    # An interval of one number has radius 0.
     radius = torch.where((low == centre) & (high == centre), 0.0, radius)
     return centre, torch.where(finite, radius, math.inf)
 
@@ -373,12 +373,12 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
     """Centre and radius behind a linear layer, its rounding inside the radius."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], error[:, 0].nan_to_num(nan=math.inf, posinf=math.inf)
-    moved = value + shift  # what a zero gives is the bias
+    moved = value + shift  # shift: the layer's output at 0
     return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
 class _Smooth(NamedTuple):
-    """A smooth function: its derivative, where the function turns, and how far both are computed from the truth.
+    """A smooth function: its derivative, where the function turns, and a bound of the error of both as computed.
 
     The derivative turns at the joints of `lipkit.certificates.relaxation.Curve`.
     """
@@ -388,7 +388,7 @@ class _Smooth(NamedTuple):
     error: float = 2.0**-44
 
 
-# Places where a function turns need no more digits: its values beside them differ by the square of what is missing.
+# Ten digits of a turning point are enough: the function's value there is wrong by the square of the missing digits.
 _SMOOTH: dict[type[nn.Module], _Smooth] = {
     nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square()),
     nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid())),
@@ -433,7 +433,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
 
 
 def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:
-    """The least and the largest of the values, with room for errors; numbers that are none give no end."""
+    """The least and the largest of the values, with room for errors; NaN gives infinite ends."""
     stacked = torch.stack([*values])
     room = up(stacked.abs() * relative + absolute, 4)
     low, high = (stacked - room).amin(0), (stacked + room).amax(0)

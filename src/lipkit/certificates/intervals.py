@@ -96,7 +96,7 @@ def check_radii(
     norm: str = "l2",
     large: bool = False,
 ) -> None:
-    r"""Refuse radii that nobody means: above the diameter of the inputs' domain, and large ones not asked for by name.
+    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large and not asked for.
 
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
     ``input_range``, radii that are large beside the samples (``seen``) are warned of. ``large`` allows radii above

@@ -29,7 +29,7 @@ from lipkit.proof.roundoff import next_down
 from lipkit.shown import Shown, upper
 
 Place = int | str
-"""An activation: its index, or where it lies deeper its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
+"""An activation: its index, or inside a module its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,7 +57,7 @@ class GainProof(Shown):
 
 
 def _chained(graph: Graph, shape: Shape) -> Graph:
-    """The graph, where modules of runs that only follow each other are a `Network`, to carry multipliers."""
+    """The graph, with each chain of modules that runs can hold as a `Network`, which can carry multipliers."""
     shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
     nodes, sources, number = list[nn.Module](), list[list[int]](), [0]
     for node, read in zip(graph.nodes, graph.sources, strict=True):
@@ -112,7 +112,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
 
 
 def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
-    """The run, cut at activations so that no piece has more hidden units."""
+    """The run, cut at activations so that no piece has more than ``units`` hidden units."""
     if units is None or sum(len(w) for w in run.weights[:-1]) <= units:
         yield run
         return
@@ -135,7 +135,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
         network: result of ``lipkit.export``, with one linear layer or more.
         accuracy: relative distance from the optimum of the semidefinite program.
         max_steps: most Newton steps for a run.
-        units: most hidden units in one LMI: a run with more is cut at activations, which then count by themselves.
+        units: most hidden units in one LMI: a run with more is cut at activations, which then count by their constants.
 
     Returns:
         :class:`GainProof`; never a gain that :func:`verify` has not proved, and never above the product of norms.
@@ -165,7 +165,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
         steps += solution.steps
         values = dict(zip(run.places, solution.multipliers, strict=True))
         if not values and run.stop - run.start > 1:
-            values = {run.stop - 1: torch.ones(1)}  # it says that the product of these layers counts
+            values = {run.stop - 1: torch.ones(1)}  # marks a run without activations, see `slope_runs`
         for i, value in values.items():
             part.carry(i, value)
             multipliers[f"{path}.{i}" if path else i] = value
@@ -176,7 +176,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
 def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
     """A copy of the network that carries these multipliers: ``lipschitz`` then uses what they prove.
 
-    Inside its graphs, dense modules that only follow each other become a `Network` of their own, to carry theirs.
+    Inside its graphs, chains of dense modules become a `Network`, which carries their multipliers.
 
     Raises:
         ShapeError, OptionError: places where no multiplier can be.

@@ -50,7 +50,7 @@ _BLOCK = 1 << 23
 _UP = 1 + 2.0**-29
 _TOLERANCE = 1e-3
 _MOST_PASSES = 16
-# Rows of fewer inequalities than this at once are those of logits.
+# Blocks of at most this many rows are taken for those of the logits, for which more splits are tried.
 _FEW = 64
 _LARGEST = 2.0**40
 
@@ -66,7 +66,7 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 class Ball:
     """Bounds that hold for all inputs within ``radius`` (N,), finite, of N samples x, and in ``box``; all in float64.
 
-    ``walks`` are those of the leaves' modules, see `Bounds`.
+    ``walks`` are the error bounds behind the leaves' modules, see `Bounds.walks`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Ball:
         return gamma * sums + floor.reshape(-1, *[1] * (sums.ndim - 1))
 
     def _room(self, peak: Tensor) -> None:
-        """No number on the way may overflow."""
+        """Drop the samples for which a number on the way could overflow."""
         machine = self.circuit.arithmetic
         if machine is not None:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
@@ -179,7 +179,7 @@ class Ball:
         # The cheap bound by moduli is sometimes the tighter one.
         low, high = torch.maximum(low, -size), torch.minimum(high, size)
         self.fits &= (low <= high).flatten(1).all(1)  # false for NaN
-        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # 0 where nothing is known: finite, and fits says it
+        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # others get the finite range 0; fits tells
         low, high = torch.where(known, low, 0.0), torch.where(known, high, 0.0)
         self.sizes[value] = torch.maximum(low.abs(), high.abs())
         return low, high
@@ -191,7 +191,7 @@ class Ball:
         # All channels of a place after each other: the rows of a block then read the same part of an image.
         order = torch.arange(entries, device=self.x.device).reshape(shape[0], -1).T.flatten()
         widest = max(math.prod(shape) for shape in self.circuit.shapes)
-        line = entries // (shape[1] if len(shape) == 3 else 1)  # of an image
+        line = entries // (shape[1] if len(shape) == 3 else 1)  # entries of one line of an image
         for units in order.split(max(1, min(_BLOCK // (2 * widest * len(self.x)), line))):
             rows = torch.zeros(len(units), entries, dtype=torch.float64, device=self.x.device)
             rows[torch.arange(len(units), device=self.x.device), units] = 1.0
@@ -279,7 +279,7 @@ class Ball:
         best, worst = -radius * norm, torch.zeros_like(radius * norm)  # the split P = A: the ball alone
         chosen = norm.expand(len(self.x), -1)
         steep = (norm / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
-        # The rows of the logits are few: there more is tried.
+        # The rows of the logits are few: more splits are tried there.
         tries = 4 if rows.shape[1] <= _FEW else 1
         for left in range(tries, -1 if tries > 1 else 0, -1):
             p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if left else torch.zeros_like(rows)
@@ -310,7 +310,7 @@ class Bounds:
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
-        # Here every value is kept: what works in place works on a copy, which does not.
+        # Every value is kept, so no module of the copy may work in place.
         self.network, self.box = copy.deepcopy(network), box
         for module in self.network.modules():
             if hasattr(module, "inplace"):
@@ -326,15 +326,15 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Errors and moves behind each module of the network, by the constants of those before it."""
+        """Error bounds behind each module of the network, from the constants of those before it."""
         walks, walk = {}, start(x)
-        for index, step in enumerate(self.steps):  # walks up to each module
+        for index, step in enumerate(self.steps):  # the bounds so far
             walk = advance(walk, step)
             walks[index] = walk
         return walks
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign."""
+        """One pass: proved radii (N,), at most ``radius``, and p(R), which its lines would allow (may be negative)."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()
@@ -344,14 +344,14 @@ class Bounds:
         for other in others.split(self.classes, 1):
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
-            # Below 0 where an inequality fails at any distance: a search learns from how much.
+            # Negative where an inequality fails at the sample itself: the search learns from its size.
             reach = torch.where(norm > 0, next_down(base / torch.where(norm > 0, norm, 1.0)), base * math.inf)
             found = torch.minimum(found, torch.where(reach.isnan(), -math.inf, reach).amin(1))
-        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)  # a pass that failed says: search below
+        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)  # after a failed pass, search below
         return torch.minimum(found, radius).clamp_min(0.0), found
 
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Distances (N,) to the boundary if the network were linear: where a search begins, and no bound.
+        """Distances (N,) to the boundary if the network were linear: the start of a search, not a bound.
 
         0 where another class is the largest, 1 where nothing moves.
         """
@@ -405,10 +405,10 @@ class Bounds:
             low[index] = torch.where(fine, at, low[index])
             high[index] = torch.where(fine, high[index], at)
             width = high - low
-            # A hair beyond the root of the secant: p is nearly straight there, and both ends close in.
+            # A little beyond the root of the secant: p is nearly straight there, so both ends close in.
             share = (at_low / (at_low - at_high)).nan_to_num(0.5) + _TOLERANCE / 4 * low / width
             closed = low + width * share.nan_to_num(0.5).clamp(0.01, 0.99)
-            # Without an upper end: on by what p allows, but at most to the double of the lower one.
+            # Without an upper end, go on by what p allows, at most to twice the lower end.
             open_ = torch.maximum(low * 1.5, low + 0.5 * torch.minimum(at_low, 2 * low))
             radius = torch.where(high.isfinite(), closed, open_.clamp_max(_LARGEST))
             active = active & (torch.minimum(high, _LARGEST * torch.ones_like(high)) - best > _TOLERANCE * best)

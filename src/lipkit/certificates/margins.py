@@ -41,7 +41,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
     rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)  # so that the label is no rival
-    margin = own[:, 0] - rest  # for people: radii round their own difference down
+    margin = own[:, 0] - rest  # to nearest, for display: radii round their own difference down
     return torch.where(logits.isfinite().all(dim=1), margin, math.nan)
 
 
@@ -90,11 +90,11 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
 
 
 def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
-    """`last_layer_constants`, of `row_distances`."""
+    """`last_layer_constants`, from the `row_distances`."""
     check_constant(body_constant)
     if body_constant == 0:
         return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)  # 0 * inf is unknown, not 0
-    # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one
+    # Equal rows stay a proved 0, but only behind a finite body: 0 * inf proves nothing.
     equal = 0.0 if math.isfinite(body_constant) else math.inf
     return torch.where(result == 0, equal, next_up(result * body_constant)).fill_diagonal_(0.0)
 

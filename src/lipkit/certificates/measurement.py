@@ -31,8 +31,8 @@ from lipkit.shown import Shown, upper
 class Proof(Shown):
     """Proved constants of a network and rounding errors of its modules in one arithmetic, from `lipkit.prove`.
 
-    It holds a float64 copy of the network, which nobody else has, and is not a file: a certificate that is made with it
-    speaks about exactly the numbers of `network_sha256`.
+    It holds its own float64 copy of the network and is never stored: a certificate that is made with it holds for
+    exactly the numbers of `network_sha256`.
 
     Attributes:
         constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up; `inf` where nothing is known.
@@ -43,9 +43,9 @@ class Proof(Shown):
         chain: constants and rounding errors, module by module.
         arithmetic: of the evaluator.
         network: the copy in float64, on `device`.
-        stored: a copy of all that is stored (`lipkit.modules.storage.contents`), to know the network again.
+        stored: a copy of all that is stored (`lipkit.modules.storage.contents`), to recognise the network.
         program: of the evaluator ``"integer"``; else None.
-        logits: inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
+        logits: maps inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
     """
 
     constant: float
@@ -105,7 +105,7 @@ def _asked(
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain values of a module: hashes of the stored form do not see all of them."""
+    """Plain attributes of a module: the hash of the stored form does not cover all of them."""
     plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
     return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
 
@@ -117,7 +117,7 @@ def prove(
     evaluator: str = "float64",
     device: str | torch.device = "cpu",
 ) -> Proof:
-    """Prove once what every certificate of a network needs, to be given to `lipkit.certify` again and again.
+    """Prove once what all certificates of a network need; `lipkit.certify` takes the result any number of times.
 
     **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
     Whoever takes the proof compares the network with it, byte by byte, and refuses a proof of other numbers, of another
@@ -183,7 +183,7 @@ class Measurement:
         proof: of the network.
         outputs: (N, K) float64, on the CPU.
         logits: the same outputs with their rounding errors; None where rounding is ignored.
-        evaluator: that is certified, and the settings it was measured under.
+        evaluator: the certified one, and the settings it was measured under.
     """
 
     proof: Proof
@@ -192,7 +192,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Errors (N, 1 or K) of each output: of `outputs`, and of the machine within ``distance``; 0 where ignored."""
+        """Errors (N, 1 or K) of each output: of `outputs`, and of the machine within ``distance``; 0 if ignored."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero
@@ -250,7 +250,7 @@ def evaluate(
 
 
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 256) -> Measurement:
-    """`measure` for the rounding, evaluator and device of a proof; None proves the network for its default ones."""
+    """`measure` for the rounding, evaluator and device of a proof; None proves the network for the default ones."""
     check_inputs(network, x, batch_size)
     proof = prove(network) if proof is None else proof
     made = {"rounding": proof.rounding, "evaluator": proof.evaluator.option, "device": proof.device}
@@ -304,7 +304,7 @@ def check_network(network: object, verb: str) -> None:
 
 
 def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[float, float]:
-    """Raise unless ``network`` is exported and ``x`` holds finite inputs of its shape and range; theirs is returned."""
+    """The range of x; raises unless ``network`` is exported and ``x`` holds finite inputs of its shape and range."""
     check_network(network, "certify")
     shape = tuple(network.input_shape)
     if tuple(x.shape[1:]) != shape or x.ndim != len(shape) + 1:
@@ -321,7 +321,7 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
         warn_of_bytes(x, "x / 255, or network.input_range = (0, 255) if the network takes them so")
     else:
         low, high = interval("input_range", network.input_range, finite=False)
-        slack = 1e-6 * (high - low)  # of whoever scaled them
+        slack = 1e-6 * (high - low)  # for rounding when they were scaled
         if least < low - slack or most > high + slack:
             raise OptionError(
                 f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:g} "
@@ -333,7 +333,7 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
 
 
 def check_eps(eps: object, name: str = "eps") -> float:
-    """The number, if it is a finite one >= 0."""
+    """``eps`` as a float; refused unless it is finite and >= 0."""
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
         raise OptionError(f"{name}: expected a finite number >= 0 (int or float), got {eps!r}")
     return float(eps)

@@ -42,10 +42,10 @@ class Answer(Shown):
 
     Attributes:
         answer: ``"holds"``: proved; ``"violated"``: by `point`; ``"unknown"``.
-        evaluator: the evaluation that the answer is about.
+        evaluator: the evaluation that the answer holds for.
         point: (*input_shape) a counterexample in the evaluator's format, or None.
         outputs: the evaluator's outputs there, or None.
-        boxes: that were bounded.
+        boxes: number of boxes that were bounded.
         proved: fraction of the volume in which no counterexample is.
     """
 
@@ -57,7 +57,7 @@ class Answer(Shown):
     proved: float
 
     def describe(self) -> str:
-        """The answer, and what it is about."""
+        """The answer, and the point or the evaluation that it holds for."""
         if self.point is not None and self.outputs is not None:
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
@@ -108,7 +108,7 @@ class _Group:
         atoms = list(dict.fromkeys(itertools.chain(*(case.outputs for case in cases))))
         exact = [dict(atom.factors).get(("Y", i), Fraction()) for atom in atoms for i in range(outputs)]
         self.rows, below = (_rounded(exact, up).reshape(-1, outputs) for up in (True, False))
-        # How far each factor is from the one meant.
+        # How far each factor is from the exact one.
         self.off = torch.where(self.rows == below, 0.0, next_up(self.rows - below))
         self.limits = _rounded([atom.bound for atom in atoms], True)
         self.has = torch.tensor([[atom in case.outputs for atom in atoms] for case in cases], dtype=torch.bool)
@@ -237,7 +237,7 @@ def verify_property(
                 box = _Box(bounds, now[:, 0], now[:, 1])
                 box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
                 base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shapes[out]))
-                base = next_down(base - next_up(box.radius[:, None] * norm))  # of leaves, which know balls alone
+                base = next_down(base - next_up(box.radius[:, None] * norm))  # norm: leaves are bounded on balls
                 slack = base - grow(box.sizes[out].flatten(1) @ group.off.mT) - group.limits
                 fails = (slack > 0) & box.fits[:, None]
                 still = ~(fails[:, None] & group.has).any(2).all(1)  # boxes where some case has no condition that fails
@@ -252,7 +252,7 @@ def verify_property(
                 can = ((middle > now[:, 0]) & (middle < now[:, 1])).flatten(1)  # neighbouring numbers have no middle
                 if not bool(can.any(1).all()):  # a point that stays open cannot be cut
                     return answer("unknown")
-                # Along the input that moves most the condition that is nearest to failing.
+                # Cut along the input with the largest effect on the condition nearest to failing.
                 steep = ((rows.abs() + 2.0**-100) * (now[:, 1:] - now[:, :1])).flatten(2)
                 nearest = (slack / steep.sum(2).clamp_min(1e-300)).argmax(1)
                 at = torch.where(can, steep[torch.arange(len(now)), nearest], -1.0).argmax(1)

@@ -69,14 +69,14 @@ def auroc(
     .. math:: \frac{1}{NM} \#\{(i, j): s_i - L\varepsilon - e_i > s_j + L\varepsilon + e_j\}
 
     **Guarantee.** Whatever each sample of ``moves`` becomes within eps in l2, the AUROC of the machine's scores is no
-    smaller: e are the errors of the measured score and of the machine within eps. It speaks about these samples.
+    smaller: e are the errors of the measured score and of the machine within eps. It holds for these samples.
 
     Args:
         network: exported, with outputs (N,) or (N, 1).
         positives, negatives: (N, *input_shape) and (M, *input_shape).
         eps: l2 radius in units of the input.
         moves: ``"both"``, ``"positives"`` or ``"negatives"``.
-        proof: from `lipkit.prove`, where another evaluator or rounding is chosen.
+        proof: from `lipkit.prove`, for another evaluator or rounding.
 
     Raises:
         NoRuleError, ShapeError, OptionError: as `lipkit.certify`; a network with several outputs.

@@ -53,7 +53,7 @@ class RegressionCertificate(Shown):
         rounding: ``"sound"``: deviations and worst errors are those of the machine; ``"ignore"``: of real arithmetic.
         evaluator: the evaluation they hold for, and the settings they were made under.
         prediction_error: (N, d) bounds the rounding error of `prediction`; 0 where rounding is ignored.
-        rounding_error: (N, d) bounds the rounding error of the evaluator within delta of each sample; 0 likewise.
+        rounding_error: (N, d) bounds the rounding error of the evaluator within delta of each sample; 0 if ignored.
     """
 
     delta: float
@@ -136,7 +136,7 @@ def certify_regression(
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> RegressionCertificate:
-    r"""Certified output deviations of an exported network, in all and for each output.
+    r"""Certified output deviations of an exported network, of all outputs together and of each.
 
     .. math:: \|f(x + d) - f(x)\|_2 \le L \delta, \qquad |f_j(x + d) - f_j(x)| \le K_j \delta
               \qquad\text{for all } x \text{ and } \|d\|_2 \le \delta
@@ -209,7 +209,7 @@ def certify_regression(
 
 
 def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tensor) -> Tensor:
-    """How far each output moves where each input does by at most so much; ``otherwise`` where no matrix bounds it."""
+    """How far each output moves if each input moves by at most ``sensors``; ``otherwise`` if no matrix bounds it."""
     try:
         matrix = gain_matrix(network)
     except NoRuleError:
@@ -221,9 +221,9 @@ def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tens
 def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
     """Constants (d,) of the outputs one by one and ``"outputs"``, or the whole network's and ``"global"``.
 
-    Of networks that end in ``nn.Linear``, with or without an output scaling: output j alone is the network with row j
-    of the last layer only; its bound, by the LMI where the network carries multipliers, by the product of norms
-    (``L_body ||w_j||``) otherwise, times the scale of the output. None is above that of the whole network.
+    One by one for networks that end in ``nn.Linear``, with or without an output scaling: output j is the network with
+    only row j of the last layer. Its bound is the product of norms ``L_body ||w_j||`` or, if multipliers make it
+    smaller, that of the LMI, times the scale of the output; it is at most that of the whole network.
     """
     network, proof = proved.network, proved.chain
     modules = list(network)

@@ -28,7 +28,7 @@ from lipkit.modules.machine import local_error
 from lipkit.modules.registry import lipschitz
 from lipkit.proof.arithmetic import FLOAT64, grow
 
-# Of a slope in float64, absolutely: derivatives are of size 1, by library functions of 16 units.
+# Absolute error of a slope in float64: derivatives are of size 1, by library functions of 16 units.
 _SLOPE_ERROR = 2.0**-40
 _STEPS = 40  # halvings: touching points need not be exact, tangents hold anywhere
 
@@ -37,9 +37,9 @@ class Curve(NamedTuple):
     """The shape of a scalar activation.
 
     Attributes:
-        joints: of a module to the points between its pieces, rising: numbers, or tensors of the shape of one sample.
+        joints: maps a module to the points between its pieces, rising: numbers, or tensors of the shape of a sample.
         bends: of each piece: 1 convex, -1 concave, 0 straight.
-        slope: its derivative, where torch's own is too far from it.
+        slope: its derivative, if torch's own is not accurate enough.
     """
 
     joints: Callable[[Any], tuple[float | Tensor, ...]]
@@ -85,7 +85,7 @@ class Lines(NamedTuple):
 
 
 def curve_of(module: Any) -> Curve | None:
-    """The curve of a scalar activation; None where its slopes alone are known."""
+    """The curve of a scalar activation; None if only its slopes are known."""
     if type(module) is nn.GELU and module.approximate == "none":
         return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
     if type(module) is nn.ELU:
@@ -104,7 +104,7 @@ class Relaxation:
         if not constant < math.inf:
             raise NoRuleError(f"expected an activation with a finite slope, got {module}")
         self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
-        if isinstance(module, nn.GELU):  # s'(z) + s'(-z) = 1
+        if isinstance(module, nn.GELU):  # because s'(z) + s'(-z) = 1
             self.slopes = (1 - constant, constant)
         # Beyond its threshold torch's Softplus has slope 1, the exact one has 1 - 1 / (1 + e^z).
         jump = math.exp(-module.threshold) * 1.001 if isinstance(module, nn.Softplus) else 0.0
@@ -113,7 +113,7 @@ class Relaxation:
         self.error = float(error.at), error.slope
 
     def __call__(self, low: Tensor, high: Tensor) -> Lines:
-        """Lines on [low, high], which are finite."""
+        """Lines on the finite intervals [low, high]."""
         largest = torch.maximum(low.abs(), high.abs())
         wrong = grow(self.error[0] + self.error[1] * largest)  # values of torch's own function are off by this
         with torch.no_grad():
@@ -148,7 +148,7 @@ class Relaxation:
                 slopes += [self._slope(c), self._slope(d), self._slope((c + d) / 2)]
         if any(self.curve.bends):
             slopes.append((self._slope(low) + self._slope(high)) / 2)
-        # All slopes at once, one behind the other in the batch; of the lines the best in the middle.
+        # All slopes at once, stacked in the batch; then the lines that are best in the middle are taken.
         count, middle = len(slopes), (low + high) / 2
         a = torch.cat(slopes)
         many = (part.repeat(count, *[1] * (low.ndim - 1)) for part in (wrong, *edges, *values))
@@ -183,7 +183,7 @@ class Relaxation:
         return below - slack, above + slack
 
     def _touching(self, a: Tensor, c: Tensor, d: Tensor, bend: int) -> Tensor:
-        """Where s has slope a between c and d, nearly: its slope is monotone there."""
+        """A point between c and d where s nearly has slope a, by bisection: the slope of s is monotone there."""
         for _ in range(_STEPS):
             z = (c + d) / 2
             beyond = bend * (self._slope(z) - a) > 0  # the slope rises on a convex piece, falls on a concave one

@@ -11,7 +11,7 @@ error :math:`e_{ti}(s) = a_{ti} + b_{ti} s` of the machine anywhere in the ball,
 
 .. math:: r = \min_i \frac{m_{ti} - c_{ti} - a_{ti}}{K_{ti} + b_{ti}}
 
-certifies the open ball. It is cut where a number on the way could overflow.
+certifies the open ball. The radius is cut where a number on the way could overflow.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from lipkit.proof.roundoff import grow, next_down
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer for each output: in float64 at the sample, of the machine there, and what that
-    grows by per distance.
-    """
+    """Errors (N, K) of the last layer: in float64 at the sample, of the machine there, its growth per distance."""
 
     at64: Tensor
     at: Tensor
@@ -65,7 +63,7 @@ class Logits(NamedTuple):
 
 
 def _merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
-    """Tuples of one form as one, tensor by tensor; of numbers, which they share, the first."""
+    """Nested tuples merged tensor by tensor; other values, which they share, from the first."""
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*(_merged(each, merge) for each in zip(*parts, strict=True)))
@@ -80,8 +78,8 @@ class Evaluation:
         arithmetic: of the evaluator.
         zero: (1, *input_shape) zeros in float64.
 
-    In float64 errors are small against most margins: there `by_norms` has them in one pass through the network, and
-    where that could lower a margin by 2^-30 of itself `through` has them in two.
+    In float64 errors are small against most margins: there `by_norms` bounds them in one pass through the network. For
+    samples where that could cost 2^-30 of the margin, `through` bounds them in two.
     """
 
     def __init__(self, proof: ChainProof, arithmetic: Arithmetic, zero: Tensor) -> None:
@@ -159,7 +157,7 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Errors of the label's margin over each class: (N, K) at the samples, and what they grow by per distance."""
+    """Errors of the label's margin over each class: (N, K) at the samples, and their growth per distance."""
     values, walk, own = logits.values, logits.walk, logits.own
     spread = walk.spread
     if own is None or rows is None:
@@ -198,10 +196,10 @@ def output_errors(
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
-    """Of the label and of every class, added."""
+    """The label's value plus that of every class."""
     return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:
-    """Enlarged, but an exact 0 stays 0: what does not move never will."""
+    """Values enlarged by a rounding; an exact 0, of what never moves, stays 0."""
     return torch.where(values > 0, grow(values), values)

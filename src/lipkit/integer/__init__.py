@@ -1,4 +1,4 @@
-"""Programs in int32: a network with one rounding a number, the proof of its error, and its text in C."""
+"""Programs in int32: a network with one rounding per number, the proof of its error, and its text in C."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
 
 
 def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> str:
-    """The call of operation i from the places x to the place y; what it reads besides is added to ``tables``."""
+    """The call of operation i from the places x to the place y; its constants are added to ``tables``."""
     match operation:
         case Move():
             tables.append(_table("int32_t", f"index{i}", operation.index.tolist()))

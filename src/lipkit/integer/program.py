@@ -1,4 +1,4 @@
-"""Integer programs: operations on arrays of int32 with sums in int64, evaluated here bit for bit as everywhere.
+"""Integer programs: operations on arrays of int32 with sums in int64, evaluated here with the same bits as everywhere.
 
 An array q of integers with the fraction f stands for 2^-f q. `lipkit.integer.quantisation` makes the program of a
 network, with the proof of its error and that no sum overflows; `lipkit.interop.write_c` writes it in C.
@@ -29,7 +29,7 @@ class Move:
 
     @property
     def size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return len(self.index)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Sort:
 
     @property
     def size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return self.outer * self.length * self.inner
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class IntLinear:
 
     @property
     def size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return len(self.weight) * math.prod(self.places)
 
     @property

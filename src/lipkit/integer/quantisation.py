@@ -178,7 +178,7 @@ class Builder:
             own: error that the operation adds before it rounds. operation: maps a shift to the operation.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
-        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # of an entry, from the centre
+        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre
         fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)  # a shift of 1 at least
         while fraction >= places - 62:
             error = grow(gain * value.error + own + math.sqrt(sums.shape[1]) * 2.0 ** -(fraction + 1))
@@ -237,7 +237,7 @@ class Builder:
 
 
 def _bounded(value: IntValue) -> IntValue:
-    """A value with the bounds from its centre and spread, or its own if they are smaller."""
+    """A value with the smaller of its own bounds and those from its centre and spread."""
     scale = 2.0**-value.fraction
     entry = grow(float(value.centre.abs().amax()) * scale + value.spread)
     whole = grow(float(size(value.centre.double())) * scale + value.spread)

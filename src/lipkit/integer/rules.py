@@ -38,7 +38,7 @@ from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm
 
 MAX_PRODUCTS = 1 << 24
-"""Largest matrix that a layer stored in another form (a Fourier layer) is written out as, in entries."""
+"""Most entries of the matrix that a Fourier or Taylor layer is written out as."""
 
 
 def _two(sizes: Sequence[int]) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
 def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") -> Path:
     """Write the integer program of an exported classifier as a C99 file, and a header of the same name beside it.
 
-    The program is the one that ``certify(..., evaluator="integer")`` speaks about, bit for bit, on every target with
+    The program is the one that ``certify(..., evaluator="integer")`` certifies, bit for bit, on every target with
     integers of 32 and 64 bits. It computes the certified radius as well, rounded down. With ``-DLIPKIT_MAIN`` it has
     a ``main`` that reads inputs from a file.
 
@@ -89,7 +89,7 @@ def _radii(program: Program, proof: ChainProof, classes: int) -> c_source.Radii:
     logits = sound.integer_logits(program, zeros)
     at, slope = sound.margin_errors(logits, torch.arange(classes), rows)
     errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)  # above 2^40 no margin is left
-    # Of the float64 radius: one addition, one division; a margin has at most 33 bits.
+    # 2^-40 covers one addition and one division in float64; a margin has at most 33 bits.
     exact = 2.0 ** (c_source.RADIUS_FRACTION - program.fraction) / (constants + slope) * (1 - 2.0**-40)
     moving = exact[exact.isfinite() & (exact > 0)]
     fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29

@@ -29,7 +29,7 @@ def model_card(
     """README.md of a model folder: YAML front matter, then figures, proof method, recipe and how to load it.
 
     Args:
-        record: of the run that made the model: all figures are its own, and its names stay text.
+        record: of the run that made the model: it has all figures; its names are escaped.
         folder: how the loading example names the folder.
         licence: SPDX identifier of the weights' licence; left out if the owner does not name one.
         load: the loading example, Markdown, in place of the one for ``folder``.

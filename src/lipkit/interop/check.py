@@ -1,4 +1,4 @@
-"""A network held against another runtime: outputs, predictions and certified accuracy computed there."""
+"""A network compared with another runtime: outputs, predictions and certified accuracy computed there."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def check_runtime(
         x: (N, *input_shape); None: `random_inputs`.
         y: (N,) labels; None, or (N, d) targets of a regression: only outputs are compared.
         eps: radii at which certified accuracies are compared.
-        tolerance: largest difference of an output that is accepted, relative to the largest output, beside a hundred
-            times what the network's own rounding costs.
+        tolerance: largest difference of an output that is accepted, relative to the largest output; a hundred times
+            the error of the network's own rounding is allowed besides.
 
     Raises:
         CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
@@ -128,7 +128,7 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def random_inputs(network: modules.Network) -> Tensor:
-    """Four of the inputs that the network is for, always the same, in its dtype."""
+    """Four random inputs from the network's range, or [-2, 2], in its dtype; always the same."""
     low, high = network.input_range or (-2.0, 2.0)
     first = next((t.dtype for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), torch.float32)
     drawn = torch.rand(4, *network.input_shape, dtype=first, generator=torch.Generator().manual_seed(0))

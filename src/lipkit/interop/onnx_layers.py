@@ -1,7 +1,7 @@
 """A node of an ONNX file with its operands, and the operators that have weights or windows: layers of torch.
 
-A rule gives a module, which is applied to the first operand, or calls functions of torch. It serves stored operands,
-which it computes with, values without memory, for their sizes, and symbols that are traced.
+A rule gives a module, which is applied to the first operand, or calls functions of torch. It runs on stored operands
+to compute with them, on values without memory for their sizes, and on symbols to be traced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Node(NamedTuple):
     output: list[str]
     name: str
     attributes: dict[str, Any]
-    row: Any  # Row, or None
+    row: Any  # Row; None for an operator without a rule
 
 
 class Row(NamedTuple):
@@ -64,8 +64,8 @@ class Call:
     one: bool  # the file is for one sample, so that a first size of 1 is the batch
     dtype: torch.dtype  # of the network
     moving: frozenset[int]  # indices of operands that depend on the input
-    sized: frozenset[int]  # of operands that hold the batch size as a number
-    rows: frozenset[int]  # of constant operands that are repeated for each sample; one row is kept
+    sized: frozenset[int]  # indices of operands that hold the batch size as a number
+    rows: frozenset[int]  # indices of constant operands that are repeated for each sample; one row is kept
     operands: list[Any]  # stored tensors, and values of the network or their sizes
     source: Any  # the input of the network
     used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
@@ -107,7 +107,7 @@ class Call:
         return int(self.operands[0].ndim)
 
     def tensors(self) -> list[Any]:
-        """All operands, of one format."""
+        """All operands; operands of different formats are refused."""
         found = [self.tensor(i) for i in range(len(self.operands))]
         # With values of the network among them, the reader compares the formats.
         formats = set() if self.moving else {t.dtype for t in found}
@@ -186,7 +186,7 @@ class Call:
             whole = zip(sizes, shape, strides, dilations, strict=True)
             total = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0) for n, k, s, d in whole]
             less, more = [n // 2 for n in total], [n - n // 2 for n in total]
-            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)  # UPPER: the odd one behind
+            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)  # UPPER: one more behind if odd
         elif auto not in (b"NOTSET", b"VALID"):
             raise self.refuse("auto_pad of ONNX", f"{auto!r}")
         if min(*before, *after, 0) < 0:
@@ -334,7 +334,7 @@ def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return found
 
 
-# Pools: those of sequences as those of images of one row.
+# Pools. Sequences are pooled as images of one row.
 
 
 def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
@@ -342,7 +342,7 @@ def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
     if c.rank == 3:
         window = Window(*([one, *n] for one, n in zip((1, 1, 1, 0, 0), window, strict=True)))  # an image of one row
     x = c.x.unsqueeze(2) if c.rank == 3 else c.x
-    # Windows that do not fit: ceil_mode asks for more of them.
+    # ceil_mode adds a window only where the windows do not fit the image.
     reach = zip(range(2, 4), *window, strict=True)
     over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)
     y = rule(c, x, window, bool(c.get("ceil_mode", 0)) and over)
@@ -351,7 +351,7 @@ def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
 
 def _max_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
     kernel, strides, dilations, before, after = window
-    # Over the end, or on nothing but padding, runtimes mean different windows.
+    # Runtimes disagree about windows that reach over the end, or hold nothing but padding.
     padded = any(before) or any(after)
     if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (padded and (up or max(dilations) > 1)):
         got = f"{kernel}, {strides}, {dilations}, {before}, {after}"
@@ -360,7 +360,7 @@ def _max_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
         return F.max_pool2d(x, kernel, strides, before, dilations, up)
     if any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
         raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
-    # A window that reaches beyond the border has the pixel at the border, too.
+    # A window that reaches beyond the border holds the pixel at the border, so copies of it change no maximum.
     for axis in (2, 3):
         x = copied(x, axis, before[axis - 2], after[axis - 2], "replicate")
     return F.max_pool2d(x, kernel, strides)
@@ -378,7 +378,7 @@ def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
     if counted:
         return y
     inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), window.around)
-    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # the part of each window that lies inside
+    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # divided by the part of each window inside the image
 
 
 def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:

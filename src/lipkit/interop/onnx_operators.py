@@ -38,7 +38,7 @@ def _softmax(c: Call) -> Any:
 
 
 def activation(make: Callable[..., nn.Module], **arguments: tuple[str, float]) -> Callable[[Call], nn.Module]:
-    """``make`` of attributes by their names in torch, each with the name and default that ONNX gives it."""
+    """A rule that calls ``make`` with ``arguments`` by torch's names, each given as (ONNX's name, default)."""
     return lambda c: make(**{key: float(c.get(name, value)) for key, (name, value) in arguments.items()})
 
 
@@ -65,7 +65,7 @@ def _prelu(c: Call) -> nn.Module:
 
 
 def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -> Any:
-    """``make`` of a call for which its condition holds."""
+    """``make(c)``, for calls that meet the condition ``holds``; others are refused."""
     if not holds(c):
         raise c.refuse("attributes and operands that its rule covers", f"{c.node.attributes}")
     return make(c)
@@ -259,7 +259,7 @@ def _gather(c: Call) -> Any:
     step = wanted[1] - wanted[0] if len(wanted) > 1 else 1  # evenly spaced entries are a slice, which copies none
     if step > 0 and wanted == list(range(wanted[0], wanted[-1] + 1, step)):
         return x[(slice(None),) * axis + (slice(wanted[0], wanted[-1] + 1, step),)]
-    # As a product, because its norm is that of the most copies of one entry.
+    # As a product: the norm of the matrix is the root of the most copies of one entry.
     matrix = torch.zeros(n, len(wanted), dtype=c.dtype)
     matrix[wanted, list(range(len(wanted)))] = 1  # column j picks entry wanted[j]
     return torch.matmul(x.transpose(axis, -1), matrix).transpose(axis, -1)

@@ -88,7 +88,7 @@ def load_onnx(
 
 
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> OnnxNetwork | Network:
-    """The network of an ONNX file, in evaluation mode; what it refuses, `load_onnx` says.
+    """The network of an ONNX file, in evaluation mode; it refuses what `load_onnx` lists.
 
     A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if the installed torch writes
     the same file again.
@@ -232,7 +232,7 @@ def _sorted(nodes: list[Node], given: set[str], path: str | Path) -> Iterator[No
 
 
 def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor]) -> list[Node]:
-    """The nodes, where several that write out an activation become one: products of two values have no constant."""
+    """The nodes, with those that write out an activation as one node: products of two values have no constant."""
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
 
@@ -343,7 +343,7 @@ class _Reader:
             else:
                 try:
                     self._add(node, node.row)
-                except NoRuleError as error:  # the next ones may have no rule at all, which says more
+                except NoRuleError as error:  # a later node without a rule is the better reason
                     self.refusal = self.refusal or error
                     unknown.update(node.output)
 
@@ -374,7 +374,7 @@ class _Reader:
                 made = layer(given[0])
         except LipkitError:
             raise
-        except Exception as error:  # of torch, about what the rule asks it for
+        except Exception as error:  # torch refuses what the rule asks for
             got = first_line(error).replace(str(BATCH), "batch")
             raise call.refuse("what its rule covers", f"{type(error).__name__}: {got}") from error
         if missed := sorted(set(node.attributes) - call.used):

@@ -156,7 +156,7 @@ def load_program(
 
 
 def read_program(path: str | Path) -> ProgramNetwork | Network:
-    """The network of a .pt2 file, in evaluation mode; what it refuses, `load_program` says."""
+    """The network of a .pt2 file, in evaluation mode; it refuses what `load_program` lists."""
     try:
         with open_regular(path) as file:
             archive = zipfile.ZipFile(file)
@@ -182,7 +182,7 @@ def read_program(path: str | Path) -> ProgramNetwork | Network:
 
 
 def _graph(program: Any) -> Any:
-    """The graph of a program, without where in the source each node was made."""
+    """The graph of a program, without the source lines that made its nodes."""
     module = program["graph_module"]
     nodes = [{**node, "metadata": None} for node in module["graph"]["nodes"]]
     return {**module, "graph": {**module["graph"], "nodes": nodes}}

@@ -1,4 +1,4 @@
-"""The end of reading a network from an ONNX or a .pt2 file: sizes that fit into memory, and its export."""
+"""The last steps of reading a network from an ONNX or a .pt2 file: checks of its sizes, and its export."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ VALUES = 2**26
 def load(
     network: Any, path: str | Path, input_shape: tuple[int, ...] | None, box: tuple[float, float] | None = None
 ) -> Network:
-    """The export of a network that was read from a file and says its ``input_shape``, or None."""
+    """The export of a network that was read from a file; its ``input_shape`` is None if the file leaves it open."""
     shape = network.input_shape or input_shape
     if shape is None or input_shape not in (None, shape):
         raise ShapeError(f"{path}: expected the input_shape {shape or 'of one sample'}, got {input_shape}")
     check_sizes(network, shape)
     if isinstance(network, Network) and box in (None, network.input_range):
-        return network  # its multipliers, too
+        return network  # with its multipliers
     try:
         return export(network, shape, box=box)
     except Exception as error:  # of torch, about a graph that somebody else wrote
@@ -58,7 +58,7 @@ class Budget(TorchFunctionMode):
         name = getattr(func, "__name__", "a function")
         try:
             first = func(*_without_memory(args), **_without_memory(kwargs if given else kwargs | {"device": "meta"}))
-        except Exception as error:  # of a call that needs the numbers, or that fails
+        except Exception as error:  # the call needs the numbers, or fails
             if "overflow" in str(error):
                 raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got more") from None
             if moving:
@@ -70,7 +70,7 @@ class Budget(TorchFunctionMode):
                 self.made += t.numel() // (self.batch if moving and t.numel() % self.batch == 0 else 1)
         if self.made > VALUES:
             raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
-        return value if moving or first is None else func(*args, **kwargs)  # the first run made no numbers
+        return value if moving or first is None else func(*args, **kwargs)  # the first run was without memory
 
 
 def _without_memory(value: Any) -> Any:
@@ -93,5 +93,5 @@ def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
             network(torch.empty(1, *input_shape, device="meta", dtype=like))
     except DataError:
         raise
-    except Exception:  # found, and said, where the network runs
+    except Exception:  # reported when the network runs
         return

@@ -29,7 +29,7 @@ from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
 from lipkit.modules.pooling import _pair
 
-# The first version with circular padding, and the first with torch's number of windows under ceil_mode.
+# The first versions of ONNX with circular padding, and with torch's number of windows under ceil_mode.
 OPSET, CEIL_OPSET = 19, 22
 # The key under which a file names the network that it was written from.
 CLAIM = "lipkit.json"
@@ -167,7 +167,7 @@ class _PatchProduct(nn.Module):
 
 
 def _portable(network: modules.Network) -> nn.Module:
-    """The network to be written, on the CPU: without divisors, in float64 without convolutions that are products."""
+    """The network as it is written, on the CPU: divisors of pools, and float64 convolutions on patches, rewritten."""
     twin = copy.deepcopy(network).cpu()
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
@@ -220,7 +220,7 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
         raise OptionError('expected onnxruntime to run ONNX: pip install "lipkit[onnx]"') from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors alone
+    options.log_severity_level = 3  # errors only
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of its own for each kind of failure

@@ -1,9 +1,9 @@
-"""Where the batch stands in a tensor, and every call as one of values whose batch comes first.
+"""The dimension of the batch in a tensor, and calls rewritten for values whose batch comes first.
 
 A moving tensor has sizes (*before, B inner, *after): its batch is dimension ``axis``, merged with ``inner`` numbers of
 each sample. Modules and rules see the same numbers as (B, *before, inner, *after), or (B, *before, *after) where inner
 is 1. The place of the batch in a result is observed (`lipkit.lowering.observe`); here it must follow from those of the
-arguments, for every batch. Calls without a rule here have the batch first throughout.
+arguments, for every batch. In calls without a rule here the batch must come first throughout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lipkit.modules.activations import ACTIVATIONS
 
 
 def _beside(call: Build, value: Any) -> Any:
-    """An argument of an elementwise call: operands must share the result's batch, constants drop its dimension."""
+    """An argument of an elementwise call: an operand with the result's batch, or a constant without that dimension."""
     out = call.results[0]
     at = out.axis - out.rank  # from the end, where broadcasting aligns dimensions
     if isinstance(value, Operand):
@@ -120,12 +120,12 @@ def multiplied(call: Build) -> Build:
         call.require(isinstance(v, Operand) or (isinstance(v, Tensor) and v.ndim == 2), "expected a constant matrix")
         call.require(not isinstance(v, Operand) or v.place == out.place)
     if isinstance(x, Tensor) and out.axis == out.rank - 1 and out.inner == 1:
-        return call.to(call.target, y, x.T)  # without the batch, what was the dimension before is the last
+        return call.to(call.target, y, x.T)  # without the batch, the dimension before it is the last
     return call
 
 
 def batch_first(call: Build) -> Build:
-    """The call that does the same to values whose batch comes first; it must follow from those of the arguments."""
+    """The call for values whose batch comes first; the batch's place in the result must follow from the arguments."""
     moved = any(
         isinstance(v, Rows) or (isinstance(v, Operand) and v.place[:2] != (0, 1))
         for v in [*flat((call.args, call.kwargs)), *call.results]

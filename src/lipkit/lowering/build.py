@@ -45,7 +45,7 @@ class Build:
         target, args, kwargs: the call, with operands for tensors that change with the input.
         results: the tensors that it returns, all floating point.
         wiring: where the modules go.
-        like: a number whose dtype and device constants get.
+        like: a zero of the dtype and device that constants get.
         bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
     """
 
@@ -170,7 +170,7 @@ class Build:
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
-        """A constant that is added; no bound depends on it, and 1, which is not 0, stands for it there."""
+        """A constant that is added. For bounds, which ignore it, 1 stands for it: 0 would mean a mere scaling."""
         return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
@@ -208,7 +208,7 @@ class Build:
 class Function(NamedTuple):
     """The row of a function, or of a tensor method by its name.
 
-    ``place`` gives the call for values whose batch comes first (`lipkit.lowering.axes`); without it, it has to.
+    ``place`` rewrites the call for values whose batch comes first (`lipkit.lowering.axes`); None: it must come first.
     """
 
     rule: Rule | None = None  # rule(call, *arguments) -> number of the value; a tuple for several

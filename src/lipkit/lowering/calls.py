@@ -22,7 +22,7 @@ from lipkit.lowering.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 # Tracing answers these itself.
 _METADATA = {*METADATA, *METADATA_METHODS}
 _SIZES = ("shape", "size", "numel", "nelement")
-# What Python does with a whole number; `operator.index` leaves no trace.
+# Python's operations on whole numbers; `operator.index` cannot be recorded.
 _OPERATORS = set(vars(int)) - set(vars(object)) - {"__getnewargs__", "__index__"}
 _OPERATORS |= {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "repr", "format")}
 _OPERATORS = {name for name in _OPERATORS if callable(getattr(int, name))}
@@ -48,7 +48,7 @@ class Calls(TorchFunctionMode):
         self._axes = axes or ()
         self._inside = 0
         self._size = type("int", (int,), {name: self._recorder(name) for name in _OPERATORS})
-        # torch.Size writes its numbers itself.
+        # torch.Size shows its numbers without calling their methods.
         words = {f"__{name}__": self._recorder(f"__{name}__", tuple) for name in ("repr", "format", "hash")}
         self._shape = type("Size", (tuple,), {"numel": lambda sizes: math.prod(sizes), **words})
         # The dimension of the batch in each tensor that moves; -1 if it may be any.
@@ -98,7 +98,7 @@ class Calls(TorchFunctionMode):
             self._make((*what, self._summary(result)), result)
         if recorded and name in _SIZES:
             axis = self._moving[args[0]]
-            sizes = [self._size(n) if axis in (i, -1) else n for i, n in enumerate(args[0].shape)]  # -1: any may be it
+            sizes = [self._size(n) if axis in (i, -1) else n for i, n in enumerate(args[0].shape)]  # -1: any
             if isinstance(result, torch.Size):
                 return self._shape(sizes)
             return sizes[(*args[1:], *kwargs.values())[0]] if name == "size" else self._size(result)

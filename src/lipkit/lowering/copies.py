@@ -63,7 +63,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
 
 
 def computed_tensors(model: nn.Module) -> dict[int, object]:
-    """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
+    """Copies of the tensors that deepcopy refuses: results of a computation, such as hook-based weights."""
     memo: dict[int, object] = {}
     for module in model.modules():
         run = vars(module).get("_flat_weights", ())  # of an nn.RNN with parametrizations, in its last run
@@ -86,7 +86,7 @@ def _materialise(module: nn.Module) -> None:
         plain = settled(module)
     if plain is not module:
         module.__class__, module.__dict__ = type(plain), vars(plain)  # in place: others may hold the module, too
-    # These see derivatives, which a constant copy does not have, and change no output.
+    # Backward hooks change no output, and a constant copy has no derivatives.
     module._backward_hooks.clear()
     module._backward_pre_hooks.clear()
     for hook in list(module._forward_pre_hooks.values()):
@@ -125,8 +125,8 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
 def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     """All numbers, strings and tensors (not copied) inside a value (container, object, function), in nested lists.
 
-    ``seen``: by id, the values met before, and what they hold. Inside itself a value is its type; one that two places
-    share holds the same in both, as its copies do.
+    ``seen``: by id, the values met before, and their contents. A value inside itself counts as its type; one that
+    stands in two places has the same contents in both, as its copies do.
     """
     if isinstance(value, Tensor):
         return value.detach()
@@ -136,7 +136,7 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         return type(value)
     if id(value) in seen:
         return seen[id(value)][1]
-    seen[id(value)] = value, type(value)  # the value, too, so that its id is not given away
+    seen[id(value)] = value, type(value)  # keeps the value alive, so that no other gets its id
     parts: Any
     try:
         if isinstance(value, FunctionType):

@@ -57,7 +57,7 @@ def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
 def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     for dim in flat((dims, options)):
         if dim % call.operand(x).rank == x.axis:
-            raise call.refuse(f"expected dimensions other than the batch, got {dim}: of one sample it would drop that")
+            raise call.refuse(f"expected dimensions other than the batch, got {dim}: a batch of one would lose it")
     return _moved(call, x)
 
 
@@ -200,11 +200,11 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
     return call.add(call.named(MatrixProduct(n, key.shape[-2], value.shape[-1])), weights, call.operand(value))
 
 
-# Several values beside each other, and reductions.
+# Concatenations of values, and reductions.
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
-    """(Maximum, a, b) of the value max(a, b), (Affine, a, b) of min(a, b), as `_minimum` makes it; None of others."""
+    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_minimum`; else None."""
 
     def negated(value: int) -> int:
         """a, if the value is -a; else -1."""
@@ -219,15 +219,15 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
     pair = call.wiring.sources[outer - 1]
     if turned >= 0:
         pair = tuple(map(negated, pair))
-    # A bound leaves constants beside a value out.
+    # For a bound `moving` drops constants: one value alone may be left.
     return (Maximum if turned < 0 else Affine, *pair) if len(pair) == 2 and min(pair) >= 0 else None
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
-    """Values of the shape of ``one`` (elsewhere than in dimension ``at``) beside each other in that dimension.
+    """The concatenation in dimension ``at`` of values that have the shape of ``one`` in the other dimensions.
 
-    max(a, b) beside min(a, b) permutes the entries of (a, b): its constant is that of (a, b), where that of a
-    concatenation of two values would be sqrt(2) times as large.
+    max(a, b) with min(a, b) is a permutation of the entries of (a, b), so it has the constant of (a, b): as a `MaxMin`
+    it is not sqrt(2) times as large.
     """
     first, second = (_compared(call, value) for value in values) if len(values) == 2 else (None, None)
     if not first or not second or first[0] is second[0] or {*first[1:]} != {*second[1:]}:
@@ -237,7 +237,7 @@ def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
 
 
 def _along(call: Build, module: nn.Module, value: int, at: int, axes: int) -> int:
-    """A module of dimension 1, along dimension ``at`` of a value of so many, the batch included."""
+    """A module that acts along dimension 1, moved to dimension ``at`` of a value of rank ``axes``, batch included."""
     if at == 1:
         return call.add(module, value)
     swap = list(range(1, axes))
@@ -257,7 +257,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     if not all(here[first:stop]):
         raise call.refuse("expected constants before or behind what depends on the input, got some in between")
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
-    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch pads the last first
+    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch: the last axis first
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
     padded = replace(call.results[0], number=call.add(Pad(*padding), joined))
     return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
@@ -270,7 +270,7 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     if at == 0:
         raise call.refuse(f"expected a new dimension behind the batch, got {dim}")
     if len(given) == 2 and given[0].shape and all(_compared(call, x.number) for x in given):
-        # Side by side in the last dimension, which is then two: the new one is moved to its place.
+        # Concatenated in the last dimension, which is then split in two: the new dimension is moved to its place.
         shape, last = given[0].shape, len(given[0].shape)
         both = _beside(call, last, given[0], [x.number for x in given])
         both = call.reshaped(both, (*shape[:-1], 2 * shape[-1]), (*shape[:-1], 2, shape[-1]))
@@ -294,7 +294,7 @@ def _minimum(call: Build, x: Any, y: Any) -> int:
 
 @plain(torch.sort, "sort", place=along(1, default=-1))
 def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
-    """GroupSort of all entries along a dimension; whole numbers, which say where they were, have no value."""
+    """GroupSort of all entries along a dimension; the indices, which are whole numbers, get no value."""
     (at,) = call.dims(call.operand(x), dim)
     if descending:
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1

@@ -23,7 +23,7 @@ from lipkit.modules.plain import Shape
 from lipkit.modules.recurrent import Outputs
 from lipkit.modules.registry import what_is_missing
 
-# What takes the sizes of its result.
+# Functions that take the sizes of their result.
 SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
 # Formats that torch computes in; the narrower ones only store numbers.
 FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,7 +36,7 @@ class Label:
     name: str  # path of the module, or of the one that calls the function
     type: str  # class of the module, or name of the function
     what: str  # for messages
-    own: bool  # a module of the network
+    own: bool  # True: a module of the network, False: a function
 
 
 class Interpreter:
@@ -101,7 +101,7 @@ class Interpreter:
             given = [*given[0], *given[1].values()]
             self._check_module(node, given, value)
         if node.target is getattr and node.args[1] == "values" and isinstance(given[0][0], tuple):
-            return given[0][0][0]  # of torch.sort
+            return given[0][0][0]  # the values of torch.sort
         results = tuple(self._kept_apart(node, v) for v in values)
         for i, result in enumerate(results):
             if not (node.target in (torch.sort, "sort") and _unread(node, i, len(results))):
@@ -179,7 +179,7 @@ class Interpreter:
 
     def _check_dtype(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Refuse dtypes other than floating-point ones that represent every number of the network's dtype."""
-        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # it holds all numbers
+        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # holds all of its numbers
             return
         if dtype.is_complex:
             why = "complex numbers have no rules: use real and imaginary parts as channels"

@@ -1,7 +1,7 @@
-"""The nodes of a graph as it runs: sizes, constants, and which tensors are overwritten in place.
+"""The values of a graph's nodes as it runs: sizes, constants, and which tensors are overwritten in place.
 
 A graph records values, but an in-place call changes every tensor that shares its memory. Two runs with batches of
-different size show which: calls that overwrite are found by the version counters of the tensors, whatever their name.
+different size show which: the version counters of the tensors reveal calls that overwrite, whatever their name.
 What runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 
@@ -137,7 +137,7 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
         ) from error
     position = {node: i for i, node in enumerate(graph.nodes)}
     changed = list(dict.fromkeys((*runs[0].rewrites, *runs[1].rewrites)))
-    # From the last call to the first: what is read after the last one becomes its result.
+    # From the last call to the first: readers of the tensor after a call read the result of that call.
     for old, new in sorted(changed, key=lambda pair: -position[pair[1]]):
         for user in list(old.users):
             if position[user] > position[new]:
@@ -295,7 +295,7 @@ def check_outputs(
             "which goes another one: it asks for the type of a value, such as the size of the batch"
         )
     strided: Any = direct
-    with torch.no_grad(), suppress(Exception):  # a view of what is not contiguous may not exist
+    with torch.no_grad(), suppress(Exception):  # a view of a tensor that is not contiguous may fail
         strided = root(torch.stack((x, x), -1)[..., 0])
     if not close(direct, strided):
         raise NoRuleError(

@@ -56,7 +56,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
             output = lowering.output()
             lowering.check(model)
         except NoRuleError as error:
-            # The same refusals serve bounds.
+            # The refusals are worded for analyze.
             raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None
     if output is None:
         raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")
@@ -95,7 +95,7 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
         check_same(chain, module, input_shape, expected)
         known = None
     network = export_plain(chain, input_shape)
-    check_same(network, chain.eval(), input_shape, known)  # the chain is of copies
+    check_same(network, chain.eval(), input_shape, known)  # the chain holds copies
     return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 

@@ -118,7 +118,7 @@ def evaluate(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """True for a module that its own rule bounds (or that is refused without one); False if its children are traced."""
+    """True for a module that is one call of the graph (with a rule, or of torch); False if its own calls are traced."""
     kind = type(module)
     if kind in (nn.Sequential, Network):
         # A run of layers that multipliers bound together is one unit.
@@ -149,21 +149,21 @@ class Path:
     """Records the bytecode instructions that the network's own code executes inside the ``with`` block.
 
     Tracing does not see a condition such as ``isinstance(n, int) and len(range(n)) == 64`` on the batch size n. While
-    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it. Its own
-    are the Python modules of its classes and their ``forward``, and all code that is not installed.
+    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it. The
+    network's own code is that of its classes' Python modules, and all code that is not installed.
     """
 
     def __init__(self, root: nn.Module) -> None:
         homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
         self._own = {name for name in homes if not _foreign(name)}
         self._taken: dict[CodeType, list[int]] = {}
-        self.paused = False  # inside, nothing is recorded
+        self.paused = False  # True: nothing is recorded
 
     if sys.version_info >= (3, 12):  # there, the first call of a function under settrace may miss instructions
 
         def __enter__(self) -> Path:
             monitoring = sys.monitoring
-            self._thread = threading.get_ident()  # the events are those of all threads
+            self._thread = threading.get_ident()  # events come from all threads
             free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]  # 0 to 2 are those of debuggers
             if not free:
                 raise NoRuleError("expected a free tool of sys.monitoring to watch the forward pass, got none of six")
@@ -380,7 +380,7 @@ class _Tracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            # The graph does not hold it: its runs would compute in another format.
+            # The graph does not record autocast: its runs would compute in another format.
             raise NoRuleError("analyze: expected a forward pass without torch.autocast, got one that enters it")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         node = proxy.node
@@ -394,7 +394,7 @@ class _Tracer(fx.Tracer):
             self._values[node] = (self._x[0].clone(), self._x[1].clone())
         elif node.op != "output":
             found, more = self._evaluated(node, 0), None
-            self._watch.paused = True  # a `Path` goes through the network once
+            self._watch.paused = True  # `Path` records one run of the network
             with suppress(Exception):  # what fails for another batch is refused when the graph runs
                 more = self._evaluated(node, 1)
             self._watch.paused = False
@@ -424,7 +424,7 @@ class _Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         if obj.node in self._static and obj.node not in self.how:
-            # A call of the graph, whose runs see what in-place calls have made of the value.
+            # Recorded as a call, so that runs of the graph see the value after in-place calls.
             return bool(self.value(self.create_proxy("call_function", operator.truth, (obj,), {}).node))
         return self.refuse("a value, or what is made from the size of the batch, decides what is computed")
 

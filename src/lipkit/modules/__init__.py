@@ -1,4 +1,4 @@
-"""A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
+"""Modules of certified networks, and what each must answer: constant, export, rounding, storage."""
 
 from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, MaxMinShift2d, add_activation, group_sort, maxmin

@@ -38,7 +38,7 @@ from lipkit.proof.roundoff import to_double, up
 
 
 class _Distances(torch.autograd.Function):
-    """The derivative of `distances` by products: that of torch.cdist is wrong under vmap, and has no derivative."""
+    """Squared distances, differentiated by products: torch.cdist's derivative is wrong under vmap and has none."""
 
     generate_vmap_rule = True
 
@@ -64,15 +64,15 @@ class _Distances(torch.autograd.Function):
 
 
 def distances(u: Tensor) -> Tensor:
-    """Squared distances of tokens (..., n, e) from each other, made of differences: a product would cancel."""
-    if torch.compiler.is_compiling():  # other runtimes have differences only
+    """Squared distances of tokens (..., n, e) from each other, by differences: products would cancel."""
+    if torch.compiler.is_compiling():  # other runtimes have no cdist
         return (u[..., :, None, :] - u[..., None, :, :]).square().sum(-1)
     found: Tensor = _Distances.apply(u)
     return found
 
 
 def attraction(u: Tensor, heads: int) -> Tensor:
-    r"""Of tokens u (..., n, heads e), head by head: :math:`\frac1n \sum_j (u_i - u_j) / \sqrt{1 + |u_i - u_j|^2}`.
+    r"""For tokens u (..., n, heads e), head by head: :math:`\frac1n \sum_j (u_i - u_j) / \sqrt{1 + |u_i - u_j|^2}`.
 
     >>> [round(value, 6) for value in attraction(torch.tensor([[[0.0], [1.0]]]), 1).flatten().tolist()]
     [-0.353553, 0.353553]
@@ -108,9 +108,9 @@ class GradientStep(nn.Module):
 
     Args:
         first: A and c.
-        force: of the size of its input. With the gradient of a convex function (`Attraction`, ``nn.Softmax``, an
-            activation with slope in [0, 1]) the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`, proved from the stored
-            numbers, otherwise :math:`1 + |s| \ell \|A\|^2`.
+        force: keeps the size of its input. If it is the gradient of a convex function (`Attraction`, ``nn.Softmax``, an
+            activation with slope in [0, 1]) and s >= 0, the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`, proved
+            from the stored numbers; otherwise :math:`1 + |s| \ell \|A\|^2`.
         step: s, 0-d.
 
     Raises:
@@ -139,7 +139,7 @@ class GradientStep(nn.Module):
 def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
     inner = None if input_shape is None else output_shape(module.first, input_shape)
     norm, slope, step = lipschitz(module.first, input_shape), lipschitz(module.force, inner), to_double(module.step)
-    curvature = up(step.abs() * slope * norm.square(), 4) + 2.0**-1000  # for products below the range
+    curvature = up(step.abs() * slope * norm.square(), 4) + 2.0**-1000  # covers products below the normal range
     convex = type(module.force) in (nn.Softmax, Attraction) or slope_restricted(module.force)
     return up(curvature - 1, 1).clamp_min(1.0) if convex and bool(step >= 0) else up(1 + curvature, 1)
 
@@ -154,8 +154,8 @@ def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: A
 
 def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     tokens, features = input_shape[-2:]
-    # A difference, its square, a sum of e of them and the root of 1 + it are of positive terms: each weight is right
-    # within a relative gamma. |W/n| <= 1 in the l2 norm, so both products are within theirs of numbers of norm |u|.
+    # A weight is made of differences, their squares, a sum of e squares and the root of 1 + it, all positive: its
+    # relative error is at most gamma. |W/n| <= 1 in the l2 norm, so each of the two products adds gamma |u|.
     gamma = arithmetic.gamma(2 * features + 2 * tokens + LIBRARY + 24)
     floor = math.sqrt(entries(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
     # Squares of differences must not overflow: beyond the cap, the peak leaves the range.

@@ -48,7 +48,7 @@ class SlopeRun(NamedTuple):
     places: list[int]
 
 
-# They leave a vector as it is.
+# Modules that leave a vector as it is.
 _SAME = (nn.Flatten, Reshape)
 
 
@@ -60,8 +60,8 @@ def in_runs(module: nn.Module) -> bool:
 def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Consecutive linear layers, and scalings between them, count as one layer. A run of these alone is marked by a
-    multiplier with any numbers at its last layer. ``candidates``: also runs that could have multipliers or need none.
+    Consecutive linear layers, and scalings between them, count as one layer. A run of linear layers alone is marked by
+    a multiplier, of any values, at its last layer. ``candidates``: also runs that could have multipliers or need none.
 
     >>> import torch
     >>> layers = [nn.Linear(2, 3, bias=False), Affine(torch.ones(3), torch.ones(3)), nn.ReLU(), nn.Linear(3, 1)]
@@ -80,7 +80,7 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
         linear = _linear_map(module, before, vectors)
         if linear is not None and (parts or part or linear.ndim == 2):
             if not (parts or part):
-                runs.append(SlopeRun(i, i, [], [], [], []))  # the layers below fill it
+                runs.append(SlopeRun(i, i, [], [], [], []))  # filled in below
             part = _composed(linear, part)
             if linear.ndim == 2:
                 weights, errors = zip(*parts, part, strict=True)
@@ -149,7 +149,7 @@ def _product(factors: Sequence[Tensor]) -> Tensor:
 
 
 def whole(factors: Sequence[float]) -> float:
-    """Product of constants, rounded up. It is infinite if one is, even beside 0: weights may not be finite there."""
+    """Product of constants, rounded up; infinite if one of them is, even beside 0: its weights may not be finite."""
     return math.inf if math.inf in factors else product(*factors)
 
 
@@ -158,7 +158,7 @@ def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
     found, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
     for run in runs:
         norms = whole(found[run.start : run.stop])
-        if math.isfinite(norms):  # a bias that is not finite shows there only
+        if math.isfinite(norms):  # only the norms show a bias that is not finite
             found[run.start] = min(norms, gain_bound(run.weights, run.multipliers, run.errors))
             found[run.start + 1 : run.stop] = [1.0] * (run.stop - run.start - 1)  # counted in the first one
     return torch.tensor(whole(found), dtype=torch.float64) if runs else _product(factors)
@@ -203,7 +203,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
     steps: list[ProvedModule] = []
     for module in modules:
         factors.append(lipschitz(module, shape).detach())
-        last = None if module is last and len(shape) > 1 else last  # one for each row of the sample
+        last = None if module is last and len(shape) > 1 else last  # it is applied to each row of the sample
         if arithmetic is not None and module is not last:
             steps.append(prove_module(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)

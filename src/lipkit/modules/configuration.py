@@ -32,13 +32,13 @@ def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None
         if isinstance(value, tuple):
             fits = len(value) <= 16 and count in (len(value), None)
             return fits and all(not isinstance(v, tuple) and accepts(v) for v in value)
-        return type(value) is int and least <= value <= most  # True is none
+        return type(value) is int and least <= value <= most  # a bool is no integer
 
     return accepts
 
 
 def either(accepts: Accepts | None, *others: str | None) -> Accepts:
-    """Accepts whatever ``accepts`` does, if given, and these words or None."""
+    """Accepts each of ``others`` (words or None), what ``accepts`` does (if given), and tuples of up to 16 of these."""
 
     def accepted(value: Any) -> bool:
         if isinstance(value, tuple):
@@ -51,17 +51,17 @@ def either(accepts: Accepts | None, *others: str | None) -> Accepts:
 
 
 def submodule(value: Any) -> bool:
-    """A module, described like any other."""
+    """The configuration of a module."""
     return isinstance(value, dict)
 
 
 def submodules(value: Any) -> bool:
-    """A tuple of modules, each described as `submodule`."""
+    """A tuple of configurations of modules."""
     return isinstance(value, tuple)
 
 
 def mapping(value: Any) -> bool:
-    """A mapping of names to numbers, which ``make`` reads."""
+    """A mapping of names to numbers."""
     return isinstance(value, dict)
 
 
@@ -132,7 +132,7 @@ def _build(config: Any, depth: int) -> nn.Module:
         raise DataError(f"{name}: expected the arguments {sorted(entry.arguments)}, got {sorted(given)}")
     for key, accepts in entry.arguments.items():
         if not accepts(given[key]):
-            raise DataError(f"{name}: expected another value of {key}, got {str(given[key])[:80]!r}")
+            raise DataError(f"{name}: expected a value that {key} accepts, got {str(given[key])[:80]!r}")
         if accepts is submodule:
             given[key] = _build(given[key], depth + 1)
         elif accepts is submodules:

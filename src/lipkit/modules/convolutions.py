@@ -36,12 +36,12 @@ from lipkit.proof.roundoff import up
 
 _Conv = nn.Conv2d | nn.ConvTranspose2d
 
-# What leaves the axis of a single row as it is.
+# Arguments that leave an axis of one row as it is.
 _OF_A_ROW = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "output_size": 1}
 
 
 def on_row(module: Any) -> Any:
-    """The module of images with one row that a convolution or a pooling of signals is, with its numbers.
+    """A convolution or pooling of signals as the module of images with one row, with the same numbers.
 
     >>> on_row(nn.Conv1d(2, 3, 5, padding=2))
     Conv2d(2, 3, kernel_size=(1, 5), stride=(1, 1), padding=(0, 2))
@@ -79,13 +79,13 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
     if mode == "replicate":
         return 1 + (before + after if size is None or size == 1 else max(before, after))
     if mode == "reflect":
-        meet = before and after and (size is None or 3 <= size <= before + after + 1)  # in one pixel
+        meet = before and after and (size is None or 3 <= size <= before + after + 1)  # both borders copy one pixel
         return 3 if meet else 2 if before or after else 1
     return 1
 
 
 def kernel_with_stride(module: Any) -> Tensor:
-    """A kernel whose convolution with stride 1 has at least the norm of this one of the plane: mostly the same norm.
+    """A kernel whose convolution of stride 1 has at least the norm of the module on the plane, mostly the same norm.
 
     >>> kernel_with_stride(nn.Conv2d(3, 8, 4, stride=4)).shape
     torch.Size([8, 48, 1, 1])
@@ -93,7 +93,7 @@ def kernel_with_stride(module: Any) -> Tensor:
     if module.weight.ndim == 3:
         module = on_row(module)
     kernel: Tensor = module.weight
-    # Taps that are spread by a dilation meet the phases in another pattern: there the stride is not used.
+    # Dilated taps meet the phases of the stride in another pattern: there the bound of stride 1 is taken.
     plain = all(d == 1 or k == 1 for d, k in zip(module.dilation, kernel.shape[2:], strict=True))
     return polyphase(kernel, module.stride) if plain else kernel
 
@@ -131,12 +131,12 @@ def _conv(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
             kernel, sides = polyphase(kernel, stride), (sides[0] // stride[0], sides[1] // stride[1])
         # Else the windows are some of those of stride 1.
         return circular(kernel, *sides, groups=groups)
-    # Of every image size, also those in which the last window meets the first one out of phase.
+    # A bound for every image size, including those whose last window meets the first one out of phase.
     return symbol_sup(kernel, groups=groups)
 
 
 def _transposed(module: nn.ConvTranspose2d, input_shape: Shape | None) -> Tensor:
-    # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
+    # Rows of the adjoint of a strided convolution of the plane; padding and output_padding choose which.
     if module.padding_mode != "zeros":
         raise NoRuleError(f"nn.ConvTranspose2d: expected padding_mode 'zeros', got {module.padding_mode!r}")
     return _on_plane(module)
@@ -172,7 +172,7 @@ def padded_copies(module: _Conv, input_shape: Shape) -> float:
     sizes = input_shape[1:]
     grid = torch.arange(math.prod(sizes), dtype=torch.float64).reshape(1, 1, *sizes)
     padded = F.pad(grid, list(module._reversed_padding_repeated_twice), mode=module.padding_mode)
-    return float(torch.bincount(padded.flatten().long()).amax())  # pixels are their own numbers
+    return float(torch.bincount(padded.flatten().long()).amax())  # the grid holds each pixel's number
 
 
 def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
@@ -185,7 +185,7 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Ro
 
     def sums(w: Tensor) -> tuple[float, float]:
         # Each channel on one side against the channels of its group on the other, over all taps.
-        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))  # (groups, rows of one, channels of one)
+        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))  # (groups, rows and channels of a group)
         one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
         return (other, one) if transposed else (one, other)  # rows of its stored weight are inputs
 

@@ -79,7 +79,7 @@ class Affine(nn.Module):
 class PositionCode(Shown):
     """``y = x + P`` with a trained offset P of each channel and place: a translation, so 1-Lipschitz.
 
-    Between layers that treat all places alike it tells them apart.
+    It lets layers that treat all places alike tell them apart.
 
     Args:
         channels, height, width: of the input.
@@ -119,8 +119,8 @@ def inner_products(
 ) -> RoundingError:
     """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
 
-    ``absolute`` maps |x| to ``|W| |x| + |b|``, ``sums`` |W| to its largest row sum and column sum. A padding makes at
-    most so many ``copies`` of an input. An evaluator that sums in blocks does so here if ``blocked``.
+    ``absolute`` maps |x| to ``|W| |x| + |b|``, ``sums`` |W| to its largest row sum and column sum. ``copies`` bounds
+    how often a padding repeats an input; ``blocked``: an evaluator that sums in blocks does so here.
     """
     magnitude = weight.detach().abs().double()
     depth = arithmetic.depth(terms) if blocked else terms
@@ -184,7 +184,7 @@ def last_layer(
     up = 1 + FLOAT64.gamma(n + 16)  # for the sums that are taken here
     tiny = ((weight < arithmetic.tiny) & (weight > 0)).double()
     norms = size(weight)
-    zero = weight.amax(1) == 0  # such a row has no error that grows
+    zero = weight.amax(1) == 0  # the error of a row of zeros does not grow
     slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
     floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
 

@@ -21,7 +21,7 @@ from lipkit.proof.roundoff import to_double, up
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The sources that gains refer to: the ``pieces`` of the value ``whole`` (None: one, the network's input)."""
+    """The sources that gains refer to: the ``pieces`` of the value ``whole`` (None: the network's input alone)."""
 
     pieces: int = 1
     whole: Form | None = None

@@ -183,7 +183,7 @@ def _fourier(module: FourierConv2d, input_shape: Shape | None) -> Tensor:
     return norm if module.kernel_size == (1, 1) else up(norm * transform_norm(module.matrices()) ** 2, 4)
 
 
-_ROOM = 4
+_ROOM = 4  # spare roundings of each product
 
 
 def transform_error(sizes: list[int], arithmetic: Arithmetic) -> float:
@@ -221,7 +221,7 @@ def relative_to_input(
     arithmetic: Arithmetic,
     carried: float = 0.0,
 ) -> RoundingError:
-    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of adding a bias to each channel.
+    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, then of adding a bias to each channel.
 
     ``carried`` is the relative error of the operations that the bias passes through after it is added.
     """
@@ -234,7 +234,7 @@ def relative_to_input(
 
 
 def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """The rounding of a convolution that is kept as its symbol."""
+    """Rounding rule of a convolution that is stored as its symbol."""
     outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
     blocks = spectral_blocks(module)
@@ -255,7 +255,7 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     relative += 4 * (steps + sum(sizes) + terms) * (2 + blocks) * arithmetic.tiny
     found = relative_to_input(relative, floor, module.bias, outputs, gain + blocks, arithmetic, transform)
     if biggest > arithmetic.room:
-        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))  # no number of the format
+        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))  # a stored number is too large for the format
     return found
 
 

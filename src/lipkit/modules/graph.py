@@ -5,7 +5,7 @@ products along chains, sums at `Add`, roots of sums of squares at `Concatenate` 
 branches that read disjoint pieces.
 
 **Rounding.** The machine's value is within E(s) of the exact one, the exact one moves by at most D(s) = G s, where G is
-the proved gain of that value. At a sum the errors of its terms add up; beside each other they count by the root of
+the proved gain of that value. At a sum the errors of its terms add up; in a concatenation they count by the root of
 the sum of their squares.
 """
 
@@ -69,7 +69,7 @@ class Add(Join):
 
 
 class Concatenate(Join):
-    """Values one behind the other along dimension ``dim`` (the batch is 0).
+    """Values concatenated along dimension ``dim`` (the batch is 0).
 
     Raises:
         OptionError: ``dim`` below 1.
@@ -158,7 +158,7 @@ def _summed(join: Join, lines: Sequence[Line]) -> Line:
 
 
 def beside(lines: Sequence[Line]) -> Line:
-    """The bound of values beside each other: ``|| a_i + b_i s || <= || a || + || b || s``."""
+    """Bound of a concatenation of values: ``|| a_i + b_i s || <= || a || + || b || s``."""
     at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)  # parts are orthogonal
     rounding = 1 + (len(lines) + 8) * 2.0**-52
     return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
@@ -204,7 +204,7 @@ class Graph(nn.Module):
     The last value is the output.
 
     Args:
-        modules: with one input each, or a join.
+        modules: each has one input or is a `Join`.
         sources: for each module the numbers of the values that it reads.
 
     Raises:
@@ -312,7 +312,7 @@ def forms_of(
 
 
 def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[range]]:
-    """The pieces of each (value, dimension) whose pieces share no entries."""
+    """The pieces of each (value, dimension), left out if any two of them share entries."""
     found: dict[tuple[int, int], list[range]] = {}
     for node, read in zip(nodes, sources, strict=True):
         if type(node) is Piece:
@@ -406,7 +406,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
         if isinstance(node, Join):
             given = [wiring.add(_joining(node).plain(node), *given)]
         else:
-            # Through values that nothing else reads, under whatever shape.
+            # Look behind reshapes, as long as nothing else reads their values.
             layer = given[0]
             while layer and waiting.get(layer, 1) == 1 and type(wiring.modules[layer - 1]) is Reshape:
                 (layer,) = wiring.sources[layer - 1]
@@ -483,7 +483,7 @@ def _advanced(
 
 
 def _wired(value: Any) -> bool:
-    """Lists of whole numbers."""
+    """A tuple of lists of value numbers, the sources of a `Graph`."""
     return isinstance(value, tuple) and all(
         isinstance(read, list) and 0 < len(read) <= 4096 and all(type(i) is int and i >= 0 for i in read)
         for read in value

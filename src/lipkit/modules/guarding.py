@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from lipkit.errors import NoRuleError
 from lipkit.linalg.transforms import active_modes, has_global_hooks
 
-# What a call of a module goes through in nn.Module; of the classes below it every method counts.
+# Attributes of nn.Module that a call of a module goes through; of its subclasses every method counts.
 _CALLED = (
     "__call__",
     "__getattr__",
@@ -27,7 +27,7 @@ _CALLED = (
     "forward",
 )
 
-# The methods of each class when a rule was registered for it: a rule speaks of those functions and no others.
+# The methods of each class when a rule was registered for it: a rule covers those functions and no others.
 _METHODS: dict[type, dict[str, object]] = {}
 
 
@@ -137,7 +137,7 @@ def _refuse_weights(module: nn.Module, name: str) -> None:
         raise NoRuleError(f"{name}: expected {key!r} as an ordinary dense tensor, got {got}")
 
 
-# What holds a network as an attribute, by name: some of these types are slow to import.
+# Types that wrap a network, and the attribute that holds it; by name, as some are slow to import.
 _WRAPPERS = {
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",

@@ -36,7 +36,7 @@ class HalfAbs(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1] // 2  # of an odd number the smaller half
+        n = x.shape[1] // 2  # rounded down
         return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
 
 
@@ -164,8 +164,8 @@ def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) ->
 
 
 def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair that is taken for
-    # the other side lies within the rounding of the comparison of the line, where a reflection moves it by twice that.
+    # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair taken for the wrong
+    # side is as near to the line as the comparison's rounding; the reflection moves it by twice that distance.
     each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * arithmetic.unit
     together = grow(math.expm1(module.order * math.log1p(each))) / arithmetic.unit
     return pointwise(together, 0.0, 0.0, input_shape, arithmetic, _largest(module.angles))
@@ -173,7 +173,7 @@ def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arit
 
 add_activation(Activation(NActivation, 1.0, _n_error, {"channels": COUNT}))
 
-# Not scalar: what happens to a number depends on its channel, or on another one.
+# Not scalar: what happens to a number depends on its channel, or on another number.
 add_plain(Plain(HalfAbs, 1.0, comparing, {}))
 add_plain(Plain(Householder, 1.0, _householder_error, {"channels": COUNT, "order": COUNT}))
 add_plain(Plain(LPReLU, 1.0, export=_export_lprelu))

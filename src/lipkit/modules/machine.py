@@ -93,9 +93,9 @@ class ErrorBound(NamedTuple):
 
 
 def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> ProvedModule:
-    """Prove the constant and the rounding rules of a module (float64) of a chain for the evaluator's ``arithmetic``.
+    """A module (float64) of a chain with its constant, and its rounding rules in ``arithmetic`` and in float64.
 
-    The constant is enlarged by more than a Fourier layer's stored transform can fall short.
+    The constant is enlarged: the exact transform of a Fourier layer may have a larger norm than the stored one.
     """
     gain = grow(float(constant.detach()) * (1 + 2.0**-44))
     machine = local_error(module, input_shape, arithmetic)
@@ -117,7 +117,7 @@ def prepare(
 def start(x: Tensor) -> ErrorBound:
     """The bounds before the first module: the machine's input is exact and within s of the sample."""
     zero = nothing(x)
-    # The machine's inputs are finite numbers of its format: they are no peak themselves.
+    # Inputs are finite numbers of the machine's format, so they do not count as a peak.
     return ErrorBound(x, zero.at, zero, Line(zero.at, 1.0), zero)
 
 
@@ -158,7 +158,7 @@ class NormFactors(NamedTuple):
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
-    """Factors of a chain: around 0 a module's error is ``own(0) + slope ||h||`` for every h; later ones add to it."""
+    """Factors of a chain: a module's error, at most ``own(0) + slope ||h||`` for every h, grows by the later gains."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):
@@ -175,10 +175,10 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
 def by_norms(
     steps: Sequence[ProvedModule], factors: NormFactors, x: Tensor, spare: Callable[[Tensor], Tensor]
 ) -> tuple[ErrorBound, Tensor]:
-    """`through` in float64 arithmetic, with the norms of values for the errors of modules.
+    """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
 
-    ``spare`` maps outputs to the error that does not matter (N,). For samples that have more, the modules that add most
-    are measured; the second result says of which samples the bounds of `through` could still be lower by more.
+    ``spare`` maps outputs to the error (N,) that does no harm. Samples with a larger one have the modules that add most
+    measured. The second result is True for samples that `through` could still improve by more than their spare error.
     """
     errors, slopes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
@@ -186,11 +186,11 @@ def by_norms(
     peak = Line(size(x), 1.0).times(origin.peak.slope).plus(Line(origin.peak.at, 0.0))
     with torch.no_grad():
         for place, step in enumerate(steps):
-            norms.append(size(x) if slopes[place] else norms[0])  # a factor that multiplies 0
+            norms.append(size(x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
             if most[place]:
                 before[place] = x.clone()
             x = step.module(x)
-    sums = 1 + FLOAT64.gamma(len(norms) + 4)  # for products of rows
+    sums = 1 + FLOAT64.gamma(len(norms) + 4)  # covers the rounding of the products below
     beside = torch.stack(norms, 1) * sums
     total, enough = beside @ errors, spare(x)
     far = ~(total.sum(1) < enough)
@@ -201,7 +201,7 @@ def by_norms(
             measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
         total[rows] = rest + (measured * sums) @ errors
-        far[rows] = ~(rest.sum(1) < enough[rows])  # what was not measured may still be too much
+        far[rows] = ~(rest.sum(1) < enough[rows])  # errors that are not measured may alone be too large
     error, centre = grow(total).unbind(1)  # the machine's error, and that of the float64 centre
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
     return ErrorBound(x, centre, error_line, move, peak._replace(slope=origin.peak.slope)), far

@@ -54,8 +54,7 @@ class Network(nn.Sequential):
 
     Attributes:
         input_range: (low, high) of every entry of the inputs that the network was made for, such as (0, 1) of images;
-            None where nobody said. Certificates refuse inputs outside. It is stored, and no part of
-                `lipkit.modules.sha256`.
+            None if unknown. Certificates refuse inputs outside. It is stored, but no part of `lipkit.modules.sha256`.
 
     >>> import torch
     >>> net = Network([nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Identity())], (1, 2, 2))
@@ -81,7 +80,7 @@ class Network(nn.Sequential):
         self.eval()
 
     def carry(self, index: int, values: Tensor) -> None:
-        """Take this multiplier for the activation at ``index``."""
+        """Set the multiplier of the activation at ``index``."""
         if not 0 <= index < len(self) or values.ndim != 1:
             shape = tuple(values.shape)
             raise ShapeError(f"multiplier {index}: expected shape (n,) at an index below {len(self)}, got {shape}")
@@ -115,7 +114,7 @@ class Network(nn.Sequential):
         return f"input_shape={self.input_shape}"
 
     def __str__(self) -> str:
-        """The modules one below the other, at most a screen; ``repr`` has all. A claim of multipliers says so."""
+        """The modules one below the other, at most a screen (``repr`` has all), and which multipliers are claimed."""
         rows = []
         for i, module in enumerate(self):
             first, *rest = repr(module).splitlines()

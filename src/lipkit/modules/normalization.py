@@ -1,4 +1,4 @@
-"""Normalisations: affine by running statistics, of a large constant by those of the sample itself."""
+"""Normalisations: by running statistics they are affine; by the sample's own statistics their constant is large."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _FOLDABLE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
 
-    ``shape`` is that of one sample in front of the normalisation, which may be another one than behind the layer.
+    ``shape`` is that of one sample in front of the normalisation; a reshape may stand between it and the layer.
 
     >>> norm = nn.BatchNorm1d(2).eval()
     >>> _ = norm.running_mean.fill_(1.0)
@@ -207,7 +207,8 @@ class BatchLipNorm(Center):
 
     In evaluation by running statistics: a gain and a translation of constant :math:`1 / \sqrt{\max_k v_k + \epsilon}`,
     which may be above 1 (`lipkit.lipschitz` of the network holds it). In training the output depends on the batch, and
-    there is none. One factor leaves an orthogonal layer in front a multiple of itself, where `nn.BatchNorm2d` bends it.
+    there is none. One factor for all channels keeps an orthogonal layer in front orthogonal up to scale, unlike the
+    factors of `nn.BatchNorm2d`.
 
     Args:
         channels: of dimension 1.
@@ -303,7 +304,7 @@ class UnitNorm(Together):
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
 
     def within(self, x: Range) -> UnitNorm:
-        """One that computes the same for inputs in a range, its eps as large as possible."""
+        """An equal map for inputs in a range, with eps as large as possible."""
         nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))

@@ -14,10 +14,10 @@ from lipkit.modules.guarding import type_name
 
 
 def settled(module: nn.Module) -> nn.Module:
-    """The module, its parametrised tensors (those of parts apart) as parameters of their present values.
+    """The module with its own parametrised tensors (not those of its parts) as parameters of their present values.
 
-    The values have the derivatives of the parametrizations. All else is shared with the module, which stays as it is,
-    and is the answer itself if it has no parametrizations.
+    The values have the derivatives of the parametrizations. All else is shared with the module, which stays as it is.
+    A module without parametrizations is returned itself.
 
     Raises:
         NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a
@@ -37,7 +37,7 @@ def settled(module: nn.Module) -> nn.Module:
     if kind.__name__ != f"Parametrized{base.__name__}" or own - {"__getstate__", "__deepcopy__", *lists}:
         raise NoRuleError(f"{name}: expected the class that torch makes of it, got {kind.__name__} with {sorted(own)}")
     _check_still(module, name)
-    # Not the attributes: inside of torch's `cached`, those of a copy are the original's.
+    # Not the module's attributes: inside of torch's `cached`, a copy has those of the original.
     values = {key: one() for key, one in lists.items()}
     kept = {key: parametrize._cache.get((id(module), key)) for key in lists}
     if stale := [key for key, t in kept.items() if t is not None and not torch.equal(t, values[key])]:
@@ -61,7 +61,7 @@ def _check_still(module: nn.Module, name: str) -> None:
         for graph in (False, True, False):
             with torch.set_grad_enabled(graph):
                 seen.append({key: one().detach().clone() for key, one in lists.items()})
-        with torch.inference_mode():  # where networks are often run
+        with torch.inference_mode():  # networks are often run in this mode
             seen.append({key: one().clone() for key, one in lists.items()})
     same = all(bool(((t == one[key]) | (t != t)).all()) for one in seen[1:] for key, t in seen[0].items())
     if not same or versions != [t._version for t in state]:

@@ -2,7 +2,7 @@
 
 A layer that is trained joins by two rules, `lipschitz_rule` and `export_rule`; a module of exported networks by a row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz: a module without a rule, and one whose forward pass is not the
-one its type names (hooks, an instance-level ``forward``), is refused. Parametrised ones are what their numbers say.
+one its type names (hooks, an instance-level ``forward``), is refused. Parametrised modules count with present weights.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
 
 
 class Shown(nn.Module):
-    """A module that shows what its constructor takes, from its attributes of these names; tensors are left out."""
+    """A module whose repr shows the constructor's arguments, read from attributes of the same names; no tensors."""
 
     def extra_repr(self) -> str:
         own, shown = vars(self), list[str]()
@@ -81,7 +81,7 @@ class Shown(nn.Module):
 
 
 class Plain(NamedTuple):
-    """One row of the table of modules. A question that the row leaves open is refused with the module's name.
+    """One row of the table of modules. A question that the row leaves open is refused; the message names the module.
 
     Attributes:
         kind: its type, matched exactly.
@@ -91,8 +91,8 @@ class Plain(NamedTuple):
         stored: what its constructor takes, by name, or a `Stored`; a module that is stored exports as a copy.
         range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
         integer: ``integer(builder, module, value, gain)``, its program in int32 (`lipkit.integer.Builder`).
-        export: ``export(module, input_shape)``, plain modules that compute the same, where it is none itself.
-        dims: dimensions of a sample, at least and at most: with fewer, torch takes the batch for channels or pixels.
+        export: ``export(module, input_shape)``, plain modules that compute the same, if it is not plain itself.
+        dims: least and most dimensions of a sample: with fewer, torch takes the batch for channels or pixels.
     """
 
     kind: type[nn.Module]
@@ -113,7 +113,7 @@ def add_plain(row: Plain) -> None:
     """Let exported networks hold modules of exactly this type.
 
     Raises:
-        NoRuleError: its type has a row already, or another one is stored under its name.
+        NoRuleError: its type has a row already, or another type is stored under its name.
 
     >>> add_plain(Plain(nn.ReLU, 1.0))
     Traceback (most recent call last):

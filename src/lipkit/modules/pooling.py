@@ -70,7 +70,7 @@ def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mod
     """
     if n is not None:
         return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
-    # Rows sum to 1 at most. A pixel has a weight of 1 / kernel in each window, or 1 where a border one may count fewer.
+    # Rows sum to at most 1. A window weighs pixels by 1 / kernel; at the border, if it counts fewer, by up to 1.
     weight = 1.0 if ceil_mode or (padding and not count_pad) else 1 / kernel
     return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))  # three roundings of half a unit each
 

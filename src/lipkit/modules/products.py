@@ -43,7 +43,7 @@ class Limited(Join):
     """
 
     limits: Tensor
-    where = ""  # that messages name
+    where = ""  # the call that messages name
 
     def __init__(self, limits: Tensor | None = None) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _form(join: Limited, forms: Sequence[Form]) -> Form:
 
 def _lines(join: Limited, lines: Sequence[Line]) -> Line:
     a, b = join.norms()
-    return lines[0].times(b).plus(lines[1].times(a))  # each factor moves beside the other's limit
+    return lines[0].times(b).plus(lines[1].times(a))  # one factor moves while the other is at most its limit
 
 
 def _joining(operations: Callable[[Any], int]) -> Joining:
@@ -183,7 +183,7 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
 
 
 def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
-    """The range behind a module, and the module with limits."""
+    """The range of a module's output, and the module with limits on its products."""
     if isinstance(plain, UnitNorm):
         return _range_of(double, given), plain.within(given)
     if type(plain) is not Graph:
@@ -212,7 +212,7 @@ def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
     if not bool(largest.isfinite().all()):
         name = product.where or type(product).__name__
         raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
-    return torch.minimum(largest, product.limits.double())  # limits that are there stay
+    return torch.minimum(largest, product.limits.double())  # smaller limits stay
 
 
 def _range_of(module: nn.Module, x: Range) -> Range:

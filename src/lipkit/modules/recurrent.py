@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
     .. math:: (v_t,\, x_{t+1},\, y_t) = M\, (w_t,\, x_t,\, u_t) + b, \qquad w_t = \phi(v_t), \qquad x_0 = 0
 
     Args:
-        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers do not count.
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers are ignored.
         bias: b ``(nv + nx + ny,)``.
         metric: P ``(nx, nx)``; only its lower triangle is read.
         multiplier: diagonal of Lambda ``(nv,)``.
@@ -118,7 +118,7 @@ class Recurrent(nn.Module):
         return stream.x, y
 
     def stream(self, batch: int = 1) -> Stream:
-        """:meth:`step` with memory of its own, which holds the states: for loops in real time."""
+        """:meth:`step` for loops in real time: it holds the states in its own memory."""
         return Stream(self.matrix, self.bias, self.states, self.units, self.block, self.phi, batch)
 
     def one_step(self) -> Network:
@@ -135,7 +135,7 @@ class Recurrent(nn.Module):
         return Network([Graph([*nodes, last], [*sources, [known]]) if nv else last], (self.states + self.in_features,))
 
     def system(self) -> tuple[System, Tensor]:
-        """The system without its claims, and the multiplier."""
+        """The system without its claims, and the multiplier of each unit."""
         guard(self.phi)
         nv = self.units[0]
         if self.block < nv and not unitwise(self.phi):
@@ -203,7 +203,7 @@ def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
 
 
 class _Numbers(NamedTuple):
-    """Of ||x|| / ||x||_P and its inverse; of (x, u) to v; of D11; of r to w = phi(r + D11 w); of B1 and D21."""
+    """Bounds of norms: ||x|| / ||x||_P and its inverse; (x, u) to v; D11; r to w = phi(r + D11 w); B1 and D21."""
 
     state: float
     metric: float
@@ -224,7 +224,7 @@ def _numbers(module: Recurrent) -> _Numbers:
         least = 0.0  # nothing is proved
     blocks = (v[:, nw:], v[:, :nw], s[:, :nw], o[:, :nw])
     read, within, write, show = (float(spectral_norm(part)) if part.numel() else 0.0 for part in blocks)
-    # Blocks of D11 vanish after as many powers as there are blocks.
+    # D11 is block triangular with a zero diagonal: its power by the number of blocks is 0.
     solve = phi * sum(product(*[phi * within] * k) for k in range(max(nv // module.block, 1))) * (1 + 2.0**-30)
     if system.lipschitz is None and nv > module.block:
         solve = min(solve, _monotone(v[:, :nw], to_double(multiplier)))
@@ -285,7 +285,7 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
                 for t in range(shape[0])
             ]
 
-        # Of the float64 states that the errors are measured at, then of the machine's around them.
+        # First the errors of the float64 states at which rounding is measured, then the machine's around them.
         exact = _walk(at(double), None, n, root, rate, 0.0)
         return _total(_walk(at(machine), exact, n, root, rate, moves))
 
@@ -297,7 +297,7 @@ def _none(x: Tensor) -> RoundingBound:
 
 
 class _Step(NamedTuple):
-    """Bounds at one step: of the error of x (in the norm of P), of v, of w and of y, and of every number."""
+    """Bounds at one step: of the errors of x (in the norm of P), v, w and y, and of every number on the way."""
 
     x: Line
     v: Line
@@ -309,16 +309,16 @@ class _Step(NamedTuple):
 def _walk(
     local: list[_Locals], centre: list[_Step] | None, n: _Numbers, root: float, rate: float, moves: float
 ) -> list[_Step]:
-    """The recursion of the module docstring; around computed states with errors of their own, or at them."""
+    """The recursion of the module docstring, for the computed states (``centre`` None) or the machine's around them."""
     found = list[_Step]()
     error = Line(torch.zeros_like(local[0].s.error.at), 0.0)
-    none = error
+    zero = error
     for t, now in enumerate(local):
-        of = _Step(none, none, none, none, none) if centre is None else centre[t]
-        # How far the machine's (x, u) is from where its error was measured, and so v and w.
-        far = none
+        of = _Step(zero, zero, zero, zero, zero) if centre is None else centre[t]
+        # Distances of the machine's (x, u), w and v from where their errors were measured.
+        far = zero
         if centre is not None:
-            far = error.plus(of.x).plus(Line(none.at, moves)).times(n.state).plus(Line(none.at, 1.0))
+            far = error.plus(of.x).plus(Line(zero.at, moves)).times(n.state).plus(Line(zero.at, 1.0))
         w_far = far.times(product(n.solve, n.read)).plus(of.w)
         v_far = far.times(n.read).plus(w_far.times(n.within)).plus(of.v)
         # What an error of w adds to itself through the rounding of D11 w: e <= first + q e.
@@ -340,7 +340,7 @@ def _walk(
 
 
 def _total(steps: list[_Step]) -> RoundingBound:
-    """All outputs together."""
+    """The error of all outputs together, and their largest peak."""
     peaks = (step.peak for step in steps)
     return RoundingBound(beside([step.y for step in steps]), functools.reduce(Line.most, peaks))
 
@@ -401,13 +401,13 @@ def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
     (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
     m, b, p, lam = (t.to(like) for t in (m, b, found.metric, found.multiplier))
-    made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)  # `real` takes no more
-    made.gain = min(_gain(made), made.gain * 2)  # of the rounded metric, to be the claim
+    made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)  # `real` accepts no more
+    made.gain = min(_gain(made), made.gain * 2)  # the claim is what the rounded metric proves
     return made
 
 
 class Outputs(nn.Module):
-    """The outputs of a recurrent network of torch at all steps, without its last state, in a network that is traced."""
+    """The outputs of an ``nn.RNN`` at all steps, without its last state: its form in traced networks."""
 
     def __init__(self, rnn: nn.RNN) -> None:
         super().__init__()

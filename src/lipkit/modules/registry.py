@@ -75,7 +75,7 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
     """A copy of a module that is already plain, after `lipschitz` has refused options without a rule.
 
-    The call is left out for modules with a matrix, whose norm takes long to prove; it is proved where it is needed.
+    Modules with a matrix skip that call: the proof of its norm takes long and is made where it is needed.
     """
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):
@@ -88,8 +88,8 @@ def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
     return plain
 
 
-# What modules above this one fill in, so that it imports none of them. For modules with a forward pass of their own:
-# what `structure` does in place of a rule, by the name of the function.
+# Filled in by modules that import this one. For modules with their own forward pass: what `lipkit.lowering.structure`
+# does in place of a rule, by the name of the function.
 _TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {}
 
 # Products of two values: "limited" of a network and its box, "refused" without one (`products`).
@@ -125,7 +125,7 @@ def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
 
 
 def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: bool = False) -> Tensor:
-    r"""Upper bound of the l2 Lipschitz constant of ``module``: what the mathematics promises.
+    r"""Upper bound of the l2 Lipschitz constant of ``module`` in exact arithmetic.
 
     .. math:: \|f(x) - f(y)\|_2 \le L \|x - y\|_2 \quad\text{for all } x, y
 
@@ -222,7 +222,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     with torch.no_grad(), without_autocast():
         module = settled(module)
     rule = _rule(module, "export")
-    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})  # their streams as well
+    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})  # their random streams too
     # Constructors draw random initial values, which are overwritten: the caller's random stream must not change.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
@@ -242,13 +242,13 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
 
 
 def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """:func:`export` of a part of a module, without its chain where that holds one."""
+    """:func:`export` of a part of a module: the one module of the chain, or the chain if it holds several."""
     network = export(module, input_shape)
     return network[0] if len(network) == 1 else network
 
 
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
-    """The result of the rule of ``kind``, its modules that another type can stand for exported in turn."""
+    """The result of the rule of ``kind``, with those of its modules that cannot be stored exported in turn."""
     old = [type(m) is not kind and type(m) in ROWS and ROWS[type(m)].stored is None for m in network]
     if not any(old):
         return network

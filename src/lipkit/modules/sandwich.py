@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.register_buffer("multiplier", multiplier.detach().clone())
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """In the order of computation."""
+        """The three parts in the order of computation."""
         return self.first, self.activation, self.second
 
 
@@ -156,7 +156,7 @@ class SlopeResidual(Block):
 def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error: float = 0.0) -> Tensor:
     """Upper bound of the constant of a `SlopeResidual` with matrices ``(..., h, n)`` and ``(..., n, h)`` in float64.
 
-    ``entry_error`` bounds the spectral norm of the rounding error that is already in w1 and w2, each.
+    ``entry_error`` bounds the spectral norm of the rounding error that each of w1 and w2 already has.
 
     >>> w = torch.eye(2, dtype=torch.float64)
     >>> 1 <= slope_residual_bound(w, -2 * w, 2 * torch.ones(2)).item() < 1 + 1e-9

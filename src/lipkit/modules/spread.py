@@ -1,4 +1,4 @@
-r"""A convolution from few channels to many: a small one in the Fourier basis, then a kernel, less the input.
+r"""A convolution from few channels to many: a small one in the Fourier basis, then a kernel, minus the input.
 
 The layer has the symbol :math:`F S - E`, with the symbols S of the first part and F of the kernel, and E the identity
 on the channels of the input. The norm of this symbol is proved. The norms of the parts alone say little: in a Cayley
@@ -34,7 +34,7 @@ from lipkit.proof.roundoff import gamma, to_double, up
 
 
 class SpreadConv2d(nn.Module):
-    r"""A small circular convolution, then a kernel to more channels, less the input: a Cayley layer with few inputs.
+    r"""A small circular convolution, then a kernel to more channels, minus the input: a Cayley layer with few inputs.
 
     .. math:: y = F * t - [x;\, 0] + b, \qquad t = T^\top \mathrm{diag}(S_f)\, T x
 
@@ -51,9 +51,9 @@ class SpreadConv2d(nn.Module):
         ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
 
     Cost:
-        Two transforms of the input, and one product of matrices, F beside -E and b, with the shifted images: no
-        convolution, which a fast algorithm could evaluate, and which some runtimes do not have in float64. On a CPU,
-        in float32 and without gradients, it is oneDNN's convolution, whose algorithm is the direct one.
+        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images. It is no
+        convolution: fast algorithms for these round differently, and some runtimes have none in float64. On a CPU, in
+        float32 and without gradients, it is oneDNN's convolution, which uses the direct algorithm.
 
     Raises:
         OptionError: parts of another type or size. ShapeError: an input of another size.
@@ -108,11 +108,11 @@ class SpreadConv2d(nn.Module):
         padded = F.pad(t, circular_pads(kh, kw), mode="circular")
         if self._convolves(t):
             y = torch.mkldnn_convolution(padded, self.weight, self.bias, (0, 0), (1, 1), (1, 1), 1)
-            y[:, :cin].sub_(x)  # less [x; 0]
+            y[:, :cin].sub_(x)  # minus [x; 0]
             return y
         images = [padded[:, :, i : i + h, j : j + w] for i in range(kh) for j in range(kw)]
         matrices = [self.weight.permute(0, 2, 3, 1).flatten(1), -torch.eye(cout, cin, dtype=t.dtype, device=t.device)]
-        images.append(x)  # beside -1 in the matrix: less the input
+        images.append(x)  # times -E: the input is subtracted
         if self.bias is not None:
             images.append(torch.ones_like(x[:, :1]))
             matrices.append(self.bias[:, None])

@@ -52,7 +52,7 @@ BITS = tuple(_INTEGERS)
 # dense layers do: 512 x 4096 gain 4.9 % in norm with one step for each row, 1.3 % with blocks of 64.
 _BLOCK = 64
 
-# Smaller tensors stay as they are: a file of a network is mostly its dense layers, but every layer adds to the bound.
+# Smaller tensors stay as they are: they save little, as dense layers fill most of a file, but each adds to the bound.
 _SMALLEST = 1 << 15
 
 
@@ -138,7 +138,7 @@ def contents(network: nn.Module) -> Contents:
     for name, tensor in sorted(network.state_dict().items()):
         data = tensor.detach().cpu().contiguous()
         numbers = data.reshape(-1)[:, None].view(torch.uint8).numpy().reshape(-1)
-        words = numbers.view(np.uint8 if numbers.size % 8 else np.int64)  # of eight bytes they are compared faster
+        words = numbers.view(np.uint8 if numbers.size % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
     return found
 
@@ -258,7 +258,7 @@ def _input_range(config: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def configuration(network: Network) -> dict[str, Any]:
-    """The network without its tensors: what ``rebuilt`` takes."""
+    """The configuration that `rebuilt` takes: the network without its tensors."""
     config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
     return config | ({} if network.input_range is None else {"input_range": list(network.input_range)})
 

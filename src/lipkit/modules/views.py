@@ -1,6 +1,6 @@
-"""Modules that show the numbers of a sample in another order or shape, or some of them, and those of torch that do.
+"""Modules, torch's among them, that reorder, reshape, repeat, pad or select the numbers of a sample.
 
-All are exact, but for bilinear copies. Dimensions are counted as torch does, the batch being 0, and never reach it.
+All are exact, except bilinear upsampling. Dimensions are counted as in torch; none of these touches the batch, 0.
 """
 
 from __future__ import annotations
