@@ -188,7 +188,7 @@ def random_network(seed: int) -> modules.Network:
         size = math.prod(nn.Sequential(*layers)(torch.zeros(1, 2, 5, 6)).shape)
         layers += [nn.Flatten(), nn.Linear(size, 4), act(), nn.Linear(4, 3)]
         shape = (2, 5, 6)
-    network = modules.Network(layers, shape)
+    network = lipkit.export(nn.Sequential(*layers), shape)
     network.input_range = (0.0, 1.0) if seed % 2 else None
     return network
 

@@ -43,7 +43,7 @@ import lipkit
 from benchmarks import soundness_modules
 from lipkit.errors import LipkitError
 from lipkit.layers import families
-from lipkit.modules import Affine, GroupSort, MaxMin, Network
+from lipkit.modules import Affine, GroupSort, MaxMin
 from lipkit.testing import dense_matrix
 
 
@@ -177,7 +177,7 @@ def networks(draw: random.Random) -> None:
         logits = (features[:1] @ weight.T)[0].double().nan_to_num()
     tie = float(logits.max() - logits[0]) * (1 + draw.choice((0.5, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-12)))
     bias[0] = min(tie, float(torch.finfo(dtype).max))
-    network = Network([*body, linear(weight, bias)], (width,))
+    network = lipkit.export(nn.Sequential(*body, linear(weight, bias)), (width,))
     x = torch.where(x.isfinite(), x, torch.zeros_like(x))
     with setting(draw) as changed:
         # Of the exact function as nearly as float64 tells it: the machine must agree where there is a radius.

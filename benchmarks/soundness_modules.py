@@ -91,7 +91,7 @@ def integer_programs(draw: random.Random) -> None:
     x[0], x[1] = draw.choice((0.9375, 0.25, 1.0)), x[1].round()
     x = (x * (high - low) + low).mul(2**20).round().div(2**20)
     for head in ([], [linear(weight.to(dtype), bias.to(dtype))]):
-        network = Network(copy.deepcopy([*body, *head]), shape)
+        network = lipkit.export(nn.Sequential(*body, *head), shape)
         network.input_range = (low, high)
         _errors(network, x)
     program, exact = integer_program(network)[0], copy.deepcopy(network).double()

@@ -204,7 +204,7 @@ def phase(complex_pairs: bool) -> nn.Module:
 IMAGE = (2, 4, 4)
 TENSORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 3), (5,)),
-    "conv1d": (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 5)),
+    "conv1d": (lambda: export(nn.Conv1d(2, 2, 3, padding=1), (2, 5)), (2, 5)),
     "conv": (lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2), IMAGE),
     "conv, circular": (lambda: nn.Conv2d(2, 2, 3, padding="same", padding_mode="circular"), IMAGE),
     "transposed": (lambda: nn.ConvTranspose2d(2, 2, 3, stride=2), IMAGE),

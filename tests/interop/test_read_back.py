@@ -46,7 +46,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 def test_every_activation(kind: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = kind(4) if kind is modules.NActivation else kind()
-    agree(modules.Network([nn.Linear(4, 4), module, nn.Linear(4, 2)], (4,)), tmp_path)
+    agree(lipkit.export(nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 2)), (4,)), tmp_path)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -80,9 +80,9 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
     kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
     first, second = (2 if n > 1 else 1 for n in periods)  # an axis of one tap is not divided
     finer = periods[0] * first, periods[1] * second
-    offsets = cells.new_tensor([[0, *move] for move in kept])
-    children = ((cells * cells.new_tensor([1, first, second]))[:, None] + offsets).flatten(0, 1)
-    children[:, 1:] = torch.remainder(children[:, 1:], cells.new_tensor(finer))
+    offsets = cells.new_tensor([[0, *move] for move in kept], dtype=torch.int64)
+    children = ((cells * cells.new_tensor([1, first, second], dtype=torch.int64))[:, None] + offsets).flatten(0, 1)
+    children[:, 1:] = torch.remainder(children[:, 1:], cells.new_tensor(finer, dtype=torch.int64))
     return children, finer
 
 

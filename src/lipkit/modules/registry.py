@@ -249,7 +249,9 @@ def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
     """The result of the rule of ``kind``, with those of its modules that cannot be stored exported in turn."""
-    old = [type(m) is not kind and type(m) in ROWS and ROWS[type(m)].stored is None for m in network]
+    rows = [None if type(m) is kind else ROWS.get(type(m)) for m in network]
+    # Flatten is stored for whole samples only.
+    old = [row is not None and (row.stored is None or row.kind is nn.Flatten) for row in rows]
     if not any(old):
         return network
     modules, shape = list[nn.Module](), network.input_shape
