@@ -107,7 +107,7 @@ class _Rows(Best):
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         super().update(index, points, logits, loss)
         self.won[index] |= misclassified(logits, self._labels[index])
-        self.fooled = torch.isin(self.owner, self.owner[self.won])  # a start that wins ends its sample's others
+        self.fooled = torch.isin(self.owner, self.owner[self.won])  # one success ends all starts of the sample
 
 
 def _searched(

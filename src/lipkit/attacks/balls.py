@@ -50,7 +50,7 @@ def ball(norm: str) -> Ball:
 
 
 def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
-    """(N,) distances in the l2 norm or that of another order, computed in float64 (on the CPU for mps, which has none).
+    """(N,) distances, l2 or of another order, computed in float64; on the CPU if the device (mps) has no float64.
 
     >>> [norms(torch.tensor([[3.0, -4.0]]), torch.zeros(1, 2), order).tolist() for order in (2, math.inf)]
     [[5.0], [4.0]]

@@ -14,9 +14,9 @@ from lipkit.errors import OptionError, ShapeError
 def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: int = 20) -> Tensor:
     r"""The closest misclassified point that bisection finds on the segment from each sample to its adversarial example.
 
-    Keeps ``b`` misclassified in ``x + b (x' - x)`` and halves the interval below it ``steps`` times. A fixed-radius
-    attack spends its whole budget, although the boundary is usually much closer. The closer the example, the sharper
-    the comparison with a certificate.
+    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. A fixed-radius attack
+    uses its whole radius, although the boundary is usually much closer. The closer the example, the sharper the
+    comparison with a certificate.
 
     **Guarantee.** The returned point was seen to be misclassified, or is ``adversarial`` itself. It lies in every box
     that holds both ends, up to one rounding of the sum.

@@ -41,7 +41,7 @@ def command(
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
-    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. Prints the product of the layers'
+    written by lipkit.save; or an ONNX or .pt2 file. It is bounded in evaluation mode. Prints the product of the layers'
     constants, the tighter bound by LipSDP, and the steepest secant that a search found.
     """
     shape, limits = parse_shape(input_shape), parse_box(box)

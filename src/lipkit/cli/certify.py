@@ -42,12 +42,11 @@ def command(
     RUN is the folder of a run. The new files go into RUN/certify-001, RUN/certify-002 and so on; reports, tables and
     exports of RUN keep showing the first ones.
 
-    MODEL DATA is a network from elsewhere and the name of a data set (or folder:PATH, npz:FILE, ...): an ONNX file, a
-    folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so
-    run). It becomes a run in RUNS.
+    MODEL DATA is a network from elsewhere and the name of a data set (or folder:PATH, npz:FILE, ...). MODEL is an ONNX
+    or .pt2 file, a folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it
+    is imported, so run). It becomes a run in RUNS.
 
-    MODEL PROPERTY.vnnlib asks whether a property holds: the answer is holds (proved), violated (with a point) or
-    unknown.
+    MODEL PROPERTY.vnnlib checks a property; the answer is holds (proved), violated (with a point) or unknown.
 
     An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
     certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples

@@ -64,14 +64,14 @@ def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
                 raise ValueError(f"dtype {dtype}")
             if claimed != held:
                 raise ValueError(f"a header that claims {claimed} bytes before {held} bytes of data")
-        with archive.open(info) as stream:  # again from the start, behind the check of the header
+        with archive.open(info) as stream:  # from the start again: the header above was checked
             return np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # numpy parses the header as Python source and may raise any of the parser's errors
         raise DataError(f"{where}: expected a complete array of numbers in .npy format, got {error}") from error
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """Read an array of numbers in NumPy's .npy format; ``DataError`` for a missing file or anything else in it."""
+    """Read an array of numbers in NumPy's .npy format; ``DataError`` if the file is missing or of another kind."""
     size = file_size(path, "write one with numpy.save(path, array)")
     check_claim(path, size, size, compressed=False)  # against MAX_BYTES
     with reading(path):

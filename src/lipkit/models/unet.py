@@ -139,7 +139,7 @@ def autoencoder(
         current = width
     down.append(made.bare(current, code, kernel_size))
     up = [*made.conv(code, current, kernel_size), *up]
-    net = nn.Sequential()  # of named parts
+    net = nn.Sequential()  # its two parts have names
     net.add_module("encoder", bounded(down, lipschitz))
     net.add_module("decoder", nn.Sequential(*up))
     return net

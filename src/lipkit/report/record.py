@@ -266,7 +266,7 @@ def save_regression(
     split: Split,
     record: RegressionRecord,
 ) -> None:
-    """Write ``predictions.csv``, ``curve.safetensors`` (inputs of one number) and, last, ``record.json`` into a run.
+    """Write ``predictions.csv``, ``curve.safetensors`` (for scalar inputs) and then ``record.json`` into a run folder.
 
     Args:
         folder: the run folder; it must exist.

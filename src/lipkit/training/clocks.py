@@ -89,7 +89,8 @@ Request = Literal["", "save", "stop"]
 class Clock:
     """Wall-clock limits of one call of ``fit``; the first process decides for all.
 
-    ``max_minutes`` ends training at a checkpoint; ``checkpoint_seconds`` lie between checkpoints; None is no limit.
+    ``max_minutes`` is the time after which training ends at a checkpoint, ``checkpoint_seconds`` the time between
+    checkpoints; None is no limit.
 
     >>> Clock(max_minutes=None, checkpoint_seconds=60).own_request()
     ''

@@ -54,7 +54,7 @@ class LipschitzPenalty:
         l1: :math:`l_1`, not negative; :math:`\theta_i` is the weight without bias.
 
     Guarantee:
-        None. The network is trained to have a small bound; ``lipschitz`` or ``analyze`` compute it.
+        None. The network is trained to have a small bound; ``lipschitz`` or ``analyze`` compute one.
 
     Raises:
         OptionError: an option outside its range; when called, no layer to regularise.

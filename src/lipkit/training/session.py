@@ -61,7 +61,7 @@ class Session:
         return max(by_steps, fabric.broadcast(used, src=0) if fabric.world_size > 1 else used)
 
     def finish_step(self, model: nn.Module, number: int, last: bool) -> None:
-        """Call `after_step` of the layers and the user's ``post_step`` after step ``number``, ``last`` of its epoch."""
+        """Call `after_step` and the user's ``post_step`` after step ``number``; ``last``: it ends the epoch."""
         if self.input_shape is not None:
             after_step(model, self.input_shape, None if last else number)
         if self.options.post_step is not None:
