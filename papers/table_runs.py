@@ -165,7 +165,7 @@ def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, ke
         display.note(f"data set {spec} not found: its rows are skipped (lipkit list datasets says where to get it)")
     possible = [run for run in runs if not run.missing]
     missing = [run for run in possible if not run.done]
-    display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are there, {len(missing)} to make")
+    display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are finished, {len(missing)} to make")
     failed: list[str] = []
     if workers == 1 or len(missing) <= 1:
         for number, run in enumerate(missing, 1):
@@ -469,7 +469,7 @@ def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
     for data in sorted({one.data for _, one in everything if one.data}):
         rows = [row.label for row, one in everything if one.data == data]
         which = "every row" if len(rows) == len(everything) else "; ".join(dict.fromkeys(rows))
-        lines.append(f"data: {data}, in place of the paper's, which are not there, in {which}.")
+        lines.append(f"data: {data}, in place of the paper's, which are not at hand, in {which}.")
     if any(not one.current for _, one in everything):
         lines.append("*: made with other settings than the row's recipe has now; they are in the record.")
     lines += [f"{row.label}: {row.absent}" for row in table.rows if row.absent]

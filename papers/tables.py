@@ -57,7 +57,7 @@ class Row(_Part):
     budget_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale budget")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
     samples: int | None = Field(default=None, description="samples of the reference run; far fewer: a slow machine")
-    thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
+    thin: bool = Field(default=False, description="whether a neighbour differs in one number only: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
     deviations: tuple[float | None, ...] = Field(default=(), description="their standard deviations, where printed")
 

@@ -76,7 +76,7 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
     ]
     lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r, large_eps=True):.2f} %" for r in radii]
     if larger:
-        lines.append(f"rounding   {larger} radii of the file are larger than those proved here, which count")
+        lines.append(f"rounding   {larger} radii of the file are larger than those proved here; the latter count")
     lines += ["", CLAIMED]
     for name, value in unchecked(file).items():
         # Wrap here: if the terminal wrapped, text from the file could begin a line and look like lipkit's own output.

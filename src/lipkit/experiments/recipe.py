@@ -235,7 +235,7 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
     if missing:
         wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
         whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
-        remedy = f"; the line 'base: {DEFAULT}' takes what is left out from that recipe" if whole else ""
+        remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
         wrong.append(f"expected {wanted}, got none{remedy}")
     return "; ".join(wrong)
 

@@ -174,7 +174,9 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
         Hilbert Spaces", 2nd ed., propositions 4.4 and 5.16.
     """
     if "lipschitz" in options:
-        raise OptionError(f"denoiser: expected no gain but its own, got lipschitz={options['lipschitz']}")
+        raise OptionError(
+            f"denoiser: expected no option lipschitz, which is fixed, got lipschitz={options['lipschitz']}"
+        )
     body = unet(channels, depth, blocks, lipschitz=1 - SLACK, **{"mean": 0.5, **options})
     return Graph([body, Blend(torch.tensor(0.5))], [[0], [1, 0]])  # value 0 is x, value 1 is N(x)
 
@@ -186,6 +188,6 @@ def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.M
     if made.family.own_activation:
         raise OptionError(
             f"layer: expected a family of linear convolutions, got {name!r}, which contains its activation: the "
-            "last layer of an image must reach all values"
+            "last layer must be affine"
         )
     return made

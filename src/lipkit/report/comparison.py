@@ -65,7 +65,7 @@ def _runs(path: Path) -> list[Path]:
         return [path]
     found = sorted(p for p in path.iterdir() if (p / RECORD).exists()) if path.is_dir() else []
     if not found:
-        raise RunError(f"expected a finished run, or a folder of such, got {path}")
+        raise RunError(f"expected a finished run, or a folder of finished runs, got {path}")
     return found
 
 

@@ -66,7 +66,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:  # a singleton: `fit` inside a run can take it again
         lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
     except Timeout:
-        raise RunError(f"expected a run that nobody trains, got {folder}, which another process holds") from None
+        raise RunError(f"expected a run that no process trains, got {folder}, which another process holds") from None
     with lock:
         yield
 

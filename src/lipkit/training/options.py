@@ -152,7 +152,7 @@ class Numbers(Section):
     ema: Annotated[Positive, Field(lt=1)] | None = option(
         None,
         "decay of a moving average of the parameters, such as 0.999, which is then evaluated "
-        "and exported in place of the last ones; null for none",
+        "and exported instead; null for none",
     )
     seed: Annotated[StrictInt, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
     evaluate_every: Count = option(1, "epochs between evaluations; the last epoch always has one")
@@ -164,7 +164,7 @@ class Numbers(Section):
         1, "epochs between checkpoints, of which the last two are kept; the last epoch has one"
     )
     checkpoint_seconds: Positive | None = option(
-        None, "seconds between checkpoints within an epoch, besides those; null for none there"
+        None, "seconds between further checkpoints within an epoch; null for none"
     )
     max_minutes: Positive | None = option(
         None, "minutes after which training stops at a checkpoint, to be resumed; null for none"
