@@ -1,5 +1,5 @@
 """The papers' tables and figures, repeated: ``python -m papers TABLE``, from the root of the repository.
 
 Not in the wheel. ``published/`` holds each paper's figures as data; `tables` reads them, `table_runs` plans and
-makes the runs, `measures` holds what a row measures without a recipe, `figures` draws.
+makes the runs, `measures` holds the measurements, `figures` draws.
 """

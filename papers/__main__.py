@@ -34,22 +34,22 @@ from papers.tables import SCALES, Available, Scale, Table
     help="full: the paper's setting (default). budget: 400 s of a CPU core. smoke: seconds, to see it run.",
 )
 @click.option("--row", "labels", multiple=True, metavar="LABEL", help="Only this row of the table; may be repeated.")
-@click.option("--skip-thin", is_flag=True, help="Without rows that differ from a neighbour in a number alone.")
-@click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; by default the table's, one below full.")
-@click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: as it fits.")
+@click.option("--skip-thin", is_flag=True, help="Skip rows that differ from a neighbour in one number only.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; default: the table's at full, else 1.")
+@click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: the table's.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of runs.")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option(
-    "--records", type=click.Path(path_type=Path), metavar="FOLDER", help="Print from records kept there; train nothing."
+    "--records", type=click.Path(path_type=Path), metavar="FOLDER", help="Print the records in FOLDER; train nothing."
 )
 @click.option(
-    "--keep", type=click.Path(path_type=Path), metavar="FOLDER", help="Copy the records of finished runs to there."
+    "--keep", type=click.Path(path_type=Path), metavar="FOLDER", help="Copy the records of finished runs to FOLDER."
 )
 @click.option(
     "--figures",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Pictures to FOLDER/TABLE.svg; by default to OUT/TABLE/TABLE.svg, of kept records nowhere.",
+    help="Draw to FOLDER/TABLE.svg; default: OUT/TABLE/TABLE.svg, with --records no picture.",
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the runs in --out; train nothing.")
 def command(
@@ -70,9 +70,9 @@ def command(
 ) -> None:
     """Make every row of TABLE and print its figures beside the published ones.
 
-    Finished runs are kept and interrupted ones resumed: after an interruption, start it again. The figures
+    Finished runs are kept; the same command again resumes interrupted ones. The figures
     are read from record.json files alone; rows without one are printed as not made. KEY=VALUE changes the recipe of
-    every row, for example train.epochs=1. A figure is a table of its points, and a picture.
+    every row, for example train.epochs=1. A figure of a paper is printed as a table of its points and drawn.
     """
     if listed:
         click.echo(aligned([], [[name, table.source, table.description] for name, table in tables.TABLES.items()]))
@@ -125,7 +125,7 @@ def only_rows(table: Table, labels: Sequence[str]) -> Table:
     """The table with the rows of these labels; without labels, the whole table.
 
     Raises:
-        OptionError: a label that no row has; the message lists them.
+        OptionError: no row has such a label; the message lists the labels.
     """
     known = [row.label for row in table.rows]
     if unknown := [label for label in labels if label not in known]:
@@ -152,7 +152,7 @@ def run_table(
     keep_going: bool,
     thin: bool = True,
 ) -> tuple[str, list[str]]:
-    """Make the runs that are missing; the table as text, and what failed."""
+    """Make the missing runs; return the table as text and the failed runs."""
     runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root, thin=thin)
     failed: list[str] = []
     if make:
@@ -189,5 +189,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
+    keep_freed_memory()  # training allocates tensors of the same sizes again and again
     sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) ->
     Args:
         name: of the table.
         table: one that has a figure.
-        found: the records of each row, by its label; rows without any have the published points alone.
+        found: the records of each row, by its label; a row without records shows its published points only.
     """
     assert table.figure is not None
     made = list(panels(table, found))
@@ -35,7 +35,7 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) ->
 
 @dataclass
 class _Parts:
-    """Points of one curve: measured ones, and the paper's."""
+    """Points of one curve, measured (``ours``) and the paper's; dashed ``lines`` as (point, slope)."""
 
     ours: list[tuple[float, ...]] = field(default_factory=list)
     published: list[tuple[float, ...]] = field(default_factory=list)
@@ -43,7 +43,10 @@ class _Parts:
 
 
 def panels(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> list[Panel]:
-    """The panels of a table's figure, means over the runs of a row. If x is measured, points keep the order of rows."""
+    """The panels of a table's figure, from means over the runs of each row.
+
+    Points are sorted by x, or in the order of rows if x is itself a measured figure.
+    """
     picture = table.figure
     assert picture is not None
     made: dict[tuple[str, str], dict[str, _Parts]] = {}
@@ -93,7 +96,7 @@ def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _points(
     picture: Picture, y: str, values: Mapping[str, float], groups: Mapping[str, str]
 ) -> list[tuple[float, ...]]:
-    """A point of a row, or the points of its curve: the figures ``y(1)``, ``y(2)``, ... of one record."""
+    """One point of a row; for y of the form ``name(*)`` all figures ``name(1)``, ``name(2)``, ... as a curve."""
     if y.endswith("*)"):
         inside = {name: _BRACKETS.search(name) for name in values if name.startswith(f"{y.partition('(')[0]}(")}
         return [(*map(float, match[1].split(",")), values[name]) for name, match in inside.items() if match]

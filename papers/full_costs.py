@@ -1,15 +1,14 @@
-"""The cost of one training of each row at the scale full: core hours of one CPU thread, from one step of its recipe.
+"""The cost of one full training of each row, in hours of one CPU thread, extrapolated from single steps.
 
-    python -m papers.full_costs     # resumable: what papers/full_costs.json holds is kept; no data are needed
+    python -m papers.full_costs     # resumable: costs in papers/full_costs.json are kept; no data are needed
     python -m papers.pages          # writes the costs into the pages
 
-The network of the full recipe gets random samples of the shape of its data. A step is that of `lipkit.fit`:
+The network of the full recipe is fed random samples of the right shape. A step is one of `lipkit.fit`:
 augmentation, attack, both passes, penalty, optimiser. We measure process time of one thread, without the first step,
 at the batches 2, 8, 32, and at the recipe's unless a step would take more than SLOW seconds and twice the last one. If
 a step of 2 takes more than SLOW, the batches are 2 and 16. A line through the two largest batches extrapolates to the
 recipe's, and steps and epochs multiply it. (lbdn_2_times measured eight networks of lbdn_2 at the recipe's batch.)
-Evaluations, certificates and attacks are left out, and so are networks that need more than MEMORY bytes. Parameters
-are counted.
+Evaluations, certificates and attacks are not included. Networks that need more than MEMORY bytes are not measured.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def reason(error: Exception) -> str:
 
 
 def cost(recipe: Recipe) -> dict[str, Any]:
-    """The measured steps and the hours of one training, or the reason why they are missing."""
+    """Number of parameters, measured steps and hours of one training, or the reason why they are missing."""
     full, times = recipe.train.batch_size, list[tuple[int, float]]()
     try:
         model = build_model(recipe, noise(recipe.data.spec, SHAPES[recipe.data.spec][2] or 1))
@@ -111,7 +110,7 @@ if __name__ == "__main__":
     # Tables with published figures first.
     for name, table in sorted(TABLES.items(), key=lambda pair: not any(row.published for row in pair[1].rows)):
         for run in plan(table, Path("runs") / name, seeds=1):
-            # A recipe with a budget costs that.
+            # With a budget the cost is the budget.
             if run.recipe is None or run.recipe.train.budget is not None:
                 continue
             key = cost_key(run.recipe)

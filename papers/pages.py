@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
 INDEX, FIGURES = (ROOT / "docs" / "lab" / name for name in ("reproduce.md", "published_figures.md"))
 COSTS = ROOT / "papers" / "full_costs.json"
-# Data -> training samples, shape of one, classes (none: regression).
+# Data -> training samples, shape of a sample, classes (0: regression).
 SHAPES = {
     "mnist": (60_000, (1, 28, 28), 10),
     "cifar10": (50_000, (3, 32, 32), 10),
@@ -40,15 +40,15 @@ SHAPES = {
     "imagenet": (1_281_167, (3, 224, 224), 1000),
     "square_wave": (300, (1,), 0),
 }
-# Data that the maintainers lack.
+# Data sets that the maintainers do not have.
 ABSENT = {"cifar100": "CIFAR-100", "tiny_imagenet": "Tiny-ImageNet", "imagenet": "ImageNet", "stl10": "STL-10"}
-# Options of a network that leave its cost as it is.
+# Options of a network that do not change its cost.
 FREE = {"lipschitz", "gamma", "learnable_gamma", "mean", "std"}
 MADE = re.compile(r"(?<=<!-- made -->\n).*?(?=<!-- end of made -->)", re.S)
 VERDICTS = ("reached", "one seed", "missed", "budget", "not compared", "not made")
 COUNTED = ("as printed", "not as printed")
-# More is better for fractions and the figures in MORE, less for those in LESS. All others should be near the paper's,
-# and so should those in NEAR: which fraction of its gain a network uses is a finding, to be missed on both sides.
+# Higher is better for fractions and the figures in MORE, lower for those in LESS. All others, and the fractions in
+# NEAR, should be close to the paper's value: they describe a network and have no better direction.
 MORE = {"ppm(0)"}
 NEAR = {"reached", "tightness", "least_layer_gain"}
 LESS = {"ppm(100)", "worst", "deviation", "gap(50)", "gap(224)"}
@@ -59,7 +59,7 @@ UNMEASURED = "cost not measured"
 
 
 class Missing(NamedTuple):
-    """A missing run: its core hours, or why they are not measured, and the data that are not at hand."""
+    """A missing run: its core hours, or the reason why they are unknown, and the data set that is not at hand."""
 
     hours: float | None
     data: str | None = None
@@ -74,7 +74,7 @@ def order(item: str) -> tuple[str, int, str]:
 
 
 def cost_key(recipe: Recipe) -> dict[str, Any]:
-    """The part of a recipe that sets its training time: without rates, bounds, and the choice among equal data sets."""
+    """The part of a recipe that decides its training time; CIFAR-10 stands for CIFAR-100, which costs the same."""
     plain = recipe.plain()
     options = {k: v for k, v in plain["model"]["options"].items() if k not in FREE}
     train = {k: plain["train"][k] for k in ("batch_size", "epochs", "optimizer", "ema")}
@@ -94,7 +94,7 @@ def found_of(name: str) -> dict[str, list[TableRecord]]:
 
 @functools.cache
 def known_costs() -> dict[str, dict[str, Any]]:
-    """Text of a cost key -> what was measured."""
+    """`cost_key` as JSON text -> its measured cost."""
     return {json.dumps(one["recipe"], sort_keys=True): one for one in json.loads(COSTS.read_text()).values()}
 
 
@@ -104,7 +104,7 @@ def cost_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
-    """Core hours of a measurement: those of its kept record, in proportion to the batch."""
+    """Core hours of a measurement: those of its kept record, scaled to the batch of the full row."""
     if not found or row.measure is None:
         return None
     record: Any = found[0].record  # of a measurement
@@ -120,14 +120,14 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
     for run in plan(TABLES[name], Path("runs") / name):
         found = found_of(name)[run.row.label]
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
-            # Two tables may ask for one run, of which the text of the recipe is the same.
+            # Keyed by the recipe's text, so that a run which two tables share counts once, see `merged`.
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else to_yaml(run.recipe)
             out[run.row.label][text] = missing_run(run, found)
     return out
 
 
 def missing_run(run: TableRun, found: Sequence[TableRecord]) -> Missing:
-    """What a run would cost: of a training, the time of the row's full record if it has one."""
+    """Cost of a run; a training takes the mean time of the row's full records, else its extrapolated cost."""
     if run.recipe is None:
         return Missing(measurement_hours(run.row, found), ABSENT.get(str(run.row.options.get("data"))))
     made, cost = [one.record.times["train"] / 3600 for one in found if one.scale == "full"], cost_of(run.recipe)
@@ -136,7 +136,7 @@ def missing_run(run: TableRun, found: Sequence[TableRecord]) -> Missing:
 
 
 def price(runs: Mapping[str, Missing]) -> str:
-    """The hours of all runs, in words, and the data that they lack."""
+    """The total hours of the runs in words, and the data sets that are missing."""
     hours = [run.hours for run in runs.values() if run.hours is not None]
     total = float(f"{sum(hours):.2g}")
     words = "more than" if len(hours) < len(runs) else "about"
@@ -153,14 +153,14 @@ def reaches(
     ends: tuple[float, float] | None,
     deviation: float | None = None,
 ) -> bool:
-    """True if the measured figure is as good as the paper's, by the rule of the page.
+    """True if the measured figure is as good as the paper's, by the rule in docs/reproduce.md.
 
     Args:
-        figure: its name in the record, which says which direction is better.
+        figure: its name in the record, which decides the better direction.
         paper, ours: the two values.
         digit: half a unit of the last digit that the paper prints.
         ends: of the 95 % interval of the measured value, if it has one.
-        deviation: standard deviation that the paper prints, which is then the margin.
+        deviation: standard deviation in the paper; if given, it is the margin.
     """
     more, less = (is_fraction(figure) and figure not in NEAR) or figure in MORE, figure in LESS
     margin = 0.01 if is_fraction(figure) else max(0.05 * abs(paper), digit)
@@ -180,7 +180,7 @@ def half_digit(table: Table, row: Row, column: str) -> float:
 
 @functools.cache
 def count_of(name: str, changes: tuple[str, ...]) -> int:
-    """Number of parameters of a recipe's network, built without memory."""
+    """Number of parameters of a recipe's network, built on the meta device."""
     recipe = load_recipe(name, changes)
     _, shape, classes = SHAPES[recipe.data.spec]
     with torch.device("meta"):
@@ -250,7 +250,7 @@ def recorded(name: str, rows: Sequence[Row]) -> str:
 
 
 def summary(name: str, rows: Sequence[Row], said: str | None) -> str:
-    """The verdicts on the published figures of these rows, the paper's words beside them, and the cost of the rest."""
+    """The verdicts on the published figures of these rows, the remark ``said``, and the cost of the missing runs."""
     verdicts = verdicts_of(name, rows)
     text = "; ".join(filter(None, [f"[{counts(verdicts)}]({FIGURES.name}#{name})" if verdicts else "", said]))
     missing = merged(missing_runs(name)[row.label] for row in rows)
@@ -293,7 +293,7 @@ def figures_of(name: str, rows: Sequence[Row]) -> str:
 
 
 def published() -> str:
-    """All published figures, as they stand in their page."""
+    """The generated part of lab/published_figures.md."""
     rows = {name: [row for row in TABLES[name].rows if any(v is not None for v in row.published)] for name in TABLES}
     silent = [
         f"### {name}\n\n{TABLES[name].source}.\n\n" + "".join(f"- {note}\n" for note in TABLES[name].notes)
@@ -326,7 +326,7 @@ def rows_of(paper: Paper) -> Iterator[str]:
 
 
 def index() -> str:
-    """The whole index, as it stands in its page."""
+    """The generated part of lab/reproduce.md."""
     parts = []
     for paper in load_papers().values():
         head = f"### {paper.source}\n\n| item | command | records | published figures |\n|---|---|---|---|\n"
@@ -356,7 +356,7 @@ def totals() -> str:
 
 
 def rewritten(page: str, made: str) -> str:
-    """The page with the text between its marks made anew."""
+    """The page with the text between its marks replaced."""
     start, end = MADE.search(page).span()  # type: ignore[union-attr]
     return page[:start] + made + page[end:]
 

@@ -1,4 +1,4 @@
-"""Panels of curves as one SVG file: measured points, and hollow ones that a paper prints."""
+"""Panels of curves as one SVG file: measured points, and a paper's points as hollow markers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Panel:
 
 
 def panels_svg(panels: Sequence[Panel], name: str, title: str, logs: tuple[bool, bool] = (False, False)) -> str:
-    """Panels in rows of three as an SVG file that needs no page around it: published points are hollow.
+    """Panels in rows of three as a self-contained SVG file; published points are hollow.
 
     Args:
         panels: at least one; a curve has the same look in all.
-        name: keeps the ids of the file apart from those of others.
+        name: prefix that keeps the ids of this file distinct from those of others.
         title: above them.
         logs: whether x and y are on logarithmic axes.
     """
@@ -102,6 +102,6 @@ def panels_svg(panels: Sequence[Panel], name: str, title: str, logs: tuple[bool,
         )  # fmt: skip
     figure.patch.set_facecolor("white")
     text = svg(figure, name)
-    for variable in VARIABLES.values():  # not every viewer of files knows variables
+    for variable in VARIABLES.values():  # many viewers ignore CSS variables
         text = text.replace(variable, variable[-8:-1])
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'

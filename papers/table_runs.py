@@ -1,7 +1,7 @@
 """Plans the runs of a table and makes the missing ones, several at a time.
 
 Every run has its own folder, ``OUT/TABLE/ROW-seedN-HASH``, named by the row, the seed and its whole recipe, so that a
-changed recipe gets a new folder. A run that another table has made already is taken from there.
+changed recipe gets a new folder. A run that another table has already made is reused.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class TableRun:
     scale: Scale
     seed: int
     folder: Path  # where its record is, or will be
-    recipe: Recipe | None = None  # what is trained; None for a measurement
+    recipe: Recipe | None = None  # of the training; None for a measurement
     options: Mapping[str, Any] = field(default_factory=dict)  # of the measurement
-    # Name -> measurement of the trained network, and its options.
+    # Name -> measurement of the trained network and its options, made after the training.
     after: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    data: str = ""  # the data used in place of the paper's, in words; empty if the run uses the paper's
+    data: str = ""  # substitute for the paper's data, in words; empty if the run uses the paper's
     missing: str = ""  # name of a data set that was not found; empty if the run can be made
     root: Path | None = None  # folder of the data sets, for measurements
 
     @property
     def trained(self) -> bool:
-        """True once the run has a record: it is written last."""
+        """True once the training is complete: its record is written last."""
         return (self.folder / RECORD).is_file()
 
     @property
@@ -95,9 +95,9 @@ def plan(
 ) -> list[TableRun]:
     """Every run of the table, row by row, each with its recipe and its folder under ``out``.
 
-    The folders of other tables are next to ``out``. ``overrides`` are further changes of every recipe. Without
-    ``seeds``, a row has as many runs as the table says at the scale full, else one. ``available`` knows the data sets
-    at hand (None: all are); at the scale smoke, missing data are replaced. Rows marked as ``thin`` may be left out.
+    The folders of other tables are next to ``out``. ``overrides`` change every recipe. ``seeds`` is the number of runs
+    of each row; None is the table's at the scale full, else one. ``available`` knows the data sets at hand (None: all);
+    at the scale smoke, missing ones are replaced. ``thin=False`` skips the rows marked as thin.
     """
     count = seeds or (table.seeds if scale == "full" else 1)
     runs = []
@@ -137,7 +137,7 @@ def _digest(text: str) -> str:
 
 
 def _folder(out: Path, row: Row, seed: int, digest: str) -> Path:
-    """A folder of this table, or the one in which another table has finished the same run."""
+    """The run's folder in this table, or the one in which another table has finished the same run."""
     own = out / f"{slug(row.label)}-seed{seed}-{digest}"
     if not own.exists():
         for other in sorted(out.parent.glob(f"*/*-seed{seed}-{digest}")):
@@ -156,16 +156,16 @@ def slug(label: str) -> str:
 
 
 def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, keep_going: bool = False) -> list[str]:
-    """Make the runs that have no record, resuming those that were cut: a line for each that failed, if ``keep_going``.
+    """Make the runs without a record, resuming interrupted ones; return a line for each failure.
 
-    Those whose data are missing are left out. ``workers`` processes train at a time, each on one thread; 1 trains in
-    this process, on torch's threads.
+    A failure is raised unless ``keep_going``. Runs whose data are missing are skipped. ``workers`` processes train at a
+    time, each on one thread; 1 trains in this process, on torch's threads.
     """
     for spec in sorted({run.missing for run in runs if run.missing}):
         display.note(f"data set {spec} not found: its rows are skipped (lipkit list datasets says where to get it)")
     possible = [run for run in runs if not run.missing]
     missing = [run for run in possible if not run.done]
-    display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are there, {len(missing)} to make")
+    display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are finished, {len(missing)} to make")
     failed: list[str] = []
     if workers == 1 or len(missing) <= 1:
         for number, run in enumerate(missing, 1):
@@ -202,7 +202,7 @@ def _start_worker() -> None:
 
 
 def make_run(run: TableRun, display: Display | None = None) -> None:
-    """Make one run, from its last checkpoint if it has begun, and measure what is to be measured after it."""
+    """Make one run, resuming from its last checkpoint, then take the measurements that follow it."""
     if run.row.measure:
         start = time.perf_counter()
         figures = measures.find(run.row.measure)(seed=run.seed, root=run.root, **run.options)
@@ -235,7 +235,7 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
 def measurement_record(
     name: str, measure: str, options: Mapping[str, Any], seed: int, figures: Mapping[str, float], seconds: float
 ) -> MeasurementRecord:
-    """The record of a measurement on this machine, made now.
+    """The record of a measurement made on this machine now.
 
     >>> measurement_record("a", "kernel_bounds", {}, 0, {"ratio": 1.0}, 0.1).metrics()
     {'ratio': 1.0}
@@ -247,7 +247,7 @@ def measurement_record(
 
 
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
-    """Every figure of a record by name, those measured after the run and ``million_parameters`` among them."""
+    """Every figure of a record by name, including those measured after the run and ``million_parameters``."""
     parameters = getattr(record, "parameters", None)
     size = {"million_parameters": parameters / 1e6} if parameters else {}
     seen = getattr(record, "seen", None)
@@ -291,7 +291,7 @@ def _shown(run: TableRun) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures(read_any_record(run.folder)).items())
 
 
-# Keys that say where, how fast and under which name a run was made, not what was run.
+# Keys of where, how fast and under which name a run was made; they do not change its result.
 _INCIDENTAL = {
     *("name", "description", "data.root", "certify.batch_size"),
     *(f"train.{key}" for key in (*PLACEMENT, "seed", "evaluate_every", "evaluate_samples")),
@@ -313,7 +313,7 @@ def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
     """Copy the records of finished runs, without weights, to ``folder/ROW/SCALE-seedN.json``.
 
     Raises:
-        RunError: the record of another run is there: it is not replaced.
+        RunError: the path holds the record of another run, which is not replaced.
     """
     made = []
     for run in runs:
@@ -332,7 +332,7 @@ def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
 
 
 def without_places(record: bytes) -> bytes:
-    """A record without the folder of its data, which names a place on somebody's machine.
+    """A record without the folder of its data, a path on somebody's machine.
 
     >>> without_places(b'{"recipe": {"data": {"spec": "mnist", "root": "/home/a"}}}').decode().split()
     ['{', '"recipe":', '{', '"data":', '{', '"spec":', '"mnist",', '"root":', 'null', '}', '}', '}']
@@ -354,9 +354,9 @@ def made(runs: Sequence[TableRun], row: Row) -> list[TableRecord]:
 
 
 def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[TableRecord]:
-    """The kept records of a row in the ``folder`` of its table, at one scale: the given one, or the best that has any.
+    """The kept records of a row in the ``folder`` of its table, at the given scale or the largest that has records.
 
-    ``runs`` are those that would be made now, at every scale (`plan`), to see whether the recipe has changed.
+    A record is ``current`` if its recipe agrees with one of ``runs``, the present plan at every scale (`plan`).
     """
     for wanted in SCALES if scale is None else (scale,):
         paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
@@ -376,7 +376,7 @@ def _seed(path: Path) -> int:
 
 
 def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
-    """True for a record of this run; fields newer than the record's recipe are not compared."""
+    """True if the record is of this run; keys that the record's recipe did not have yet are ignored."""
     if isinstance(record, MeasurementRecord):
         return record.measure == run.row.measure and record.options == dict(run.options)
     if run.recipe is None:
@@ -385,7 +385,7 @@ def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
 
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> bool:
-    """True for recipes with the same values under all keys that both have; a section that is null is a value."""
+    """True if the recipes agree in all keys that both have; a null section differs from a section with keys."""
     for key in then.keys() & now.keys():
         one, other = then[key], now[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping) and not key.endswith("options"):
@@ -400,7 +400,7 @@ NOT_MADE = "not made"
 
 
 def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
-    """The whole table with the records of each row, by its label; rows without any are printed as not made."""
+    """The whole table as text; ``found`` has the records by row label, rows without any are printed as not made."""
     counted = any(getattr(one.record, "seen", None) for records in found.values() for one in records)
     also = [*table.also, *(["epochs"] if counted else [])]
     header = ["row", "figure", "scale", "runs", "published", "measured", "deviation", "difference", *also]
@@ -412,9 +412,9 @@ def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
 def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence[str] | None = None) -> list[list[str]]:
     """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
 
-    ``also`` names the figures of further columns; None for those of the table.
+    ``also`` names the figures of further columns; None for those of the table. The deviation of a single run is its
+    95 % interval, if the figure is a fraction of test images.
 
-    For one run's fraction of test images, the deviation is its 95 % interval.
     """
     measured = [figures(one.record) for one in found]
     names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
@@ -458,7 +458,7 @@ def _mean(name: str, values: Sequence[float]) -> str:
 
 
 def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
-    """Notes below the table: deviations from the paper, and why rows are missing."""
+    """Notes below the table: what differs from the paper, and why rows are missing."""
     lines = []
     everything = [(row, one) for row in table.rows for one in found.get(row.label, ())]
     for scale, meaning in _MEANINGS.items():
@@ -469,7 +469,7 @@ def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
     for data in sorted({one.data for _, one in everything if one.data}):
         rows = [row.label for row, one in everything if one.data == data]
         which = "every row" if len(rows) == len(everything) else "; ".join(dict.fromkeys(rows))
-        lines.append(f"data: {data}, in place of the paper's, which are not there, in {which}.")
+        lines.append(f"data: {data}, in place of the paper's, which are not at hand, in {which}.")
     if any(not one.current for _, one in everything):
         lines.append("*: made with other settings than the row's recipe has now; they are in the record.")
     lines += [f"{row.label}: {row.absent}" for row in table.rows if row.absent]

@@ -18,7 +18,7 @@ from lipkit.errors import DataError, OptionError
 
 Scale = Literal["full", "budget", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "budget", "smoke")
-# Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
+# Figures that are fractions, printed in per cent: names in ``metrics()`` without their brackets.
 FRACTIONS = (
     "clean",
     "clean_attacked",
@@ -57,7 +57,7 @@ class Row(_Part):
     budget_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale budget")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
     samples: int | None = Field(default=None, description="samples of the reference run; far fewer: a slow machine")
-    thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
+    thin: bool = Field(default=False, description="whether a neighbour differs in one number only: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
     deviations: tuple[float | None, ...] = Field(default=(), description="their standard deviations, where printed")
 
@@ -77,7 +77,7 @@ class After(_Part):
 
 
 class Reference(_Part):
-    """A figure printed beside the curve of a row: a point at ``x``, a slope ``through`` a point, or a level."""
+    """A published figure drawn with a row's curve: a point at ``x``, a slope ``through`` a point, else a level."""
 
     figure: str = Field(description="figure of the records, in a column of the table")
     x: float | None = Field(default=None, description="place of the point; the measured point is drawn as well")
@@ -175,9 +175,9 @@ class Table(_Part):
 
 
 class Paper(_Part):
-    """Every numbered table, figure and further experiment of a paper, with its table here or the reason for none.
+    """Every numbered table, figure and further experiment of a paper: the command that repeats it, or why none does.
 
-    It is the key ``.paper`` of a packaged file.
+    Read from the key ``.paper`` of a file in ``published``.
     """
 
     source: str = Field(description="authors, conference and year")
@@ -202,7 +202,7 @@ class Paper(_Part):
         """Item, arguments, name of the table and its rows, for everything that is made.
 
         Raises:
-            OptionError: a table or a row that is not there.
+            OptionError: ``made`` names an unknown table or row.
         """
         for item, commands in self.made.items():
             for arguments in commands:
@@ -226,9 +226,9 @@ def is_fraction(figure: str) -> bool:
 
 
 def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
-    """The tables of the packaged files, by name, in the order of the files' names.
+    """The tables of the files in ``published``, by name, in the order of the files' names.
 
-    Keys that begin with a dot hold what several tables of a file have in common, by YAML anchors.
+    Keys that begin with a dot are no tables: they hold YAML anchors that several tables share.
 
     >>> load_tables()["square_wave"].source
     'Wang & Manchester, ICML 2023, table 1'
@@ -261,7 +261,7 @@ def _contents(files: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
 TABLES: dict[str, Table] = load_tables()
 
 DIGITS = "papers.tables:enlarged_digits"
-# What stands in for a data set: images of the same number of channels, in the order of preference.
+# Substitutes for a data set, with the same number of channels, in order of preference.
 STAND_INS = {
     "cifar100": ("cifar10", DIGITS),
     "tiny_imagenet": ("cifar10", DIGITS),
@@ -290,7 +290,7 @@ def enlarged_digits() -> Data:
 
 
 class Available:
-    """The data sets at hand, each looked for once.
+    """Tells which data sets are at hand; looks for each once.
 
     Args:
         root: folder of the data sets; see `lipkit.data.data_root`.
@@ -301,7 +301,7 @@ class Available:
         self._known: dict[str, bool] = {}
 
     def __call__(self, spec: str) -> bool:
-        """True if ``spec`` can be loaded. Assumed for the user's own data, so that loading shows the error."""
+        """True if ``spec`` can be loaded. The user's own data count as available, so that loading reports the error."""
         if spec not in STAND_INS:
             return True
         if spec not in self._known:

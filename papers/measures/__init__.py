@@ -1,4 +1,4 @@
-"""Measurements of table rows: those without a training, and those of a trained network.
+"""Measurements for the rows of tables, with and without a trained network.
 
 A measurement is a function ``(seed, root, **options) -> figures by name``; one of a trained, exported network is a
 function ``(network, data, **options) -> figures by name``. Both draw every random number (of weights, inputs, samples)
@@ -13,7 +13,7 @@ from typing import Any
 
 from lipkit.errors import OptionError
 
-# Samples of `attack` where a table says no other number.
+# Default number of samples that `attack` attacks.
 ATTACKED = 1000
 # Name in a table -> module of this package that holds a function of that name.
 MEASURES = {
@@ -43,7 +43,7 @@ AFTER = {
     "local_lipschitz": "trained",
     "secant_slopes": "trained",
 }
-# Measurements of the files that a run wrote during training: ``(folder, **options) -> figures by name``.
+# Measurements from the files that training wrote to the run's folder: ``(folder, **options) -> figures by name``.
 OF_FOLDER = {"learning_curve": "trained"}
 
 
@@ -51,7 +51,7 @@ def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[s
     """The measurement called ``name``.
 
     Raises:
-        OptionError: there is none.
+        OptionError: no measurement has this name.
 
     >>> find("truncation").__name__
     'truncation'

@@ -28,7 +28,7 @@ from papers.measures.networks import Conv, power_method
 
 
 def methods(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Bounds by name, and the estimates that papers compare with, for images of n x n.
+    """All bounds and the papers' reference estimates by name, for images of n x n.
 
     >>> sorted(set(methods(32)) - set(METHODS))  # doctest: +NORMALIZE_WHITESPACE
     ['circular', 'circular, mean', 'farnia_lower_estimate', "lipbound, paper's factor", 'lipbound_estimate',
@@ -115,7 +115,7 @@ def kernel_bounds(
     data: str = "",
     steps: int = 150,
 ) -> dict[str, float]:
-    """Mean over kernels of a method's value over the true norm, and of its process time in ms on one thread.
+    """Mean ratio of a method's value to the true norm, and the method's median process time on one thread.
 
     Args:
         seed: of the first kernel; the others follow.
@@ -187,11 +187,11 @@ def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int =
 def truncation(
     *, seed: int = 0, root: Path | None = None, terms: int, depth: int = 5, width: float = 1.0
 ) -> dict[str, float]:
-    r"""Truncation of the matrices of a new LipConvnet's ECO layers, in float64.
+    r"""Truncation error of the exponentials in the ECO layers of an untrained LipConvnet, in float64.
 
     .. math:: \|\exp(A) - p_T(A)\|_2, \qquad \Big|\frac{\|\mathrm{conv}(x)\|}{\|x\|} - 1\Big|
 
-    with the skew matrices A of norm close to 1 that the layers make, and normal x.
+    with the layers' skew matrices A, of norm close to 1, and normal x.
 
     Args:
         terms: T, the degree.
@@ -223,7 +223,7 @@ def truncation(
             side = layer.kernel_size[0] * layer.stride
             x = torch.randn(8, layer.in_channels, side, side, dtype=torch.float64)
             square = layer.in_channels * layer.stride**2 <= layer.out_channels
-            if square:  # fewer outputs than inputs lose a part of x, which is no truncation
+            if square:  # a layer with fewer outputs than inputs drops a part of x, whatever the truncation
                 with torch.no_grad():
                     y = layer.eval()(x) - (0 if layer.bias is None else layer.bias[:, None, None])
                 deviations.append((y.norm() / x.norm() - 1).abs())

@@ -53,7 +53,7 @@ def vgg(depths: tuple[int, ...]) -> Iterator[Conv]:
 
 
 def resnet(depths: tuple[int, ...], bottleneck: bool, widen: int = 1) -> Iterator[Conv]:
-    """He et al.; the stride of a bottleneck is in its 3 x 3 convolution; ``widen`` as in wide ResNets."""
+    """He et al.; the 3 x 3 convolution of a bottleneck has the stride; ``widen`` multiplies its width (wide ResNet)."""
     yield Conv(3, 64, 7, 2, 224)
     cin, n = 64, 56
     for stage, depth in enumerate(depths):
@@ -137,11 +137,11 @@ def power_method(kernel: Tensor, conv: Conv, iterations: int = 10) -> Tensor:
 
 
 def measure(method: str, conv: Conv) -> tuple[float, float]:
-    """Seconds (process time) and value of a bound, of ``power`` or of ``lipbound_estimate``."""
+    """Process time in seconds and value of a bound, of ``power`` or of ``lipbound_estimate``."""
     kernel = weight(conv)
     best, value = float("inf"), 0.0
     bounds = {**METHODS, "lipbound_estimate": lipbound_estimate}
-    # Once more where it is quick, so that the first call of a kind does not count its start-up.
+    # Repeat a quick call, so that the start-up cost of the first one does not count.
     while True:
         start = time.process_time()
         value = float(power_method(kernel, conv) if method == "power" else bounds[method](kernel))

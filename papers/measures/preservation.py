@@ -29,13 +29,13 @@ def norm_preservation(
         family: acronym of the layers.
         channels: (c0, c1, ..., ck) of a chain of k layers.
         side: of the images.
-        steps: of Adam at a rate of 0.01 before the measurement, towards outputs drawn at random, so that the weights
+        steps: of Adam at a rate of 0.01 before the measurement, towards random outputs, so that the weights
             are no longer the initial ones.
         samples: inputs.
 
     Returns:
         ``smallest`` and ``largest`` quotient; ``ppm(Q)``, how far the quotient is from 1, in millionths, at every
-        fifth per cent Q of the inputs; of a chain of several, ``after(K)``, the mean quotient behind K layers.
+        fifth percentile Q; for a chain of several layers ``after(K)``, the mean quotient behind K layers.
 
     >>> found = norm_preservation(channels=[2, 4], side=4, samples=8)
     >>> 0.99999 < found["smallest"] <= found["largest"] < 1.00001

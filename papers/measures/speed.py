@@ -20,7 +20,7 @@ from lipkit.layers.families import get
 
 
 def benchmark(name: str) -> Any:
-    """A module of ``benchmarks.speed``, which lies beside the sources and is in no wheel.
+    """Import a module of ``benchmarks.speed``, a folder of the source tree that is not in the wheel.
 
     Raises:
         OptionError: there is no folder ``benchmarks`` beside the sources.
@@ -93,7 +93,7 @@ def recipe_step(
     Args:
         recipe, set: a packaged recipe and its changes.
         over: the other recipe.
-        both: changes of both.
+        both: changes made to both recipes.
         side, classes: of the random images, 3 x side x side, and of the outputs.
         batch: images of a step: forward, cross-entropy, backward, Adam. None: those of the recipe.
         seconds: budget of each of the two, which take turns; at least two steps each.
@@ -131,10 +131,10 @@ def layer_step(
 
     Args:
         family: acronym of the layer.
-        vary: what takes each of ``values``: ``channels`` (cin and cout), ``cin``, ``cout``, ``side`` or ``kernel``.
-        values: one point of the curve each.
+        vary: the quantity that varies: ``channels`` (cin and cout), ``cin``, ``cout``, ``side`` or ``kernel``.
+        values: of that quantity, one for each point of the curve.
         batch: images.
-        seconds: budget of each of the two at each point, which take turns.
+        seconds: budget of each of the two, which take turns, at each point.
         cin, cout, side, kernel: of the layer, where they do not vary.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The square wave with the settings of the code that the authors published, beside those of the paper's text."""
+"""The square wave of [LBDN] with the settings of the authors' code, which differ from those in the paper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lipkit.lowering import export
 
 
 def network(family: str, gamma: float) -> nn.Module:
-    """Nine hidden layers, or eight SLL blocks of 128 features between a padding and a first channel, as in that code.
+    """Nine hidden layers as in the authors' code; for ``sll`` eight blocks of 128 hidden features, 1 -> 128 -> 1.
 
     >>> [sum(p.numel() for p in network(family, 1.0).parameters()) for family in ("aol", "cayley", "sandwich", "sll")]
     [132481, 132491, 127474, 133120]
@@ -37,7 +37,7 @@ def network(family: str, gamma: float) -> nn.Module:
 
 @torch.no_grad()
 def start(model: nn.Module) -> nn.Module:
-    """Draw the parameters as that code does: by Xavier's rule (AOL, SLL), as ``nn.Linear`` (sandwich), q uniform."""
+    """Draw the parameters as the authors' code does: by Xavier's rule (AOL, SLL), as ``nn.Linear`` (sandwich)."""
     for layer in model.modules():
         if isinstance(layer, AolLinear | SllLinear):
             nn.init.xavier_normal_(layer.free)

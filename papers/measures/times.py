@@ -17,7 +17,7 @@ from papers.measures.speed import benchmark
 
 
 def _times(work: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Of the contenders, which take turns: median time over the first one's, and median time in ms."""
+    """Median time of each contender over the first one's, and in ms; the contenders take turns."""
     clock = benchmark("clock")
     samples = clock.interleaved(work, clock.cpu_clock, seconds=seconds, least=2)
     ratio = benchmark("ratios")
@@ -64,7 +64,7 @@ def block_evaluation(
 ) -> dict[str, float]:
     """Evaluation of the third block of a LipConvnet of SOC layers over that of ECO layers, exported.
 
-    [ECO] compares what ``convolutions`` does: weights are made before, and SOC has T = 10 convolutions a layer.
+    ``convolutions`` is the comparison in [ECO]: weights are computed beforehand, SOC takes 10 convolutions per layer.
 
     Args:
         depth, width: of the network, whose block has depth / 5 convolutions on 6 x 6 pixels.
@@ -74,7 +74,7 @@ def block_evaluation(
     Returns:
         ``convolutions``, ``layers`` and ``exported``: time of SOC's Taylor recurrence (its export with zero padding),
         of its layers in evaluation mode, which bound their kernel at each call, and of their export with circular
-        padding, one Fourier convolution; all over ECO's export, of which ``ms`` is the time.
+        padding, one Fourier convolution; all relative to ECO's export, which takes ``ms``.
     """
     with torch.random.fork_rng(devices=[]), benchmark("clock").measuring("cpu"):
         torch.manual_seed(seed)
@@ -111,7 +111,7 @@ def exponential(
     terms: int = 10,
     seconds: float = 3.0,
 ) -> dict[str, float]:
-    """The exact exponential of the skew matrices of a layer over their Taylor polynomial, without gradients.
+    """Time of the exact exponential of a layer's skew matrices over that of their Taylor polynomial, without gradients.
 
     Args:
         seed: of the matrices, normal and divided by a bound of their norm.

@@ -27,7 +27,7 @@ from papers.measures import ATTACKED
 
 
 def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most ``samples`` test samples: those that `lipkit.evaluate` attacks with this seed, so figures compare."""
+    """At most ``samples`` test samples, the same that `lipkit.evaluate` attacks with this seed."""
     x, y = data.test.batch(choose_samples(len(data.test), samples, seed))
     return x, y
 
@@ -50,7 +50,7 @@ def attack(
     Args:
         seed: of the samples that are drawn, and of the attack.
         name, norm, steps, restarts: see `lipkit.attacks.run_attack`.
-        eps: radii, in units of the norm; ``36/255`` is understood.
+        eps: radii in units of the norm, also as text such as ``36/255``.
         samples: at most this many.
         batch_size: samples attacked at once.
     """
@@ -66,7 +66,7 @@ def attack(
             lost = misclassified(twin(clean), labels)
         found: AttackResult | None = None
         for radius in radii:
-            # An attack of minimum norm runs once: it succeeds at every radius that its example is within.
+            # A minimum-norm attack runs once: its example counts at every radius that is at least its distance.
             if found is None or not ATTACKS[name].minimum_norm:
                 found = run_attack(
                     name, twin, clean, labels, eps=None if ATTACKS[name].minimum_norm else radius, norm=norm,
@@ -76,7 +76,7 @@ def attack(
             size = distance.abs().amax(1) if norm == "linf" else distance.norm(dim=1)
             with torch.no_grad():
                 wrong = misclassified(twin(found.points), labels)
-            # An example outside the ball, as attacks of minimum norm return them, is none.
+            # Minimum-norm attacks may return examples outside the ball; those do not count.
             survived[radius] += int((~(lost | wrong & (size <= radius))).sum())
     suffix = "_linf" if norm == "linf" else ""
     return {f"{name}{suffix}({format_radius(radius)})": count / len(x) for radius, count in survived.items()}
@@ -99,7 +99,7 @@ def responses(
     high: float = 0.3,
     points: int = 61,
 ) -> dict[str, float]:
-    """``fit(x)``: the output of a network of one number at equispaced x from ``low`` to ``high``."""
+    """``fit(x)``: the output of a scalar network at equispaced x from ``low`` to ``high``."""
     x = torch.linspace(low, high, points, dtype=torch.float64)
     with torch.no_grad():
         y = copy.deepcopy(network).cpu().double()(x[:, None])[:, 0]
@@ -177,8 +177,8 @@ def _unit(d: Tensor) -> Tensor:
 def jacobian_norms(
     network: modules.Network, data: Data, *, seed: int = 0, samples: int = 1000, batch_size: int = 100
 ) -> dict[str, float]:
-    """``jacobian_mean``, and ``jacobian(Q)`` at every fifth per cent Q of the test samples: spectral norms of the
-    Jacobian of the network there, in the l2 norms of input and logits."""
+    """Spectral norm of the Jacobian of the logits over test samples: ``jacobian_mean``, and ``jacobian(Q)`` at every
+    fifth percentile Q."""
     x, _ = drawn(data, samples, seed)
     norms = []
     for part in x.split(batch_size):
@@ -212,8 +212,8 @@ def layer_gains(
 
     Args:
         network: exported, of dense layers with an activation between each two.
-        seed: of the search in all of space, as the paper's; half of it starts where ReLU lets all units through, which
-            random inputs leave closed in halves.
+        seed: of the search, over all inputs as in the paper. Half of it starts where all units of a ReLU are positive;
+            at random inputs only half of them are.
         restarts, steps: see `lipkit.analysis.lipschitz_lower_bound`.
 
     References:
@@ -250,7 +250,7 @@ def _gain_starts(first: nn.Linear, count: int, seed: int) -> Tensor:
     rows, columns = first.weight.shape
     anywhere = 3 * torch.randn(count, columns, generator=generator, dtype=torch.float64)
     positive = 3 * torch.randn(count, rows, generator=generator, dtype=torch.float64).abs()
-    # Nearly singular directions would put the points so far away that secants drown in rounding.
+    # Without rtol, nearly singular directions would put points so far away that rounding swamps the secants.
     inverse = torch.linalg.pinv(first.weight.detach(), rtol=0.01)
     return torch.cat((anywhere, (positive - first.bias.detach()) @ inverse.mT))
 
@@ -272,7 +272,7 @@ def wasserstein(
     batch_size: int = 64,
     rates: Sequence[float] = (0.1, 0.01, 0.001, 0.0001),
 ) -> dict[str, float]:
-    """Train a generator, then a critic of the family at each rate: the best held-out bound of their distance.
+    """Train a generator, then a critic of the family at each rate; the best held-out bound of W1(data, generator).
 
     The generator is the same for every family: it is trained against a Cayley critic with ``seed``.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LipkitError(Exception):
-    """Base of every error that lipkit raises on purpose; the command line prints its message alone."""
+    """Base of every error that lipkit raises on purpose; the command line prints its message without a traceback."""
 
 
 class NoRuleError(LipkitError, TypeError):
@@ -52,7 +52,7 @@ _NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|allocate memory|not eno
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True for an error that says that memory ran out, which torch's allocators report as a RuntimeError.
+    """True if the error means out of memory, which torch's allocators report as a RuntimeError.
 
     >>> lacks_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True
@@ -63,7 +63,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type where it has none.
+    """The first line of an error's message, or the name of its type if it has none.
 
     >>> first_line(ValueError("expected 1, got 2\\nat line 3")), first_line(KeyError())
     ('expected 1, got 2', 'KeyError')
@@ -75,7 +75,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
     """The two ends of an interval.
 
     Raises:
-        OptionError: anything but two numbers, the smaller one first, finite ones unless ``finite`` is False.
+        OptionError: anything but two numbers, the smaller one first, both finite if ``finite``.
 
     >>> interval("box", [0, 1])
     (0.0, 1.0)
@@ -83,7 +83,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
     try:
         low, high = (float(end) for end in (() if isinstance(value, str) else value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        low = high = math.nan  # which is refused next: no comparison with it is true
+        low = high = math.nan  # refused below: comparisons with NaN are false
     if not low < high or (finite and not math.isfinite(high - low)):
         got = " ".join(repr(value).split())
         raise OptionError(
@@ -93,7 +93,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
 
 
 def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:
-    """Raise unless ``y`` holds ``count`` integers (int64), from 0 to ``classes - 1`` where that is known."""
+    """Raise unless ``y`` holds ``count`` integers (int64), from 0 to ``classes - 1`` if ``classes`` is given."""
     if y.shape != (count,):
         raise ShapeError(f"expected {count} labels of shape ({count},), got {tuple(y.shape)}")
     if str(y.dtype) != "torch.int64":
@@ -122,7 +122,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     >>> suggestion("digit", ["digits", "mnist"]), suggestion("a", ["a_b", "a_c", "a_d"])
     (", did you mean 'digits'?", ", did you mean 'a_b', 'a_c' or 'a_d'?")
     """
-    *first, last = [repr(name) for name in alike(word, known)] or [""]  # [""]: none is alike
+    *first, last = [repr(name) for name in alike(word, known)] or [""]  # [""]: no similar name
     return f", did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else ""
 
 

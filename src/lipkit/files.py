@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever crashes, and files from outside, of which only regular ones are read."""
+"""Atomic writes, so that a crash leaves files whole or absent; and reads of regular files only, up to a size."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 1 << 34
-"""The most that is read of one file, and the most memory that one array of it may take: 16 GiB."""
+"""Limit on the size of a file that is read, and on the memory of one array in it: 16 GiB."""
 MAX_TEXT = 1 << 26
-"""The most that is read of a text (configuration, record, recipe, metrics): 64 MiB."""
+"""Limit on the size of a text (configuration, record, recipe, metrics): 64 MiB."""
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file for reading; ``OSError`` unless it is a regular one: a device or a pipe has no end, or blocks.
+    """Open a file for reading; ``OSError`` unless it is regular, since a device may have no end and a pipe may block.
 
     Links are followed.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer; it does nothing to a regular file.
     patient = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | patient))  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode  # of the file that was opened: nothing can be put in its place
+    mode = os.fstat(file.fileno()).st_mode  # of the open file, which cannot be swapped any more
     if not stat.S_ISREG(mode):
         file.close()
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
@@ -57,9 +57,9 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON, but refuse NaN, infinities and duplicate keys, which different readers may understand differently.
+    """Parse JSON, but refuse NaN, infinities and duplicate keys, which readers interpret differently.
 
-    Raises ``ValueError``; ``RecursionError`` where the text is nested too deeply.
+    Raises ``ValueError``, or ``RecursionError`` if the text is nested too deeply.
     """
 
     def refuse(text: str) -> Any:
@@ -76,7 +76,7 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the file's name to errors of a write, such as a full disk, that lack it."""
+    """Add the file's name to an error of a write, such as a full disk, that lacks it."""
     try:
         yield
     except OSError as error:
@@ -88,8 +88,8 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     r"""Write ``content`` to ``path`` so that no reader, and no crash, ever sees a part of it.
 
-    A file that is there is replaced; its folder must exist. An ``OSError`` (a missing folder, a full disk) names
-    ``path``, which is then as it was.
+    An existing file is replaced; the folder must exist. An ``OSError`` (a missing folder, a full disk) names ``path``
+    and leaves it unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -105,23 +105,23 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         with _naming(path), open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # before the name: a crash between the two must not leave an empty file
+            os.fsync(file.fileno())  # before the rename: a crash between the two must not leave an empty file
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)  # so that the new name survives a power failure, too
+    sync_folder(path.parent)  # so that the rename survives a power failure, too
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Append one line to a text file, made when absent, with a single write that is synced to disk before returning.
+    """Append one line to a text file, creating it if absent, with a single write that is synced to disk.
 
     ``ValueError`` if ``line`` holds a line break.
     """
     if "\n" in line or "\r" in line:
         raise ValueError(f"expected one line, got {line!r}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-    with _naming(path), open(descriptor, "ab", buffering=0) as file:  # unbuffered: one write, which others see whole
+    with _naming(path), open(descriptor, "ab", buffering=0) as file:  # unbuffered: readers see a whole line
         file.write(line.encode() + b"\n")
         os.fsync(file.fileno())
 

@@ -1,4 +1,4 @@
-"""Memory of a process: what is freed, kept or given back by the C library; imports without a search for garbage."""
+"""Memory of a process: keep freed memory in the C library; import without garbage collection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import sys
 from collections.abc import Iterator
 
-# Names of malloc.h, glibc's own.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -16,10 +16,10 @@ def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for the next tensor of this process; returns whether glibc agreed.
 
     Each step of a training run allocates the same large tensors. By default glibc returns them to the system when they
-    are freed, which then hands out, zeroed, and maps every page of 4 KiB anew: about a tenth of the time of a step
+    are freed, and the system zeroes and maps every page of 4 KiB anew: about a tenth of the time of a step
     (``docs/lab/performance.md``). The price: a process keeps its peak of memory. ``lipkit train`` and
-    ``python -m papers`` call this for their own process; a library must not. Another allocator that was preloaded goes
-    its own way, whatever glibc answers.
+    ``python -m papers`` call this for their own process; a library must not. It does not affect a preloaded allocator,
+    although glibc agrees.
 
     >>> isinstance(keep_freed_memory(), bool)
     True
@@ -31,15 +31,15 @@ def keep_freed_memory() -> bool:
     except AttributeError:  # musl and others have no such function
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # No block by mmap, which free would return at once; no limit from which on free trims the heap. 1: done.
+    # Never use mmap, whose blocks free returns at once, and never trim the heap. mallopt returns 1 on success.
     return all(mallopt(name, value) == 1 for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)))
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around the imports of a program: Python does not look for garbage in them, then or later.
+    """Switch garbage collection off during imports, and exempt the imported objects from it for good.
 
-    Modules stay, but each collection looks through all that they made: a quarter of the time to import all that trains.
+    Modules are never garbage, but collections scan them: a quarter of the time to import the training code.
 
     >>> with importing():
     ...     import json
@@ -50,5 +50,5 @@ def importing() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            gc.freeze()  # moves all that is there out of the collector's sight
+            gc.freeze()  # exempts all present objects from collection
             gc.enable()

@@ -27,20 +27,20 @@ from lipkit.modules.registry import lipschitz
 
 __all__ = ["FamilyWeight", "NormBound", "gaps", "norm_at_most", "orthogonal", "spectral_norm"]
 
-# Layers with a weight, and for convolutions the constrained ones of the same geometry.
+# Layers of torch -> the constrained convolution with the same geometry (None for linear layers).
 _NATIVE: dict[type[nn.Module], Any] = {nn.Linear: None, nn.Conv1d: NativeConv1d, nn.Conv2d: NativeConv2d}
 _NATIVE |= {nn.ConvTranspose1d: NativeConvTranspose1d, nn.ConvTranspose2d: NativeConvTranspose2d}
-# Families whose kernels have the whole geometry of torch: constraint and function of a native layer.
+# Families that support every stride, dilation and group -> options of the layers above: constraint, orthogonalize.
 _FAMILIES = {"aoc": ("aoc", "bjorck"), "bcop": ("aoc", "bjorck"), "cayley": ("aoc", "cayley")}
 _FAMILIES |= {"cayley_bcop": ("aoc", "cayley"), "rko": ("rko", "bjorck"), "crko": ("rko", "cayley")}
 _FAMILIES |= {"aol": ("aol", "bjorck")}
-_SIDE = 16  # of the image on which training estimates a norm that is proved for every size
+_SIDE = 16  # side of the image on which training estimates the norm
 
 __dir__ = __all__.copy
 
 
 def _kind(layer: nn.Module) -> type[nn.Module]:
-    """The type of a layer, or the one that was parametrised."""
+    """The type of a layer, before it was parametrised."""
     # Torch makes a parametrised layer an instance of a subclass.
     return type(layer).__bases__[0] if parametrize.is_parametrized(layer) else type(layer)
 
@@ -55,7 +55,7 @@ def _with_weight(layer: nn.Module, weight: Tensor) -> Any:
 
 
 def _register(module: Any, kind: type[Any], **options: Any) -> Any:
-    """A parametrization on the weight of each layer; none at all if one of them is refused."""
+    """Put a parametrization on the weight of each layer; change nothing if one is refused."""
     found, made = [], []
     for name, part in module.named_modules():
         if _kind(part) in _NATIVE:
@@ -86,9 +86,9 @@ class NormBound(nn.Module):
 
     .. math:: W \mapsto \gamma W / \|W\| \quad\text{or}\quad W \min(1, \gamma / \|W\|)
 
-    In training :math:`\|W\|` is estimated from below, by steps of the power method on the layer's own operator (on the
-    circular one around a zero-padded one) that go on from the last forward pass; in evaluation it is the proved bound
-    of ``lipkit.lipschitz``, enlarged by what the rounding of the weight can add.
+    In training :math:`\|W\|` is estimated from below by the power method on the layer's operator (a zero-padded one is
+    replaced by the circular one), one step each forward pass. In evaluation it is the proved bound of
+    ``lipkit.lipschitz``, enlarged by the rounding of the weight.
 
     Buffer ``v`` (1, channels, height, width): the image of the power method.
 
@@ -105,7 +105,7 @@ class NormBound(nn.Module):
             raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
         weight = layer.weight.detach()
         self.gamma, self.always = float(gamma), always
-        # Its geometry alone, and in a tuple, so that it is no part of the network.
+        # Only its geometry; in a tuple, so that it is not registered as a submodule.
         self.bare, self.groups = (_with_weight(layer, weight.to("meta")),), getattr(layer, "groups", 1)
         if input_shape is not None and len(input_shape) != max(weight.ndim - 1, 1):
             raise ShapeError(f"input_shape: expected {max(weight.ndim - 1, 1)} numbers, got {input_shape}")
@@ -116,21 +116,21 @@ class NormBound(nn.Module):
             if all(n >= k and n % s == 0 and d == 1 for n, k, s, d in axes):
                 sides = [1] * (3 - len(input_shape)) + [n // s for n, _, s, _ in axes]
             else:
-                input_shape = None  # the bound of every size
+                input_shape = None  # take the bound for every size
         self.input_shape = input_shape
         channels = kernel.shape[1] * self.groups
         self.register_buffer("v", start_vector(channels * math.prod(sides), weight).reshape(1, channels, *sides))
-        self.estimate(weight, 15)  # near enough for a first step; later passes go on from v
+        self.estimate(weight, 15)  # good enough to start from; later passes continue from v
 
     def _kernel(self, weight: Tensor) -> Tensor:
         """A kernel of stride 1 whose circular convolution has the norm of the layer."""
         return weight[..., None, None] if weight.ndim == 2 else kernel_with_stride(_with_weight(self.bare[0], weight))
 
     def estimate(self, weight: Tensor, steps: int = 0) -> Tensor:
-        """The norm that training divides by after some steps: 0-d, differentiable, at most the true one; no bound."""
+        """The norm that training divides by, after ``steps`` more steps: 0-d, differentiable, at most the true norm."""
         with autocast_off(weight):
             kernel, v = self._kernel(weight), self.v.clone()
-            with torch.no_grad():  # singular vectors are constants to the gradient, as in the power method
+            with torch.no_grad():  # the gradient treats singular vectors as constants
                 apply, adjoint = maps(kernel.detach(), self.groups)
                 for _ in range(steps):
                     v = unit(adjoint(apply(v)))
@@ -163,14 +163,14 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
 
     .. math:: W \mapsto W / \|W\|, \qquad \|W\| = \sup_x \|W * x\| / \|x\|
 
-    with the layer's own stride, padding, dilation and groups. ``torch.nn.utils.parametrizations.spectral_norm`` takes
-    the norm of the reshaped kernel instead, which leaves a convolution of norm up to the root of its taps.
+    with the layer's own stride, padding, dilation and groups. ``torch.nn.utils.parametrizations.spectral_norm`` divides
+    by the norm of the reshaped kernel, which leaves a convolution with a norm of up to the root of its number of taps.
 
     Args:
-        module: ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, their transposed ones, or a network with no other matrices;
-            it is returned, with a :class:`NormBound` on each weight.
-        input_shape: of one sample, for a single layer with circular padding: the norm is then exact for images of this
-            size, where otherwise it is one for images of every size.
+        module: ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, a transposed convolution, or a network with no other
+            matrices. It is returned with a :class:`NormBound` on each weight.
+        input_shape: of one sample, for a single layer with circular padding: the norm is then exact for this size;
+            otherwise it holds for images of every size.
 
     Guarantee:
         In evaluation and in exports the norm is at most 1, rounding of the weights included, for inputs of every size
@@ -195,7 +195,7 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
 
 
 def norm_at_most(module: Any, gamma: float, *, input_shape: Shape | None = None) -> Any:
-    r"""Keep norms at or below gamma, positive and finite, where :func:`spectral_norm` makes them 1; for all else as it.
+    r"""Like :func:`spectral_norm`, but keep norms at or below gamma, positive and finite, instead of making them 1.
 
     >>> layer = norm_at_most(nn.Linear(3, 3), 5.0).eval()
     >>> float(lipschitz(layer).detach()) < 2
@@ -205,7 +205,7 @@ def norm_at_most(module: Any, gamma: float, *, input_shape: Shape | None = None)
 
 
 def gaps(network: nn.Module) -> dict[str, tuple[float, float]]:
-    """For each layer with a :class:`NormBound` first: the norm that training would divide by now, and the proved one.
+    """For each layer whose first parametrization is a :class:`NormBound`: the norm estimated in training, and proved.
 
     >>> (estimate, proved), = gaps(spectral_norm(nn.Linear(4, 4))).values()
     >>> estimate <= proved * (1 + 1e-6)
@@ -221,7 +221,7 @@ def gaps(network: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 class _Maker(nn.Module):
-    """Constrained layers, one for each group of channels or one for all, that make a weight of this shape."""
+    """Makes a weight of this shape from constrained layers, one for each group of channels or one for all."""
 
     def __init__(self, parts: list[nn.Module], shape: torch.Size) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class FamilyWeight(nn.Module):
     def __init__(self, layer: Any, family: str, options: dict[str, Any]) -> None:
         super().__init__()
         self.family, self.options, self.started = family, options, False
-        # In tuples, so that they are no parts of the network.
+        # In tuples, so that they are not registered as submodules.
         self.bare = (_with_weight(layer, layer.weight.detach().to("meta")),)
         self.maker = (self._made(layer.weight).to("meta"),)
 
@@ -280,29 +280,29 @@ class FamilyWeight(nn.Module):
         dense = isinstance(maker.parts[0], ConstrainedLinear)
         given = weight.flatten(1).unflatten(0, (len(maker.parts), -1)) if dense else weight[None]
         near = [start_near(part, one) for part, one in zip(maker.parts, given, strict=True)]
-        if self.started and OWN in near:  # a weight that was assigned, which the layer would forget
+        if self.started and OWN in near:  # the layer would ignore the assigned weight
             raise OptionError(f"expected a family that starts near a given weight, got {self.family!r} on this layer")
         self.started = True
         return tuple(p.detach() for p in maker.parameters())
 
 
 def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
-    r"""Make the weight of a layer, or of each layer of a network, by a family of lipkit: orthogonal or a contraction.
+    r"""Constrain the weight of a layer, or of each layer of a network, by a family: orthogonal, or a contraction.
 
     Args:
         module: as of :func:`spectral_norm`.
         family, options: an acronym of ``lipkit list layers``. Linear layers, and convolutions whose windows do not
-            overlap, take its matrix. Other convolutions take its kernel, of any stride, dilation and groups, transposed
-            or not: of aoc, bcop, cayley and cayley_bcop (block convolutions of projectors, made by Björck or Cayley),
-            rko, crko and aol; for a stride of 1 alone, of other families with a kernel.
+            overlap, take its matrix. Other convolutions take its kernel. Any stride, dilation and groups, transposed or
+            not: aoc, bcop, cayley and cayley_bcop (block convolutions of projectors, made by Björck or Cayley), rko,
+            crko and aol. Stride 1 only: other families with a kernel.
 
     Returns:
-        ``module``, with a :class:`FamilyWeight` on each weight, whose parameters are new. It starts near the present
-        weight where ``lipkit.convert`` does, and anew elsewhere: there a weight that is assigned later is refused.
+        ``module``, with a :class:`FamilyWeight` on each weight, which has new parameters. They start near the present
+        weight if ``lipkit.convert`` can do so, else at the family's initial values; then assigning a weight is refused.
 
     Guarantee:
-        1-Lipschitz with circular or zero padding; reflected and replicated pixels count more than once. Orthogonal
-        where `lipkit.layers.NativeConv2d` is: a convolution with zero padding is a contraction.
+        1-Lipschitz with circular or zero padding, not with reflected or replicated pixels, which count more than once.
+        Orthogonal where `lipkit.layers.NativeConv2d` is: a convolution with zero padding is a contraction.
 
     Raises:
         OptionError: a family without a matrix or a kernel for the layer. NoRuleError: a geometry without a bound.

@@ -1,4 +1,4 @@
-"""Results that read themselves: `print` takes at most a screen, notebooks show the same, `axes` is where plots go."""
+"""The text of results: `print` and notebooks show at most a screen; and the axes of their plots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lipkit.errors import OptionError
 from lipkit.text import printable, table
 
 LINES, COLUMNS = 25, 100
-"""Limits of the text that `print` of a result shows."""
+"""Limits of the printed text of a result."""
 
 
 class Shown:
-    """A dataclass of results. `describe` returns all of it; ``print``, ``repr`` and notebooks show at most a screen."""
+    """Base of result dataclasses. `describe` gives the whole text; ``print``, ``repr`` and notebooks cut it."""
 
     def describe(self) -> str:
-        """Every field, tensors and networks by their size."""
+        """A table of all fields; tensors and networks are shown by their size."""
         fields = [f.name for f in dataclasses.fields(self) if f.repr]  # type: ignore[arg-type]
         return "\n".join([type(self).__name__, table([], [[name, brief(getattr(self, name))] for name in fields])])
 
@@ -55,17 +55,17 @@ def preformatted(text: str) -> str:
 
 
 def upper(value: float) -> str:
-    """An upper bound in eight digits, rounded up: what is printed is proved, too.
+    """An upper bound in eight digits, rounded up, so that the printed number is a bound, too.
 
     >>> upper(1.00000012), upper(1.0), upper(float("inf"))
     ('1.0000002', '1', 'inf')
     """
-    # A float is an exact decimal; the ceiling of eight digits reads back as a float whose eight digits are these.
+    # A float is an exact decimal. Its ceiling in eight digits survives the way through a float.
     return f"{float(Context(prec=8, rounding=ROUND_CEILING).create_decimal(value)):.8g}"
 
 
 def figures(metrics: Mapping[str, float]) -> str:
-    """Figures by name, one a line.
+    """Figures by name, one per line.
 
     >>> print(figures({"clean": 0.97, "lipschitz": 1.00000012}))
     clean      0.97
@@ -75,7 +75,7 @@ def figures(metrics: Mapping[str, float]) -> str:
 
 
 def brief(value: Any) -> str:
-    """One line for a value: numbers in eight digits, tensors and what holds many values by type and size.
+    """One line for a value: numbers in eight digits, tensors and long containers by type and size.
 
     >>> brief(0.1 + 0.2), brief([1, 2]), brief(dict.fromkeys(range(99)))
     ('0.3', '[1, 2]', 'dict of 99')
@@ -90,7 +90,7 @@ def brief(value: Any) -> str:
 
 
 def axes(ax: Any, x: str, y: str) -> Any:
-    """Where a plot goes: the axes given, or new ones of matplotlib.pyplot, with names of x and y and a grid."""
+    """The axes of a plot, ``ax`` or new ones of matplotlib.pyplot, with labels ``x`` and ``y`` and a grid."""
     if ax is None:
         try:
             import matplotlib.pyplot as plt

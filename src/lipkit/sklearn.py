@@ -4,8 +4,8 @@ r"""Networks with a proved constant as estimators of scikit-learn, for tables.
 
 :math:`\sigma` sorts pairs of units (`MaxMin`), the W come from `lipkit.layers.aol.aol_matrix`, D is a diagonal of at
 most 1, so f is L-Lipschitz in z. Radii, eps and gains are in units of z: eps = 0.3 is three tenths of the standard
-deviation of one feature, or less of several together in l2. `MaxMin` never falls, so a feature whose paths have
-positive weights only is monotone: `lipkit.certificates.monotone` reads that from the exported numbers.
+deviation of one feature, or the same l2 norm spread over several. `MaxMin` is increasing, so f is monotone in a
+feature whose paths have positive weights only: `lipkit.certificates.monotone` proves it from the exported numbers.
 
 Equal rows are merged and their weights added before training, so a weight of 2 is the same as two rows, bit for bit.
 """
@@ -46,14 +46,14 @@ except ImportError as missing:
 
 Array = np.ndarray[Any, Any]
 
-# The stored float32 numbers of all layers together exceed those that were trained by less than this part.
+# Relative allowance for the rounding of all layers' weights to float32.
 _SLACK = 1e-5
 
 
-# Each field is a parameter, which scikit-learn reads from the signature that dataclass makes.
+# Each field is a parameter of the estimator: scikit-learn reads them from the signature that dataclass makes.
 @dataclasses.dataclass(eq=False, repr=False)
 class _LipschitzEstimator(BaseEstimator):
-    """The part that both estimators share; ``export_`` is the network on scaled features, of plain modules."""
+    """Base of both estimators; ``export_`` is the exported network on scaled features."""
 
     hidden_layer_sizes: Any = (64, 64)
     lipschitz: float = 1.0
@@ -69,7 +69,7 @@ class _LipschitzEstimator(BaseEstimator):
     random_state: Any = None
 
     def _fit(self, X: Array, y: Array, weights: Array, outputs: int) -> None:
-        """Train and export. ``y``: numbers of classes, or targets; ``weights`` are positive."""
+        """Train and export. ``y`` are class indices or targets; ``weights`` are positive."""
         sizes = [*np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()]
         for name in ("lipschitz", "learning_rate_init"):
             if not (isinstance(value := getattr(self, name), int | float | np.number) and 0 < value < math.inf):
@@ -79,7 +79,7 @@ class _LipschitzEstimator(BaseEstimator):
                 raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
         if not all(isinstance(n, int | np.integer) and n >= 2 and n % 2 == 0 for n in sizes):
             raise OptionError(f"hidden_layer_sizes: expected even numbers, got {self.hidden_layer_sizes!r}")
-        signs = _check_monotonic_cst(self, self.monotonic_cst)  # of scikit-learn: a list, or a dict by name
+        signs = _check_monotonic_cst(self, self.monotonic_cst)  # scikit-learn's: from a list or a dict
         if signs.any() and outputs > 1:
             raise OptionError(f"monotonic_cst: expected two classes, or a regression, got {outputs} classes")
         rows, inverse = np.unique(np.column_stack((X, y)), axis=0, return_inverse=True)
@@ -89,7 +89,7 @@ class _LipschitzEstimator(BaseEstimator):
         seeds = check_random_state(self.random_state)
         labels = isinstance(self, ClassifierMixin)
         middle = 0.0 if labels else np.average(y, weights=weights)
-        unit = 1.0 if labels else np.sqrt(np.average((y - middle) ** 2, weights=weights)) or 1.0  # constant targets
+        unit = 1.0 if labels else np.sqrt(np.average((y - middle) ** 2, weights=weights)) or 1.0  # constant: 1
         target = y if labels else (y - middle) / unit
         data = [torch.from_numpy(a) for a in ((X - self.mean_) / self.scale_, target, weights)]
         held = None
@@ -101,13 +101,13 @@ class _LipschitzEstimator(BaseEstimator):
         self._train(trained, data, held, torch.Generator().manual_seed(int(seeds.randint(2**31))))
         self.export_ = trained.exported(float(unit), float(middle))
         self.lipschitz_ = float(lipschitz(self.export_))
-        vars(self).pop("conformity_scores_", None)  # of another network
+        vars(self).pop("conformity_scores_", None)  # they belong to an earlier network
         _check_signs(self.export_, signs)
 
     def _scales(self, X: Array, weights: Array) -> Array:
         if isinstance(self.scale, str) and self.scale == "std":
             found = np.sqrt(np.average((X - self.mean_) ** 2, axis=0, weights=weights))
-            # A feature is constant if only rounding moves it.
+            # A feature that varies by rounding only counts as constant.
             return np.where(found > (len(X) + 10) * np.finfo(float).eps * np.abs(self.mean_), found, 1.0)
         found = np.ones(X.shape[1]) if self.scale is None else np.asarray(self.scale, dtype=float)
         if found.shape not in ((), (X.shape[1],)) or not (np.isfinite(found) & (found > 0)).all():
@@ -136,7 +136,7 @@ class _LipschitzEstimator(BaseEstimator):
             if held is not None:
                 with torch.no_grad():
                     total = float(network.loss(*held))
-                if total < best:  # by however little: tol only decides when to stop
+                if total < best:  # keep any improvement; tol only decides when to stop
                     kept = {name: value.clone() for name, value in network.state_dict().items()}
             waited = 0 if total < best - self.tol else waited + 1
             best = min(best, total)  # after `waited`, which compares with the best before
@@ -151,13 +151,13 @@ class _LipschitzEstimator(BaseEstimator):
         return torch.from_numpy((X - self.mean_) / self.scale_)
 
     def _near(self, X: Any, eps: float) -> tuple[Tensor, float]:
-        """Scaled features, and how far from them those of inputs within eps can be."""
+        """Scaled features z, and a bound on the distance from z to the scaled features of inputs within eps."""
         check_eps(eps)
         z = self._scaled(X)
         return z, eps + _room(z, eps)
 
     def _outputs(self, X: Any) -> Tensor:
-        z = self._scaled(X)  # first: it refuses an estimator that was not fitted
+        z = self._scaled(X)  # first, because it refuses an estimator that was not fitted
         found: Tensor = float64_copy(self.export_)(z)
         return found
 
@@ -165,7 +165,7 @@ class _LipschitzEstimator(BaseEstimator):
         raise NotImplementedError
 
     def calibrate(self, X: Any, y: Any) -> Self:
-        """Take the conformity scores of data that were not trained on, for sets or intervals."""
+        """Compute conformity scores on data that were not used for training, for sets or intervals."""
         self.conformity_scores_ = calibrate(self.export_, self._scaled(X), self._targets(y)).scores.numpy()
         return self
 
@@ -178,7 +178,7 @@ class _LipschitzEstimator(BaseEstimator):
         )
 
     def feature_gains(self) -> Array:
-        r"""Proved bounds (features,) of how far a change of one feature by one scaled unit moves the outputs, in l2."""
+        r"""Proved bounds (features,) on the l2 change of the outputs if one feature changes by one scaled unit."""
         check_is_fitted(self)
         first, *rest = self.export_
         assert isinstance(first, nn.Linear)
@@ -193,14 +193,14 @@ class _LipschitzEstimator(BaseEstimator):
         """Draw `feature_gains` as bars, the largest first; returns the axes of matplotlib."""
         gains, ax = self.feature_gains(), axes(ax, "output per scaled unit (proved bound)", "")
         names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(gains))])
-        order = np.argsort(gains)  # bars are drawn from below
+        order = np.argsort(gains)  # barh draws from the bottom
         ax.barh([str(names[i]) for i in order], gains[order])
         return ax
 
     def to_onnx(self, path: str | Path) -> Path:
         """Write the network for unscaled features, in float32; its outputs are the logits, or the targets.
 
-        Certificates speak of ``export_`` in float64, not of the rounding of this scaling in float32.
+        Certificates hold for ``export_`` in float64; they do not include the rounding of this scaling in float32.
         """
         check_is_fitted(self)
         scaling = Affine(torch.from_numpy(1 / self.scale_).float(), torch.from_numpy(-self.mean_ / self.scale_).float())
@@ -214,16 +214,16 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     Args:
         hidden_layer_sizes: even numbers of units; () for a linear model.
-        lipschitz: L. Small ones give large radii, large ones a closer fit.
-        scale: what is one unit of each feature: ``"std"`` of the training data, None for the features as they are, or
-            numbers.
+        lipschitz: L. A small one gives large radii, a large one a closer fit.
+        scale: one unit of each feature: ``"std"`` for the standard deviation of the training data, None for unscaled
+            features, or numbers.
         monotonic_cst: for each feature 1, -1 or 0, or a dict by name: the probability of the second class never falls,
-            never rises, or is free; for two classes, as in `HistGradientBoostingClassifier`.
+            never rises, or is free; for two classes only, as in `HistGradientBoostingClassifier`.
         learning_rate_init, batch_size, max_iter: Adam, its rate falling to 0 along a cosine, at most max_iter epochs.
-        early_stopping, validation_fraction, n_iter_no_change, tol: stop when the loss, with early_stopping that of the
-            data held out, has not fallen by tol for so many epochs.
+        early_stopping, validation_fraction, n_iter_no_change, tol: stop when the training loss (with early_stopping the
+            loss of held-out data) has not fallen by tol for n_iter_no_change epochs.
         class_weight: None, ``"balanced"``, or weights by class.
-        random_state: of initial weights, order and data held out.
+        random_state: of initial weights, order and held-out data.
 
     Guarantee:
         ``lipschitz_`` is proved from the numbers of ``export_``, and at most ``lipschitz``.
@@ -247,7 +247,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         weights = weights * compute_sample_weight(self.class_weight, y)
         X, y, weights = X[weights > 0], y[weights > 0], weights[weights > 0]
-        self.classes_, numbers = np.unique(y, return_inverse=True)  # of the rows that weigh something
+        self.classes_, numbers = np.unique(y, return_inverse=True)  # of rows with positive weight
         if len(self.classes_) < 2:
             raise OptionError(f"expected at least 2 classes, got {len(self.classes_)} class")
         self._fit(X, numbers, weights, len(self.classes_) if len(self.classes_) > 2 else 1)
@@ -255,7 +255,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def _targets(self, y: Any) -> Tensor:
         y = column_or_1d(y)
-        numbers = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)  # unknown labels, too
+        numbers = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)  # unknown labels: refused next
         if (self.classes_[numbers] != y).any():
             raise OptionError(
                 f"expected labels among {self.classes_.tolist()}, got {np.setdiff1d(y, self.classes_).tolist()}"
@@ -276,11 +276,11 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         """Radii, in scaled units, within which the prediction cannot change: see `lipkit.certify`."""
         z = self._scaled(X)
         found = certify(self.export_, z, self._targets(y))
-        radius = found.radius * (1 - 16 * UNIT) - _room(z, 0.0)  # less _room(z, radius): see there
+        radius = found.radius * (1 - 16 * UNIT) - _room(z, 0.0)  # together _room(z, radius)
         return dataclasses.replace(found, radius=radius.clamp_min(0))
 
     def predict_set(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
-        """Sets (n, classes) of bool that hold the label with probability 1 - alpha, though X may have moved by eps.
+        """Sets (n, classes) of bool that hold the label with probability 1 - alpha, even if X was moved by up to eps.
 
         Needs `calibrate`. See `lipkit.conformal`.
         """
@@ -288,20 +288,20 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         return calibration.predict_set(z, alpha, distance).sets.numpy()
 
     def worst_case(self, X: Any, eps: float) -> Array:
-        """Proved ends (n, classes, 2) of the probabilities that inputs within eps can get."""
+        """Proved lower and upper bounds (n, classes, 2) of the probabilities of all inputs within eps."""
         z, distance = self._near(X, eps)
         measured = measure_by(self.export_, z, None)
         logits = measured.logits
-        assert logits is not None  # of a proof with sound rounding
+        assert logits is not None  # the proof includes rounding
         constants, rows = pair_constants(measured.proof.chain, logits.values.shape[1])
         ends = []
         for k in range(logits.values.shape[1]):
             at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
-            over = logits.values - logits.values[:, [k]]  # of each logit above that of class k
-            # 2^-40 and 2^-50 are far above what these few operations of float64 round.
+            over = logits.values - logits.values[:, [k]]
+            # 2^-40 and 2^-50 are far above the rounding of these few operations in float64.
             moved = (at + (constants[k] + slope) * distance) * (1 + 2.0**-40) + 2.0**-50 * over.abs()
             low, high = (1 / torch.exp(over + s * moved).sum(1) * (1 - s * 2.0**-40) for s in (1, -1))
-            # Behind an exponential that overflows the probability is not 0; behind logits that do it is unknown.
+            # An overflowing exponential does not make the probability 0; overflowing logits (NaN) give bounds 0 and 1.
             ends.append(torch.stack([low.nan_to_num(0.0), high.nan_to_num(1.0) + 2.0**-1000], 1))
         return torch.stack(ends, 1).clamp(0, 1).numpy()
 
@@ -311,7 +311,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
     r"""A regression whose prediction moves by at most L standard deviations of the target for one scaled unit.
 
     Args:
-        lipschitz: L, of targets scaled to unit deviation.
+        lipschitz: L, for targets scaled to unit standard deviation.
         hidden_layer_sizes, scale, monotonic_cst, learning_rate_init, batch_size, max_iter, early_stopping,
         validation_fraction, n_iter_no_change, tol, random_state: as of `LipschitzClassifier`.
 
@@ -349,7 +349,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
         return certify_regression(self.export_, z, self._targets(y), delta=distance)
 
     def predict_interval(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
-        """Intervals (n, 2) that hold the target with probability 1 - alpha, though X may have moved by eps.
+        """Intervals (n, 2) that hold the target with probability 1 - alpha, even if X was moved by up to eps.
 
         Needs `calibrate`. See `lipkit.conformal`.
         """
@@ -358,14 +358,14 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
         return torch.cat((found.low, found.high), 1).numpy()
 
     def worst_case(self, X: Any, eps: float) -> Array:
-        """Proved ends (n, 2) of the predictions that inputs within eps can get."""
+        """Proved lower and upper bounds (n, 2) of the predictions for all inputs within eps."""
         found = self.certify(X, np.zeros(len(X)), eps)
         half = grow(found.moved + found.prediction_error + found.rounding_error)  # rounded up
         return torch.cat((next_down(found.prediction - half), next_up(found.prediction + half)), 1).numpy()
 
 
 class _Trained(nn.Module):
-    """The function of the module docstring, with free parameters.
+    """The function f of the module docstring, with free parameters.
 
     ``sizes``: features, hidden units, outputs (one for two classes and regressions); ``signs`` of monotone features, 0
     for the others; ``gain``: L; ``labels``: whether outputs are logits.
@@ -381,7 +381,7 @@ class _Trained(nn.Module):
 
     def start(self, random: torch.Generator) -> None:
         for weight in self.free:
-            nn.init.orthogonal_(weight, generator=random)  # there the rescaling changes nothing
+            nn.init.orthogonal_(weight, generator=random)  # the rescaling leaves it unchanged
 
     def weights(self) -> list[Tensor]:
         """W_1 D, ..., L W_K."""
@@ -389,14 +389,14 @@ class _Trained(nn.Module):
         for i, free in enumerate(self.free):
             if self.signs is not None:
                 free = torch.where(self.signs == 0, free, free.abs() * self.signs) if i == 0 else free.abs()
-            # The shorter side is rescaled: there the diagonal bound is tight for orthogonal vectors.
+            # Rescale the shorter side, on which the diagonal bound is tight for orthogonal vectors.
             found.append(aol_matrix(free) if len(free) >= free.shape[1] else aol_matrix(free.mT).mT)
         found[0] = found[0] * (self.columns.abs() / self.columns.abs().max())  # D, of norm 1
         found[-1] = found[-1] * self.gain
         return found
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights and biases; two classes have the logits -m and m, divided by the root of 2."""
+        """Weights and biases; for two classes the single output m becomes the logits -m and m over the root of 2."""
         found = list(zip(self.weights(), self.bias, strict=True))
         weight, bias = found[-1]
         if self.labels and len(weight) == 1:
@@ -416,7 +416,7 @@ class _Trained(nn.Module):
 
     @torch.no_grad()
     def exported(self, unit: float, middle: float) -> Network:
-        """The network in float32, its outputs multiplied by ``unit`` and moved by ``middle``."""
+        """The network in float32, its outputs multiplied by ``unit``, plus ``middle``."""
         modules: list[nn.Module] = []
         layers = self.layers()
         for i, (weight, bias) in enumerate(layers):
@@ -430,8 +430,8 @@ class _Trained(nn.Module):
 
 
 def _check_signs(network: Network, signs: Array) -> None:
-    """Raise ``CertificateViolation`` unless the stored numbers prove these signs of the last output's slopes."""
-    # Of an output that does not depend on an input, either sign is right: each is asked by its own network.
+    """Raise ``CertificateViolation`` unless the stored numbers prove that the last output has slopes of these signs."""
+    # Test each sign with its own network: for a slope of 0 both are right.
     turned = Network([*network, Affine(-torch.ones(1), torch.zeros(1))], network.input_shape)
     rises, falls = (monotone(one)[-1].numpy() == 1 for one in (network, turned))
     if (((signs > 0) & ~rises) | ((signs < 0) & ~falls)).any():
@@ -439,8 +439,8 @@ def _check_signs(network: Network, signs: Array) -> None:
 
 
 def _room(z: Tensor, eps: float) -> float:
-    """How far the rounding of the scaling can carry a sample and one within eps apart."""
-    return 16 * UNIT * (float(z.norm(dim=1).max()) + eps)  # linear in eps, which `certify` uses
+    """Bound on what rounding of the scaling adds to the distance of a sample and an input within eps."""
+    return 16 * UNIT * (float(z.norm(dim=1).max()) + eps)  # `certify` relies on this being linear in eps
 
 
 __all__ = ["LipschitzClassifier", "LipschitzRegressor"]

@@ -1,4 +1,4 @@
-"""Text on a screen: tables, and the text of others, which must not look like what lipkit says."""
+"""Text on a screen: tables, and foreign text made harmless, so that it cannot pass for lipkit's output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from lipkit.errors import ShapeError
 
 
 def printable(text: object, longest: int | None = None) -> str:
-    r"""One line of at most ``longest`` characters, none of which moves the cursor, colours, hides or reorders text.
+    r"""One line of at most ``longest`` characters, without any that move the cursor, colour, hide or reorder text.
 
-    Control characters (line breaks and ANSI escapes among them), format characters (overrides of the writing
-    direction, zero width), surrogates, unassigned characters and all separators but the space are written as their
-    escapes in a Python string.
+    Control characters (such as line breaks and ANSI escapes), format characters (such as zero width and overrides of
+    the writing direction), surrogates, unassigned characters and all separators but the space become Python escapes.
 
     >>> print(printable("digits\n\x1b[1mcertified\u202e 100 %"))
     digits\n\x1b[1mcertified\u202e 100 %
@@ -31,7 +30,7 @@ def printable(text: object, longest: int | None = None) -> str:
 
 
 def visible(value: Any) -> Any:
-    """A value as a template shows it: strings `printable`, all else (numbers, markup) as it is."""
+    """A value for a template: strings become `printable`, other values (numbers, markup) stay."""
     return printable(value) if type(value) is str else value
 
 
@@ -47,8 +46,8 @@ def printable_lines(text: str) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
     """Rows in aligned columns, each cell `printable`; ``ShapeError`` unless all have the same number of cells.
 
-    Below a header (empty for none, unless in Markdown) the first column stands to the left and the others, which are
-    figures, to the right; without one all stand to the left.
+    With a header the first column is aligned to the left and the others, figures, to the right; without one (empty) all
+    are aligned to the left. Markdown needs a header.
 
     >>> print(table(["radius", "certified"], [["36/255", "95.1 %"], ["1", "3.0 %"]]))
     radius  certified

@@ -76,7 +76,7 @@ def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
 
     with run_folder.locked(folder), ThreadPoolExecutor(1) as other:
         assert other.submit(main, ["train", "--resume", str(folder)]).result() == 2
-    expected = f"lipkit: expected a run that nobody trains, got {folder}, which another process holds"
+    expected = f"lipkit: expected a run that no process trains, got {folder}, which another process holds"
     assert expected in capsys.readouterr().err
     assert main(["train", "--resume", str(folder), "--max-minutes", "60"]) == 0
     assert "samples per second" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_what_is_missing_is_trained_and_what_was_cut_is_resumed(table, monkeypat
     assert main(arguments) == 0
     assert seen == [(1, 0.03, 3, "resumed"), (0, 0.5, 3, "new"), (1, 0.5, 3, "new")]
     captured = capsys.readouterr()
-    assert "1 of 4 runs are there, 3 to make" in captured.err
+    assert "1 of 4 runs are finished, 3 to make" in captured.err
     shown = [re.split(r"  +", line) for line in captured.out.splitlines()]
     assert ["Small net, gamma 1", "tightness", "full", "2", "90.00 %", "55.00 %", "7.07 %", "-35.00 %", "0.25"] in shown
     assert ["other", "tightness", "full", "2", "55.00 %", "7.07 %", "0.25"] in shown

@@ -36,8 +36,8 @@ def apgd(
         x_{k+1} = P( x_k + 3/4 (z - x_k) + 1/4 (x_k - x_{k-1}) )
 
     with P the projection on ball and box and d the steepest direction of size 1 in the norm. The step s begins at
-    2 eps. At checkpoints, which grow denser, it is halved for some samples, and their search returns to the best point:
-    those whose loss rose in fewer than 3/4 of the steps, or whose best loss stood still without a halving before.
+    2 eps. At checkpoints, which grow denser, a sample's step is halved and its search returns to the best point if the
+    loss rose in fewer than 3/4 of the steps, or if neither step nor best loss changed since the last checkpoint.
 
     The first start is the sample itself, each further one a random point of the ball. With ``targeted`` each start
     raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
@@ -45,12 +45,12 @@ def apgd(
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
     Not finding an adversarial example proves nothing.
 
-    **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that fall early.
+    **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that are misclassified early.
 
     Args:
         model, x, y, eps, norm, box, generator, stop_early: see `lipkit.attacks.pgd`.
         loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
-        targeted: whether each start goes for one class.
+        targeted: whether each start aims at one wrong class.
         steps: gradient steps of each start.
         restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
 
@@ -103,9 +103,9 @@ def apgd_then_targeted(
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One start of `apgd` on the margin loss; then, on the samples that survive it, ``restarts - 1`` targeted ones.
+    """One start of `apgd` on the margin loss; then ``restarts - 1`` targeted starts on the samples that survive it.
 
-    None is one start, then one for each of the 9 largest wrong logits.
+    ``restarts=None`` is one start, then one for each of the 9 largest wrong logits.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
@@ -125,7 +125,7 @@ def apgd_then_targeted(
 
 
 def _keep(state: SimpleNamespace, rows: Tensor) -> None:
-    """Forget the other rows of all tensors."""
+    """Keep only these rows of all tensors."""
     for name, values in vars(state).items():
         if values is not None:
             setattr(state, name, values[rows])
@@ -136,10 +136,10 @@ def climb(
     target: Tensor | None, loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool,
     look: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """One start, whose finds go to ``best``; returns those of ``index`` that stayed to the end.
+    """Run one start and update ``best``; return the entries of ``index`` that stayed to the end.
 
-    After every ``look`` steps it drops rows without hope: to reach 0, their loss would have to rise by more than a
-    quarter of its rise so far, and by ten times its rise since the last look.
+    After every ``look`` steps it drops hopeless rows: those whose loss is further below 0 than a quarter of its rise so
+    far, and than ten times its rise since the last look.
     """
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)
@@ -156,17 +156,17 @@ def climb(
         top_point=point,  # where the loss was best
         top_value=value,
         top_slope=slope,
-        first_value=value,  # at the start, and the best loss when hopeless rows were last dropped
-        past_value=value,
-        step=2 * radius,  # the diameter; the step now, and at the last checkpoint
-        old_step=2 * radius,
+        first_value=value,  # at the start
+        past_value=value,  # the best loss when hopeless rows were last dropped
+        step=2 * radius,  # the diameter
+        old_step=2 * radius,  # the step at the last checkpoint
         old_top=value,  # the best loss at the last checkpoint
-        rises=torch.zeros_like(index),  # how often the loss rose since
+        rises=torch.zeros_like(index),  # how often the loss rose since then
     )
     last, marks = 0, checkpoints(steps)
     for k in range(steps):
         if stop_early and bool(best.fooled[s.index].any()):
-            _keep(s, ~best.fooled[s.index])  # what has fallen is left alone
+            _keep(s, ~best.fooled[s.index])  # misclassified samples are finished
             if not len(s.index):
                 break
         move = space.direction(s.slope, generator) * like(s.step, s.point)
@@ -202,7 +202,8 @@ def climb(
 
 
 def checkpoints(steps: int) -> frozenset[int]:
-    """Steps after which APGD looks back: fractions 0, 0.22, then gaps shorter by 0.03, at least 0.06.
+    """Steps after which APGD checks its progress: first at 0.22 of all steps, then in gaps shorter by 0.03 each, at
+    least 0.06.
 
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]

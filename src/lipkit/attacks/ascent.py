@@ -29,11 +29,11 @@ class Best:
         self._loss = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
 
     def left(self, stop_early: bool) -> Tensor:
-        """The samples that an attack goes on with: those not yet misclassified, or all."""
+        """Indices of the samples still to attack: those not yet misclassified, or all."""
         return (~self.fooled if stop_early else torch.ones_like(self.fooled)).nonzero()[:, 0]
 
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
-        """Take the better ones of ``points``, which belong to the samples ``index``; None compares margins."""
+        """Keep those of ``points`` (of the samples ``index``) that are better; ``loss=None`` compares margins."""
         wrong = misclassified(logits, self._labels[index])
         if loss is None:
             loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified
@@ -88,7 +88,7 @@ def seeded(generator: torch.Generator | None) -> torch.Generator:
 
 
 def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts: int, box: Box) -> Tensor:
-    """Refuse arguments of an attack that are out of range, samples outside the box; the radii (N,) in float64."""
+    """Refuse arguments out of range and samples outside the box; return the radii (N,) in float64."""
     if x.dtype not in (torch.float32, torch.float64) or x.ndim < 2:
         raise OptionError(f"expected float32 or float64 inputs of shape (N, ...), got {x.dtype} {tuple(x.shape)}")
     check_labels(y, len(x))

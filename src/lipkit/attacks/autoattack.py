@@ -1,4 +1,4 @@
-"""AutoAttack: pyautoattack's parts; or our APGD and FAB, then its Square. And when it can run."""
+"""AutoAttack: the parts of pyautoattack, or our APGD and FAB followed by its Square."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def autoattack(
 ) -> Tensor:
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
-    With ``parts=None`` APGD and FAB are ours, in about 0.7 of the evaluations: all rival classes of a sample are
-    attacked in one batch, which the sample leaves when one of them succeeds. A start is given up when its margin is too
-    far from 0 for what it gained, a heuristic; FAB tries the samples that kept a start to the end. Square stays
-    pyautoattack's, with 5000 queries.
+    With ``parts=None`` our APGD and FAB replace pyautoattack's, at about 0.7 of the evaluations: all rival classes of a
+    sample are attacked in one batch, which the sample leaves when one start succeeds. A heuristic gives up starts whose
+    margin rises too slowly; FAB tries the samples of which a start ran to the end. Square stays pyautoattack's, with
+    5000 queries.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. pyautoattack works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the
@@ -54,7 +54,7 @@ def autoattack(
     Args:
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
-        batch_size: samples attacked at once, or starts.
+        batch_size: samples attacked at once; with ``parts=None`` starts.
         parts: attacks of pyautoattack by its names, one start each; None for our APGD and FAB before its Square.
 
     Returns:
@@ -85,7 +85,7 @@ def autoattack(
         found[index], wrong = _searched(
             model, x[index].detach(), y[index], radius[index], logits, norm, box, generator, batch_size
         )
-        index, parts = index[~wrong], ("square",)  # what survived ours
+        index, parts = index[~wrong], ("square",)  # for the samples that survived
     if len(index):
         seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
         centre = x[index].detach()
@@ -98,7 +98,7 @@ def autoattack(
 
 
 class _Rows(Best):
-    """Best points of starts, several for one sample: all of them are done when one is misclassified."""
+    """`Best` for several starts of each sample: a sample's starts all end when one of them succeeds."""
 
     def __init__(self, x: Tensor, y: Tensor, owner: Tensor) -> None:
         super().__init__(x, y)
@@ -107,14 +107,14 @@ class _Rows(Best):
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         super().update(index, points, logits, loss)
         self.won[index] |= misclassified(logits, self._labels[index])
-        self.fooled = torch.isin(self.owner, self.owner[self.won])  # one start that wins ends all of its sample's
+        self.fooled = torch.isin(self.owner, self.owner[self.won])  # one success ends all starts of the sample
 
 
 def _searched(
     model: Model, x: Tensor, y: Tensor, radius: Tensor, logits: Tensor, norm: str, box: Box,
     generator: torch.Generator, batch_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Points that APGD and FAB find for correct samples, else the samples; and (N,) whether one was found."""
+    """Adversarial points by APGD and FAB (the sample where none was found), and (N,) whether one was found."""
     found, wrong = x.clone(), torch.zeros_like(y, dtype=torch.bool)
     space, order, near = ball(norm), rivals(logits, y, _TARGETS), []
     for targets in (None, order):
@@ -129,7 +129,7 @@ def _searched(
                 True, _LOOK,
             )  # fmt: skip
             found[owner[rows.won]], wrong[owner[rows.won]] = rows.points[rows.won], True
-            near.append(owner[stayed])  # for FAB, which is dear
+            near.append(owner[stayed])  # FAB is expensive: it tries only these
     index = torch.cat(near).unique() if near else order.new_empty(0)
     for part in index[~wrong[index]].split(batch_size):
         points = fab(model, x[part], y[part], norm=norm, box=box, generator=generator, polish=0, steps=20, targets=3)
@@ -160,7 +160,7 @@ def obstacle(x: Tensor, radius: Tensor, classes: int, box: Box) -> str:
 
 
 class _Isolated(torch.autograd.Function):
-    """The model with a backward pass that reaches the input and leaves parameters alone."""
+    """The model with a backward pass to the input only: parameters get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, point: Tensor, model: Model, dtype: torch.dtype) -> Tensor:
@@ -187,7 +187,7 @@ def _run(
     classes: int,
     batch_size: int,
 ) -> Tensor:
-    """pyautoattack's points: float32 inside, and with a global random state, so both are translated here."""
+    """Points of pyautoattack, which computes in float32 and uses the global random state; both are shielded here."""
     from pyautoattack import AutoAttack
 
     def isolated(point: Tensor) -> Tensor:
@@ -196,15 +196,15 @@ def _run(
         with torch.no_grad():
             return model(point.to(x.dtype)).to(point.dtype)
 
-    # It calls the model, and asks nothing of it that only a module has.
+    # pyautoattack only calls the model, so a function will do.
     attack: Any = AutoAttack(isolated, norm={"l2": "L2", "linf": "Linf"}[norm], eps=eps, seed=seed, device=x.device)  # type: ignore[arg-type]
-    # The standard version has set one start of each attack.
+    # The default version "standard" has set one start for each attack.
     attack.attacks_to_run = list(parts)
     attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(9, classes - 1)
     silent = logging.Logger("lipkit.autoattack")
     silent.addHandler(logging.NullHandler())
     attack.logger = attack.apgd.logger = attack.apgd_targeted.logger = silent
-    trace = sys.gettrace()  # it removes the trace function
+    trace = sys.gettrace()  # pyautoattack removes it
     try:
         with torch.random.fork_rng():
             points, _ = attack.run_standard_evaluation(x.float(), y, batch_size=batch_size)

@@ -21,7 +21,7 @@ class Ball:
         direction: (gradient (n, ...), generator) -> steepest ascent at size 1; random where there is no gradient.
         random: (like (n, ...), generator) -> random points of the unit ball.
         nearest: (point, centre, radius (n,), box) -> the nearest point in ball and box, up to rounding.
-        project: the same, inside also after rounding.
+        project: the same, but inside even after rounding.
         distance: (point, centre) -> (n,) the norm of the difference, in float64.
     """
 
@@ -50,8 +50,7 @@ def ball(norm: str) -> Ball:
 
 
 def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
-    """(N,) distances, l2 or of another order, computed in float64 from the numbers as they are (on the CPU where a
-    device has none).
+    """(N,) distances, l2 or of another order, computed in float64; on the CPU if the device (mps) has no float64.
 
     >>> [norms(torch.tensor([[3.0, -4.0]]), torch.zeros(1, 2), order).tolist() for order in (2, math.inf)]
     [[5.0], [4.0]]
@@ -73,9 +72,9 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
 
     The projection is ``clip(c + s (p - c))`` with the largest ``s <= 1`` within the radius. Its squared length
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
-    without box grows towards it and never passes it.
+    without box grows towards the solution and never passes it.
 
-    It ends when what is missing is below 1e-6 of the squared radius. ``centre`` (N, ...) lies in ``box``.
+    It ends when the squared length misses less than 1e-6 of the squared radius. ``centre`` (N, ...) lies in ``box``.
 
     >>> inside = nearest_l2(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.8]).double(), (0, 0.7))
     >>> [round(value, 4) for value in inside[0].tolist()]
@@ -92,7 +91,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
             missing = size - _lengths(clipped - centre).square()
             if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
                 break
-            held = result != clipped  # entries that the box holds back add nothing more
+            held = result != clipped  # entries at the box's faces: they cannot grow
             slope = (squares * ~held).flatten(1).sum(dim=1).clamp_min(1e-30)
             square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step in s^2, from below
             result = torch.addcmul(centre, step, like(square.sqrt(), step))
@@ -100,9 +99,9 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
 
 
 def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """`nearest_l2`, inside the box and with ``||result - centre|| <= radius`` in float64, also after rounding.
+    """`nearest_l2`, but after rounding still inside the box and with ``||result - centre|| <= radius`` in float64.
 
-    It is ``centre`` itself where the radius is too small for any other number of this dtype.
+    It is ``centre`` itself where the dtype has no other point within the radius.
 
     >>> centre = torch.full((1, 3), 0.1)
     >>> bool(norms(project_l2(9 * centre, centre, torch.tensor([0.8]).double(), None), centre) <= 0.8)
@@ -112,35 +111,35 @@ def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     once = 1 + torch.finfo(result.dtype).eps  # a difference of two numbers is rounded once
     if not bool((_lengths(result - centre) * once > radius).any()):
         return result
-    # shrinking towards a centre inside the box never leaves it; the extra part covers the rounding of the sum
+    # Shrinking towards a centre inside the box stays in it. Shrink a little more, to cover the rounding of the sum.
     for attempt in range(8):
         length = norms(result, centre)
         outside = length > radius
         if not bool(outside.any()):
             return result
-        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))  # more each time: at last by a tenth
+        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))  # 1e-8 less, at last a tenth
         shrunk = clip(centre + (result - centre) * like(smaller, result), box)
         result = torch.where(like(outside, result), shrunk, result)
     return torch.where(like(norms(result, centre) > radius, result), centre, result)
 
 
 def project_linf(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """Clip to the cube around ``centre`` and to the box, which is the Euclidean projection, inside also after rounding.
+    """Clip to the cube around ``centre`` and to the box: the Euclidean projection, inside even after rounding.
 
     >>> project_linf(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.75]).double(), (0, 0.7)).tolist()
     [[0.5, 0.699999988079071]]
     """
-    wide = centre.to(radius.dtype)  # float64: the sums below are exact enough to be rounded to a face
+    wide = centre.to(radius.dtype)  # float64, so that the faces are rounded only once, to the dtype of the points
     size = like(radius, wide)
     result = torch.minimum(torch.maximum(point, (wide - size).to(point)), (wide + size).to(point))
-    # The faces were rounded to this dtype: one number towards the centre is inside.
+    # A face that was rounded outwards: the next number towards the centre is inside.
     outside = (result.to(radius.dtype) - wide).abs() > size
     result = torch.where(outside, torch.nextafter(result, centre), result)
     return clip(result, box)
 
 
 def _unit(gradient: Tensor, generator: torch.Generator) -> Tensor:
-    """Each sample's gradient at length 1; a random direction where it has none."""
+    """Each sample's gradient scaled to length 1; a random direction where it vanishes or is not finite."""
     flat = gradient.flatten(1)
     scaled = flat / flat.abs().amax(dim=1, keepdim=True)  # first to size 1: tiny gradients must not underflow
     length = scaled.norm(dim=1)
@@ -152,7 +151,7 @@ def _unit(gradient: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _signs(gradient: Tensor, generator: torch.Generator) -> Tensor:
-    """The sign of each entry; random signs where a sample has no gradient, or one that is not a number."""
+    """The sign of each entry; random signs for samples whose gradient vanishes or is not finite."""
     flat = gradient.flatten(1)
     bad = ~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)
     if bool(bad.any()):

@@ -11,7 +11,7 @@ from lipkit.attacks.fab import shrink
 from lipkit.attacks.losses import correct_samples, nearest_rivals, rise, warn_where_flat
 from lipkit.errors import OptionError
 
-# How far from the faces of the box the tanh starts, as a fraction of its half width: atanh(1) is infinite.
+# The search starts inside this fraction of the box, because atanh(1) is infinite.
 _INSIDE = 1 - 1e-6
 
 
@@ -34,9 +34,9 @@ def carlini_wagner(
 
     with ``x'(w) = middle + half width tanh(w)``, which never leaves the box, or ``x' = w`` without a box. The weight c
     of each sample is searched: halved where the attack succeeded, multiplied by 10 until it does, then bisected. The
-    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. (Without target,
-    the maximum over classes has local minima even for a linear model.) Bisection brings the closest point seen to the
-    boundary.
+    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. (The maximum over
+    all classes would have local minima even for a linear model.) At the end bisection moves the closest point seen to
+    the boundary.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
     distance is an upper bound of the distance to the boundary.
@@ -112,10 +112,10 @@ def _search(
             with torch.enable_grad():
                 free = free.detach().requires_grad_()
                 scaled = free if box is None else torch.tanh(free)
-                point = clip(middle + half * scaled, box)  # the rounding of the sum
+                point = clip(middle + half * scaled, box)  # the sum may round out of the box
                 logits = model(point)
                 gap = (-rise(logits, label, "margin", target)).clamp_min(-confidence)
-                # in units of the half width, squared: the search for c makes up for the scale
+                # Squared distance in units of the half width; the search for c compensates for the unit.
                 far = (scaled - origin).flatten(1).square().sum(dim=1)
                 slope = torch.autograd.grad(far.sum() + (c.to(gap) * gap).sum(), free)[0]
             wrong = misclassified(logits.detach(), label)
@@ -124,7 +124,7 @@ def _search(
             near = torch.where(like(closer, near), point.detach(), near)
             distance = torch.where(closer, size, distance)
             done |= wrong
-            # Adam, as in the paper that made it; torch.optim takes seconds to import
+            # Adam, written out: torch.optim takes seconds to import.
             slope = torch.where(slope.isfinite(), slope, 0.0)
             mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope.square()
             free = free.detach() - rate * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)

@@ -14,18 +14,18 @@ from lipkit.errors import OptionError, ShapeError
 def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: int = 20) -> Tensor:
     r"""The closest misclassified point that bisection finds on the segment from each sample to its adversarial example.
 
-    Keeps ``b`` misclassified in ``x + b (x' - x)`` and halves the interval below it ``steps`` times. A fixed-radius
-    attack spends its whole budget, although the boundary is usually much closer. The closer the example, the sharper
-    the comparison with a certificate.
+    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. A fixed-radius attack
+    uses its whole radius, although the boundary is usually much closer. The closer the example, the sharper the
+    comparison with a certificate.
 
-    **Guarantee.** If the model misclassifies ``adversarial``, it was seen to misclassify the returned point; otherwise
-    ``adversarial`` is returned. A convex box that holds both ends holds the point, up to one rounding of the sum.
+    **Guarantee.** The returned point was seen to be misclassified, or is ``adversarial`` itself. It lies in every box
+    that holds both ends, up to one rounding of the sum.
 
     Args:
         model: any callable from (N, ...) to logits (N, K) that treats samples independently.
         x, adversarial: (N, ...) of one shape and dtype.
         y: (N,) int64 labels.
-        steps: halvings; 20 leave one millionth of the distance.
+        steps: number of halvings; after 20 the point is within a millionth of the distance from the boundary.
 
     Raises:
         ShapeError: the shapes differ.
@@ -78,8 +78,8 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     unit = torch.where(known, normal / torch.where(known, largest, 1.0), 0.0)
     aim = torch.where(known, gap[:, None] / torch.where(known, largest, 1.0), 0.0)
     size = unit.abs()
-    rate = size if norm == "l2" else (size > 0).to(size)  # r_j of the docstring
-    forward = torch.sign(unit) * torch.sign(aim)  # the way of each entry towards the hyperplane
+    rate = size if norm == "l2" else (size > 0).to(size)  # r_j in the docstring
+    forward = torch.sign(unit) * torch.sign(aim)  # direction of each entry towards the hyperplane
     room = torch.full_like(point, torch.inf)
     if box is not None:
         room = torch.where(forward > 0, box[1] - point, point - box[0]).clamp_min(0)  # to the face that lies ahead
@@ -114,15 +114,15 @@ def fab(
 ) -> Tensor:
     r"""The closest adversarial example that FAB finds for each sample, whatever its distance.
 
-    For one target class i after the other, let ``f = y_i - y_t``, and ``P(z)`` the point of the hyperplane
-    ``f(x_k) + <grad f(x_k), . - x_k> = 0`` in the box that is nearest to z. With ``d_k = P(x_k) - x_k`` and
+    For each target class i in turn, let ``f = y_i - y_t``, and let ``P(z)`` be the point nearest to z in the box and on
+    the hyperplane ``f(x_k) + <grad f(x_k), . - x_k> = 0``. With ``d_k = P(x_k) - x_k`` and
     ``d_0 = P(x) - x``
 
         x_{k+1} = (1 - a) (x_k + 1.05 d_k) + a (x + 1.05 d_0),    a = min( ||d_k|| / (||d_k|| + ||d_0||), 0.1 )
 
-    and from every adversarial point the search goes on at ``x + 0.9 (x_{k+1} - x)``. At the end the closest point is
-    brought to the boundary by bisection and ``polish`` projections ``P(x)`` are tried from there, each followed by a
-    bisection and kept where it is closer: on a piecewise linear network they end at the nearest point of a face.
+    and after an adversarial point the search goes on at ``x + 0.9 (x_{k+1} - x)``. At the end bisection moves the
+    closest point to the boundary, and ``polish`` projections ``P(x)`` start from there, each followed by bisection and
+    kept where it is closer: on a piecewise linear network they end at the nearest point of a face.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
     distance is an upper bound of the distance to the boundary.
@@ -177,7 +177,7 @@ def fab(
         for start in range(restarts):
             point = centre.clone()
             if start:
-                reach = distance[index] / 2  # half of the way that was enough before
+                reach = distance[index] / 2
                 reach = torch.where(reach.isfinite(), reach, 0.0)
                 point = clip(centre + space.random(centre, generator) * like(reach, centre), box)
             for _ in range(steps):
@@ -206,7 +206,7 @@ def fab(
 
 def _project(point: Tensor, centre: Tensor, value: Tensor, slope: Tensor, norm: str, box: Box) -> tuple[Tensor, Tensor]:
     """Steps from the point and from the sample to the hyperplane where the linearised loss at the point is 0."""
-    normal = slope.flatten(1)  # of the linearised loss
+    normal = slope.flatten(1)
     value = value.nan_to_num(posinf=0.0, neginf=0.0).to(normal)
     flat, origin = point.flatten(1), centre.flatten(1)
     here = towards_hyperplane(flat, normal, -value, norm, box)

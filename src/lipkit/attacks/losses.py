@@ -27,8 +27,7 @@ from lipkit.attacks.ascent import Model, check_choice, check_logits, margin_loss
 from lipkit.errors import LipkitError, OptionError, ShapeError, first_line, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
-# so that equal logits give 0 rather than NaN
-_TINY = 1e-12
+_TINY = 1e-12  # added to the denominator of DLR: equal logits give 0 rather than NaN
 
 
 def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None) -> Tensor:
@@ -43,7 +42,7 @@ def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None
     if loss == "ce":
         if target is None:
             return F.cross_entropy(logits, labels, reduction="none")
-        return -F.cross_entropy(logits, target, reduction="none")  # towards a target: its own entropy falls
+        return -F.cross_entropy(logits, target, reduction="none")  # towards the target its cross-entropy falls
     own = logits.gather(1, labels[:, None])[:, 0]
     gap = margin_loss(logits, labels) if target is None else logits.gather(1, target[:, None])[:, 0] - own
     if loss == "margin":
@@ -69,7 +68,7 @@ def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
 
 
 def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    """(N, K) logits of the samples, without gradients; and a check that model, samples and labels fit together."""
+    """(N, K) logits of the samples, without gradients; raise unless model, samples and labels fit together."""
     with torch.no_grad():
         try:
             logits = model(x)
@@ -85,7 +84,7 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
 
 
 def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(M,) the samples that the model gets right, which are left to attack, and their logits (M, K).
+    """(M,) indices of the samples that the model classifies correctly, and their logits (M, K).
 
     >>> index, logits = correct_samples(torch.neg, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
     >>> index.tolist(), logits.tolist()
@@ -99,7 +98,7 @@ def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
 
 
 def warn_where_flat(attack: str, model: Model, x: Tensor, y: Tensor) -> None:
-    """Warn of samples that no example was found for, and where the margin has no gradient to follow."""
+    """Warn if samples ``x``, for which no example was found, have a margin with zero gradient."""
     flat = int((value_and_gradient(model, x, y, "margin")[2] == 0).flatten(1).all(dim=1).sum()) if len(x) else 0
     if flat:
         where = f"{flat} of {len(x)} samples that it found no example for"

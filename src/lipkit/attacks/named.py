@@ -28,10 +28,10 @@ class Named:
     """One attack of the table.
 
     Attributes:
-        function: (model, x, y, *, box, ...) -> (N, ...) points; it gets the options of `run_attack` that its signature
-            names, and its defaults for those not given.
-        words: a name for people.
-        package: the package that it runs through; ``ran`` states its version.
+        function: (model, x, y, *, box, ...) -> (N, ...) points. It is passed the options of `run_attack` that its
+            signature names and the caller gave.
+        words: name shown to the user.
+        package: package that it needs, whose version ``ran`` states.
     """
 
     function: Callable[..., Tensor]
@@ -71,7 +71,7 @@ class AttackResult:
     """The points that an attack returns, and its name.
 
     Attributes:
-        points: (N, ...) adversarial examples, or what came nearest to one, within ``eps``.
+        points: (N, ...) within ``eps``: an adversarial example, else the best point found.
         ran: which attack it was, in words.
     """
 
@@ -98,8 +98,8 @@ def run_attack(
 
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),
-            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"`` (the standard version), of it ``"autoattack_apgd"`` alone,
-            or ``"autoattack_early"``, which stops early.
+            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"`` (the standard version), ``"autoattack_apgd"`` (its two APGD
+            parts only) or ``"autoattack_early"`` (gives up hopeless starts).
         model, x, y, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
         eps: radii, see `lipkit.attacks.pgd`; None for the closest example of ``fab`` and ``cw``, whatever its distance.
         steps: see the attack; None for its default. AutoAttack has its own.
@@ -128,7 +128,7 @@ def run_attack(
     if eps is None and not attack.minimum_norm:
         raise OptionError(f"expected a radius eps for the attack {name!r}, got None")
     radius = check_inputs(x, y, 0.0 if eps is None else eps, 1, 1, box)
-    first_logits(model, x[:1], y[:1])  # a misfit of model and samples is told before a long attack
+    first_logits(model, x[:1], y[:1])  # refuse samples that do not fit the model before a long attack
     given = {"eps": eps, "norm": norm, "steps": steps, "restarts": restarts, "generator": generator}
     options = {key: value for key, value in given.items() if key in attack.takes and value is not None}
     points = attack.function(model, x, y, box=box, **options)

@@ -61,10 +61,10 @@ def pgd(
         restarts: number of starts, at least 1.
         box: smallest and largest value of an input entry, or None.
         loss: ``"margin"`` or ``"ce"``.
-        generator: randomness of starts and directions; None is a CPU generator with seed 0. The global random state is
-            never used. A CPU generator gives the same start on every device.
-        stop_early: leave a sample alone once it is misclassified (one that already is costs a single evaluation);
-            False keeps on raising the loss, as adversarial training wants it.
+        generator: source of random starts and directions; None is a CPU generator with seed 0. The global random state
+            is never used. A CPU generator gives the same start on every device.
+        stop_early: leave a sample alone once it is misclassified (at the start this costs a single evaluation);
+            False keeps raising the loss, as adversarial training needs it.
         random_start: whether the first start is a random point of the ball too.
 
     Returns:
@@ -97,12 +97,12 @@ def pgd(
         centre, size = x[index].detach(), radius[index]
         target = None if order is None else order[index, (restart - 1) % order.shape[1]]
         point = space.start(centre, size, box, generator) if restart or random_start else centre.clone()
-        for length in (*lengths, None):  # after the last step, only look
+        for length in (*lengths, None):  # None: evaluate the last point only
             if not len(index):
                 break
             value, logits, slope = value_and_gradient(model, point, y[index], loss, target, gradient=length is not None)
             best.update(index, point, logits, value if loss == "ce" else None)
-            if order is None and loss == "margin":  # the first evaluation, of all samples
+            if order is None and loss == "margin":  # at the first evaluation, which has all samples
                 order = rivals(logits, y)
             if length is None:
                 break
@@ -116,7 +116,7 @@ def pgd(
 
 
 def _lengths(steps: int | Sequence[float]) -> Sequence[float]:
-    """Of each step, as a fraction of the radius: given, or from 1 down to 0.01 along half a cosine."""
+    """Length of each step as a fraction of the radius: as given, or from 1 down to 0.01 along half a cosine."""
     if isinstance(steps, int):
         return [0.01 + 0.99 * (1 + math.cos(math.pi * k / steps)) / 2 for k in range(steps)]
     if wrong := [length for length in steps if not 0 < length < math.inf]:

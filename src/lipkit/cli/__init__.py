@@ -1,4 +1,4 @@
-"""The command line: one verb, one file. Nothing here imports torch before a verb runs."""
+"""The command line: one file for each verb. Nothing here imports torch before a verb runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def run() -> int:
-    """Entry point of the command ``lipkit``: `lipkit.cli.main.main`, whose packages come with an extra.
+    """Entry point of the command ``lipkit``: runs `lipkit.cli.main.main`.
 
     Returns:
-        The exit code; 2, with one line on stderr, if click is not installed.
+        The exit code; 2, with one line on stderr, if click is not installed (it comes with an extra).
     """
     try:
         from lipkit.cli.main import main

@@ -1,4 +1,4 @@
-"""``lipkit attack``: accuracy of a run's network under an attack, beside what was certified."""
+"""``lipkit attack``: accuracy of a run's network under an attack, beside its certified accuracy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Name(click.ParamType):
-    """A name of `lipkit.attacks.ATTACKS`, looked up when it is needed: it imports torch, the help does not."""
+    """A name of `lipkit.attacks.ATTACKS`; the help reads the names from the source, without importing torch."""
 
     name = "attack"
 
@@ -49,9 +49,9 @@ def command(
 ) -> None:  # fmt: skip
     """Attack the network of RUN and compare every example with the certified radii.
 
-    Prints the accuracy under attack beside the certified accuracy of the same samples, and writes them, the examples
-    and a page that shows them into RUN, under a name of their own for each setting. An adversarial example inside a
-    certified radius stops the command with an error.
+    Prints the accuracy under attack beside the certified accuracy of the same samples. Writes both, the examples and
+    a page that shows them into RUN, under a different name for each setting. An adversarial example inside a certified
+    radius stops the command with an error.
     """
     if name == "cw" and norm == "linf":  # before the imports, which take seconds
         raise click.UsageError("expected --norm l2 for --attack cw, got linf")
@@ -75,7 +75,7 @@ def command(
             raise RunError(f"expected a run of a classification, got {run}, which is a {recipe.task}")
         network = load_network(run)
         radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
-        device_here(device)  # refused before data are read
+        device_here(device)  # refuse a missing device before reading data
         data = load_data(recipe)
         box = data.input_range
         name_of_radii = "certify.eps" if eps is None else "--eps"
@@ -87,7 +87,7 @@ def command(
         certificate = certify(network, x, y, batch_size=batch_size, device=device)
         start = time.perf_counter()
         attempt = attack_samples(
-            network, certificate, x, y, dataclasses.replace(attack, samples=None),  # they were chosen above
+            network, certificate, x, y, dataclasses.replace(attack, samples=None),  # x holds the chosen samples only
             batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
         )  # fmt: skip
         path = save_attack(

@@ -1,4 +1,4 @@
-"""``lipkit bound``: lower and upper bound of a network's Lipschitz constant, and which layer contributes what."""
+"""``lipkit bound``: lower and upper bound of a network's Lipschitz constant, and the contribution of each layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Shape = tuple[int, ...]
-# Files that torch and others write with pickle, which runs what it reads.
+# Suffixes of files written with pickle; loading one can run any code in it.
 PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 
 
@@ -21,9 +21,9 @@ PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 @click.option("--method", default="auto", show_default=True, help="Bound of convolutions: auto, best, symbol_sup, ...")
 @click.option("--restarts", default=2, show_default=True, help="Starts of the search for the lower bound; 0: none.")
 @click.option("--steps", default=5, show_default=True, help="Steps of that search.")
-@click.option("--box", metavar="LOW,HIGH", help="Of every input entry; products of two values need one.")
+@click.option("--box", metavar="LOW,HIGH", help="Range of input entries; products of two values need it.")
 @click.option(
-    "--tight/--no-tight", default=None, help="Runs of dense layers by LipSDP, too; default: up to 600 hidden units."
+    "--tight/--no-tight", default=None, help="LipSDP for chains of dense layers, too; default: up to 600 hidden units."
 )
 @click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")
@@ -41,8 +41,8 @@ def command(
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
-    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. The factors of the layers make the
-    product; beside it stand the tight bound by LipSDP and the steepest secant that a search found.
+    written by lipkit.save; or an ONNX or .pt2 file. It is bounded in evaluation mode. Prints the product of the layers'
+    constants, the tighter bound by LipSDP, and the steepest secant that a search found.
     """
     shape, limits = parse_shape(input_shape), parse_box(box)
     network, shape = read(model, shape)
@@ -61,7 +61,7 @@ def parse_shape(text: str | None) -> Shape | None:
     if text is None:
         return None
     try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))  # 3x224x224, too
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))  # 3x224x224 is accepted, too
     except ValueError:
         shape = ()  # refused below
     if not shape or min(shape) < 1:
@@ -137,4 +137,4 @@ def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
         raise click.UsageError(f"expected --input-shape C,H,W for {model}, which leaves it open, got none")
     if known is not None and given not in (None, known):
         raise click.UsageError(f"expected --input-shape {','.join(map(str, known))} as in {model}, got {given}")
-    return known or given or ()  # one is there
+    return known or given or ()  # () only for mypy: one of the two is given

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @click.argument("run", metavar="RUN|MODEL")
 @click.argument("changes", nargs=-1, metavar="[DATA] [KEY=VALUE ...]")
 @ROOT
-@click.option("--input-shape", metavar="C,H,W", help="Of MODEL, where it leaves it open.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="For MODEL.")
+@click.option("--input-shape", metavar="C,H,W", help="Shape of one sample, if MODEL leaves it open.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="Folder for MODEL.")
 @DEVICE
-@click.option("--method", type=click.Choice(("global", "local", "best")), help="Of the radii: see lipkit.certify.")
+@click.option("--method", type=click.Choice(("global", "local", "best")), help="Proof of radii, see lipkit.certify.")
 @click.option("--seconds", default=60.0, show_default=True, help="Time for a property (.vnnlib).")
 @LARGE_EPS
 @ALLOW_CODE
@@ -39,22 +39,21 @@ def command(
 ) -> None:
     """Certify a network and attack it, and write a record and a report.
 
-    RUN is the folder of a run. What is made goes into a folder of its own, RUN/certify-001 and so on, beside those that
-    RUN has; the latter stay what reports, tables and exports of RUN show.
+    RUN is the folder of a run. The new files go into RUN/certify-001, RUN/certify-002 and so on; reports, tables and
+    exports of RUN keep showing the first ones.
 
-    MODEL DATA is a network from elsewhere and the name of a data set (or folder:PATH, npz:FILE, ...): an ONNX file, a
-    folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so
-    run). It becomes a run in RUNS.
+    MODEL DATA is a network from elsewhere and the name of a data set (or folder:PATH, npz:FILE, ...). MODEL is an ONNX
+    or .pt2 file, a folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it
+    is imported, so run). It becomes a run in RUNS.
 
-    MODEL PROPERTY.vnnlib asks whether a property holds: the answer is holds (proved), violated (with a point) or
-    unknown.
+    MODEL PROPERTY.vnnlib checks a property; the answer is holds (proved), violated (with a point) or unknown.
 
     An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
     certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples
-    (C, H, W) that are no images in [0, 1]. MODEL is certified by --method local where a layer has a constant above 1.
+    (C, H, W) that are not images in [0, 1]. The method for MODEL is local if one of its layers has a constant above 1.
     """
     data = changes[0] if changes and "=" not in changes[0] else None
-    for change in changes[data is not None :]:  # without the first argument if it names data
+    for change in changes[data is not None :]:  # without DATA, if given
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")
     if data is not None and data.lower().endswith(".vnnlib"):
@@ -77,7 +76,7 @@ def command(
             outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
     else:
         network, name = exported(run, input_shape)
-        # A product of constants is far too large for layers without a constraint.
+        # For unconstrained layers the product of constants is far too large to certify anything.
         if not any(change.startswith("certify.method=") for change in wanted) and (why := steep(network)):
             wanted.insert(0, "certify.method=local")
             click.echo(f"radii by local bounds: {why} (--method global is faster)", err=True)
@@ -98,16 +97,16 @@ def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
 
 
 def steep(network: Network) -> str:
-    """The layer that makes small radii, in words; empty for a network that is bounded by construction."""
+    """The first layer with a constant above 1, in words; empty for a network that is bounded by construction."""
     from torch import nn
 
     from lipkit.lowering import lipschitz
     from lipkit.modules import SandwichBlock, SlopeResidual
 
-    if network.multipliers():  # they prove a constant of the whole
+    if network.multipliers():  # they prove a constant of the network as a whole
         return ""
     parts = list(network.named_modules())
-    # Their weights are bounded together, not each by itself.
+    # The weights of a block are bounded together, not one by one.
     blocks = tuple(f"{name}." for name, part in parts if isinstance(part, SandwichBlock | SlopeResidual))
     layers = [(name, part) for name, part in parts if type(part) in (nn.Linear, nn.Conv2d)]
     for name, layer in layers[:-1]:  # the last one may scale the logits

@@ -24,8 +24,8 @@ CLAIMED = "claimed, not checked:"
 @click.argument("network", type=click.Path(path_type=Path))
 @click.argument("data")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets.")
-@click.option("--limit", type=click.IntRange(min=1), help="Samples of the data, if the certificate is of a part.")
-@click.option("--eps", multiple=True, metavar="EPS", help="Radii to print certified accuracies at; default 36/255, ...")
+@click.option("--limit", type=click.IntRange(min=1), help="Number of samples, if the certificate has a part of them.")
+@click.option("--eps", multiple=True, metavar="EPS", help="Radii of certified accuracies to print; default 36/255, ...")
 @LARGE_EPS
 def command(
     certificate: Path,
@@ -39,9 +39,9 @@ def command(
     """Prove every radius in CERTIFICATE again for NETWORK on the test samples of DATA.
 
     CERTIFICATE is RUN/certificate.jsonl, NETWORK an exported network (RUN/network), DATA the name of a data set or
-    folder:PATH, npz:FILE, ... Hashes of network and data must agree; a radius that cannot be proved again is an error,
-    and so is any other field that is not true. What nobody can prove (the name of the data, how they were prepared,
-    where the file was made) is printed below, as claimed.
+    folder:PATH, npz:FILE, ... Hashes of network and data must agree. A radius that cannot be proved again, or any other
+    false field, is an error. Claims that cannot be checked (the name of the data, how they were prepared, where the
+    file was made) are printed below.
     """
     import torch
 
@@ -54,7 +54,7 @@ def command(
     radii = [radius for text in eps for radius in read_radii(text)] or list(EPS)
     file = read_certificate(certificate)
     stored = modules.load(network)
-    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)  # as the network saw them
+    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)  # the network's range
     check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)
@@ -62,7 +62,7 @@ def command(
 
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
-    """The confirmed figures, all computed here; below them the file's claims that nobody can confirm."""
+    """The confirmed figures, all computed here, and below them the file's claims that cannot be checked."""
     from lipkit.certificates import format_radius
     from lipkit.certificates.certificate_file import unchecked
     from lipkit.text import printable
@@ -76,11 +76,11 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
     ]
     lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r, large_eps=True):.2f} %" for r in radii]
     if larger:
-        lines.append(f"rounding   {larger} radii of the file are larger than those proved here, which count")
+        lines.append(f"rounding   {larger} radii of the file are larger than those proved here; the latter count")
     lines += ["", CLAIMED]
     for name, value in unchecked(file).items():
         # Wrap here: if the terminal wrapped, text from the file could begin a line and look like lipkit's own output.
-        width = 76 if value.isascii() else 52  # letters that take two columns
+        width = 76 if value.isascii() else 52  # other scripts have letters two columns wide
         lines += textwrap.wrap(value, width, initial_indent=f"  {name:<24}  ", subsequent_indent=" " * 28) or [
             f"  {name}"
         ]

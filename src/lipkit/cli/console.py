@@ -1,4 +1,4 @@
-"""The display of a run at work: a progress bar on a terminal, plain lines elsewhere. Results go to stdout."""
+"""The display of progress: a bar on a terminal, plain lines elsewhere, both on stderr. Results go to stdout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lipkit.training import Progress
 
 
-LEAST_BAR = 8  # columns below which a bar says nothing
-WAIT = 10.0  # seconds after which a log shows a step inside an epoch, ten of them at most
+LEAST_BAR = 8  # columns; a narrower bar is not shown
+WAIT = 10.0  # least seconds between lines inside an epoch
 
 
 class Lines:
@@ -59,7 +59,7 @@ class Terminal:
 
     def progress(self, event: Progress) -> None:
         done, total = position(event), event.epochs * event.steps
-        if event.row is not None:  # the latest figure: not every epoch is evaluated, and lines are narrow
+        if event.row is not None:  # keep the last figure only: not every epoch is evaluated, and lines are narrow
             self._measured = (measured(event.row) or self._measured).rpartition("%  ")[2]
         left = f"{duration(event.seconds_left)} left" if done < total else "done"
         label = f"epoch {event.epoch}/{event.epochs}"
@@ -86,7 +86,7 @@ def display() -> Iterator[Display]:
 
 
 def progress_bar(console: Console) -> Bar:
-    """rich's progress bar with the columns of `Terminal`; the bar itself only where there is room for one."""
+    """rich's progress bar with the columns of `Terminal`; the bar itself is left out where it would be too short."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
@@ -113,7 +113,7 @@ def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
     'loss 0.1234  accuracy 95.0 %  certified(36/255) 92.0 %'
     """
     room, kept = width - 3, [""] * 4  # a space before each of the bar, the text and the time
-    for place in (2, 3, 0, 1):  # what is looked for first
+    for place in (2, 3, 0, 1):  # the most important first
         if parts[place] and (not any(kept) or len(parts[place]) + 2 <= room):
             kept[place] = parts[place]
             room -= len(parts[place]) + 2

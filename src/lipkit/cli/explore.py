@@ -19,7 +19,7 @@ from lipkit.cli.main import ALLOW_CODE, ROOT
 def command(
     runs: tuple[Path, ...], root: list[str], host: str, port: int, allow_code: bool, allow_remote: bool
 ) -> None:
-    """Serve a page that shows RUN: images, certified radii, adversarial examples at a radius that you slide.
+    """Serve a page that shows RUN: images, certified radii, and adversarial examples at a radius set by a slider.
 
     RUN is the folder of a run, or a name of lipkit list networks. Two runs on the same test samples are compared side
     by side. Stop it with Ctrl-C.
@@ -34,7 +34,7 @@ def command(
             raise click.UsageError(f"expected the folder of a run, got {run}")
     listener, address = listen(host, port, allow_remote)
     with listener:
-        # Said before torch is imported and data is read: a browser that asks early waits for the answer.
+        # The port is open before torch is imported and data are read: an early browser just waits for the answer.
         click.echo(f"{address} shows {', '.join(map(printable, runs))} as soon as it is read; Ctrl-C stops it")
         from lipkit.experiments import run as pipeline
         from lipkit.experiments.build import load_data

@@ -1,4 +1,4 @@
-"""``lipkit export``: the network of a run in another form, its certificate checked again there."""
+"""``lipkit export``: write the network of a run in another format, and check its certificate there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(
     \b
     onnx         network.onnx, dynamic batch, standard operators, real arithmetic
     torch        network.pt2, a torch.export program, dynamic batch
-    c            network.c and network.h, C99 with integers alone, which certificates with rounding included speak of
+    c            network.c and network.h, C99 in integer arithmetic, certified with its rounding included
     safetensors  a folder of config.json and model.safetensors (lipkit.load)
     hub          a model folder with card: lipkit.interop.from_pretrained, and the network inside
     robustbench  the network's folder and model_info.json; lipkit.interop.RobustBenchModel wraps the network
@@ -53,7 +53,7 @@ def command(
     recipe = pipeline.read_recipe(run, root, allow_code=allow_code, build=form == "hub")
     network = pipeline.load_network(run)
     data = load_data(recipe)
-    network.input_range = data.input_range  # what C programs quantise
+    network.input_range = data.input_range  # sets the quantisation of C programs
     target, runtime = _write(run, form, out, licence, network, recipe, data)
     import torch
 
@@ -76,7 +76,7 @@ def command(
 def _write(
     run: Path, form: str, out: Path | None, licence: str | None, network: Network, recipe: Recipe, data: Data
 ) -> tuple[Path, Runtime]:
-    """Write one form; the path, and what runs it."""
+    """Write one form; return its path and a runtime that evaluates it."""
     from lipkit import interop, modules
 
     place = click.get_current_context().with_resource(tempfile.TemporaryDirectory())  # of the compiled C program
@@ -84,7 +84,7 @@ def _write(
     def hub(_: Network, path: Path) -> Path:
         return _write_hub(run, path, licence, recipe, data)
 
-    # form -> its name in RUN/export, what writes it, and what runs it
+    # form -> (name in RUN/export, writer, runtime)
     forms: dict[str, tuple[str, Callable[[Network, Path], Path], Callable[[Path], Runtime]]] = {
         "onnx": ("network.onnx", interop.write_onnx, interop.onnx_runtime),
         "torch": ("network.pt2", interop.write_program, interop.program_runtime),
@@ -103,7 +103,7 @@ def _write(
 
 
 def _write_robustbench(run: Path, network: Network, folder: Path) -> Path:
-    """The network's folder, and what a leaderboard says of it."""
+    """The network's folder with model_info.json, the facts that RobustBench lists."""
     from lipkit import interop, modules
     from lipkit.errors import OptionError
     from lipkit.files import write_atomic
@@ -119,7 +119,7 @@ def _write_robustbench(run: Path, network: Network, folder: Path) -> Path:
 
 
 def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, data: Data) -> Path:
-    """The model folder of a run: its recipe says the architecture, its last checkpoint the parameters."""
+    """The model folder of a run: architecture from its recipe, parameters from its last checkpoint."""
     from lipkit import interop
     from lipkit.errors import RunError
     from lipkit.experiments.build import build_model, outputs

@@ -31,13 +31,13 @@ def layers() -> list[list[str]]:
 
 
 def models() -> list[list[str]]:
-    """Name and what it is."""
+    """Rows of architectures: name, first line of the docstring."""
     source = Source("lipkit.models")
     return [[k, source.summary(name)] for k, name in zip(source.keys("MODELS"), source.names("MODELS"), strict=True)]
 
 
 def datasets() -> list[list[str]]:
-    """Name, what it is, where to get it."""
+    """Rows of data sets: name, description, where to get it."""
     from lipkit.data import DATASETS
 
     own = [
@@ -51,7 +51,7 @@ def datasets() -> list[list[str]]:
 
 
 def recipes() -> list[list[str]]:
-    """Name and what it does."""
+    """Rows of recipes: name, description."""
     import yaml
 
     files = sorted((Path(lipkit.__file__).parent / "recipes").glob("*.yaml"))

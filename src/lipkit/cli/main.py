@@ -1,4 +1,4 @@
-"""``lipkit``: the group of verbs, each imported when it is named, and the one place where errors become exit codes."""
+"""``lipkit``: the group of verbs, each imported on use, and the one place where errors become exit codes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lipkit.errors import LipkitError, alike, lacks_memory, suggestion
 from lipkit.memory import keep_freed_memory
 from lipkit.text import printable
 
-# The sections of a recipe that a command takes as KEY=VALUE, for commands that do not take all.
+# Sections of the recipe that a command takes as KEY=VALUE, if not all.
 SECTIONS = {"certify": ("certify", "data")}
 
 
 def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
-    """The message for an unknown option: how to write it where it is a key of the recipe."""
+    """The message for an unknown option; if it is a key of the recipe, how to write that."""
     command = None if error.ctx is None else error.ctx.command
     if command is None or not any("KEY=VALUE" in (p.metavar or "") for p in command.params):
         return error.format_message()
@@ -34,7 +34,7 @@ def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
 
 
 def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
-    """The keys of a recipe that an unknown option may mean: those of the same name, else the closest one.
+    """The keys of a recipe that an unknown option may mean: those of the same name, else of the closest name.
 
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
@@ -58,11 +58,11 @@ def _value(given: Sequence[str], place: int) -> str:
     if equals:
         return value
     following = given[place + 1] if place + 1 < len(given) else "-"
-    # Behind a flag stands the next option or an override, which is no value.
+    # After a flag comes the next option or an override, not a value.
     return "VALUE" if following.startswith("-") or "=" in following else following
 
 
-# A verb is the module of that name in this package, which holds its `command`; in the order of the help.
+# Each verb is a module of this package with a `command`; in the order of the help.
 VERBS = (
     *("train", "certify", "check", "attack", "report", "compare", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
@@ -78,10 +78,10 @@ def data_root(path: Path) -> str:
     return "data.root='" + str(path.expanduser().resolve()).replace("'", "''") + "'"
 
 
-# Options that several verbs have. ALLOW_CODE: of every verb that loads code named by a recipe, perhaps somebody else's.
+# Options that several verbs share. ALLOW_CODE belongs to every verb that can run code named by a recipe.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-LARGE_EPS = click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
+LARGE_EPS = click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images (often a forgotten /255).")
 ROOT = click.option(  # arrives as the overrides of a recipe
     "--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).",
     callback=lambda _, __, path: [] if path is None else [data_root(path)],
@@ -120,13 +120,13 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None, command: click.Command = cli, name: str = "lipkit") -> int:
     """Run a command and return its exit code; ``--debug`` anywhere shows the traceback of an error.
 
-    0: done. 2: wrong usage or input, one line on stderr. 1: an error that lipkit does not know. 130: interrupted.
+    0: done. 1: unexpected error. 2: wrong usage or input, one line on stderr. 130: interrupted.
     ``arguments`` are without the program's name.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and given[:1] == ["train"]:
-        keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
-    end = given.index("--") if "--" in given else len(given)  # what follows are no options
+        keep_freed_memory()  # training allocates tensors of the same sizes again and again
+    end = given.index("--") if "--" in given else len(given)  # options end here
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]
     try:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     except (KeyboardInterrupt, click.Abort):
         click.echo("lipkit: interrupted", err=True)
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails again
         return 1
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``lipkit recipe``: what a recipe can say, and what a packaged one says."""
+"""``lipkit recipe``: the keys of a recipe, and the text of the packaged ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 110
 
 @click.group("recipe")
 def command() -> None:
-    """Recipes: their keys, and what the packaged ones say."""
+    """The keys of a recipe, and the text of the packaged ones."""
 
 
 @command.command("show")
@@ -44,7 +44,7 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 class Key:
     """One key of a recipe."""
 
-    path: tuple[str, ...]  # its name, after those of the sections it is in
+    path: tuple[str, ...]  # the names of its sections, then its own
     values: str  # what it takes, in words
     default: str | None  # as YAML; None if it must be given
     description: str
@@ -76,7 +76,7 @@ def _key(path: tuple[str, ...], field: FieldInfo, section: type[BaseModel] | Non
 
 
 def _limits(field: FieldInfo) -> str:
-    """Limits of a number, in words: those of a field that may be null stand in the alternatives of its type."""
+    """Limits of a number, in words. For a field that may be null they are in the alternatives of its type."""
     marks = list(field.metadata)  # pydantic's, and those of annotated_types
     for kind in typing.get_args(field.annotation):
         for mark in getattr(kind, "__metadata__", ()):
@@ -113,7 +113,7 @@ def _yaml(value: Any) -> str:
     import yaml
 
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("...\n").strip()  # the mark of YAML's end behind a bare value
+    return text.removesuffix("...\n").strip()  # YAML's end mark after a bare value
 
 
 def _plain(value: Any) -> str:
@@ -161,12 +161,12 @@ def _named() -> dict[str, dict[str, list[str]]]:
 
 def _options(function: Callable[..., Any], given: tuple[str, ...]) -> list[str]:
     known = inspect.signature(function).parameters.values()
-    # The data decide these; device and dtype are the trainer's.
+    # The data decide the first two, the trainer the others.
     given = (*given, "input_shape", "classes", "device", "dtype")
     named = [p for p in known if p.name not in given and p.kind is not p.VAR_KEYWORD]
     texts = [p.name if p.default is p.empty else f"{p.name}={_plain(p.default)}" for p in named]
     for rest in (p for p in known if p.kind is p.VAR_KEYWORD):
-        # Named ones stand in a TypedDict; others are handed on.
+        # A TypedDict names the keywords; without one they are passed on to the layer.
         kind = next(iter(typing.get_args(typing.get_type_hints(function)[rest.name])), None)
         texts += sorted(set(typing.get_type_hints(kind)) - set(given)) if kind else ["and those of the layer"]
     return texts
@@ -192,5 +192,5 @@ def commented(content: Mapping[str, Any]) -> str:
         text = "" if key.section and value is not None else f" {_yaml(value)}"
         facts = key.description if key.section else f"{key.description} ({key.values})"
         lines.append((f"{'  ' * (len(key.path) - 1)}{key.path[-1]}:{text}", facts))
-    width = min(46, max(len(line) for line, _ in lines))  # longer values push their own comment on
+    width = min(46, max(len(line) for line, _ in lines))  # comments are aligned, except after longer lines
     return "\n".join(f"{line:<{width}}  # {facts}" for line, facts in lines)

@@ -1,6 +1,6 @@
-"""Tables of the package, read from its source text: to import them takes torch, which takes seconds.
+"""Tables of the package, read from its source text, because importing them loads torch, which takes seconds.
 
-The tables stay in their modules, so nothing is written twice; a test compares what is read with what is imported.
+A test compares the tables read here with the imported ones.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--accelerator", metavar="NAME", help="auto, cpu, cuda or mps (train.accelerator).")
 @click.option("--devices", metavar="N", help="Devices on each machine: a number, or auto (train.devices).")
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of machines (train.nodes); torchrun sets it.")
-@click.option("--strategy", metavar="NAME", help="ddp, for instance (train.strategy).")
+@click.option("--strategy", metavar="NAME", help="Such as ddp (train.strategy).")
 @click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
 @LARGE_EPS
 @ALLOW_CODE
@@ -43,12 +43,12 @@ def command(
     RECIPE is a packaged name (lipkit list recipes; without one: digits_cayley) or the path of a YAML file. KEY=VALUE
     changes it: train.epochs=5 model.options.width=2 certify.eps=36/255,1
 
-    Options from --accelerator on also change where a resumed run goes on, and for how long.
+    The options from --accelerator to --max-minutes also apply to a resumed run.
     """
     name, overrides = split_arguments(arguments)
     overrides += root
     placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
-    # Importing torch takes seconds, in which nothing else would be seen; torchrun's other processes stay silent.
+    # Importing torch takes seconds: say first what is going on. torchrun's other processes stay silent.
     if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0" and (line := started(name, resume)):
         click.echo(f"{line}; importing torch", err=True)
     if resume is None:
@@ -62,7 +62,7 @@ def command(
         )
     with importing():
         from lipkit.cli.console import display
-        from lipkit.experiments import run as pipeline  # slow to import: after the recipe was found to be right
+        from lipkit.experiments import run as pipeline  # slow to import, so after the recipe was checked
 
     outcomes: list[Outcome] = []
     with display() as show:

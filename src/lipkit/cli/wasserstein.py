@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 @click.option("--batch-size", default=256, show_default=True, help="Samples of each side in one step.")
 @click.option("--lr", default=0.002, show_default=True, help="Learning rate of the critic at the start.")
 @click.option("--folds", default=2, show_default=True, help="Parts; each is held out once. 1: one half is held out.")
-@click.option("--confidence", default=0.95, show_default=True, help="Of the interval.")
-@click.option("--diameter", type=float, help="Of the union of the supports: gives a proved interval.")
+@click.option("--confidence", default=0.95, show_default=True, help="Confidence level of the interval.")
+@click.option("--diameter", type=float, help="Diameter of the union of the supports; gives a proved interval.")
 @click.option("--limit", type=click.IntRange(min=4), help="At most this many samples of each side.")
 @click.option("--generator-steps", default=300, show_default=True, help="Training steps of the generator, without Y.")
 @click.option("--root", help="Folder of the data sets; default $LIPKIT_DATA, else ./data.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, batches and parts.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights, batches and parts.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
@@ -52,7 +52,7 @@ def command(
     first = samples(x, root, limit)
     if y is None:
         order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))
-        # Halves: the distance to samples that the generator has learnt from would be too small.
+        # Compare with the unseen half: the distance to samples seen in training would be too small.
         seen, first = first[order[: len(first) // 2]], first[order[len(first) // 2 :]]
         click.echo(f"training a generator on {len(seen)} samples", err=True)
         made = wgan.train(seen, critic=critic, steps=generator_steps, seed=seed, device=device)

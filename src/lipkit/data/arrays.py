@@ -19,23 +19,26 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def load_npz(path: Path, limits: tuple[float, float] | None = None) -> Data:
-    """Load a .npz file with the arrays `x_train`, `y_train`, `x_test`, `y_test`; no pickled array in it is read.
+    """Load a .npz file with the arrays `x_train`, `y_train`, `x_test`, `y_test`; pickled arrays are refused.
 
     Samples and targets are those of `as_split`; an optional array `classes` names the classes. Samples of shape
-    (C, H, W) that are no images need `limits`, see `Data`.
+    (C, H, W) that are not images need `limits`, see `Data`.
+
+    Raises:
+        DataError, ShapeError: the file is missing or damaged, lacks an array, or its arrays do not fit together.
     """
     file_size(path, "write one with numpy.savez_compressed(path, x_train=, y_train=, x_test=, y_test=)")
     with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         if missing := [name for name in NAMES if name not in members]:
-            there = [repr(name) for name in members][:SHOWN] + ["..."] * (len(members) > SHOWN)  # True is 1
+            there = [repr(name) for name in members][:SHOWN] + ["..."] * (len(members) > SHOWN)
             raise DataError(
                 f"{path}: expected the arrays {', '.join(NAMES)}, got {', '.join(there) or 'no arrays'}: "
                 f"{', '.join(missing)} missing"
             )
         wanted = [*NAMES, "classes"] if "classes" in members else [*NAMES]
         arrays = {name: _read(path, archive, members[name]) for name in wanted}
-    classes = arrays.get("classes", np.empty(0, "U1"))  # without names `as_data` numbers them
+    classes = arrays.get("classes", np.empty(0, "U1"))  # if empty, `as_data` numbers them
     if classes.dtype.kind != "U" or classes.ndim != 1:
         raise DataError(f"{path}: expected classes as a list of strings, got {classes.dtype} of shape {classes.shape}")
     train, test = (as_split((arrays[f"x_{p}"], arrays[f"y_{p}"]), f"{path}: {p}") for p in ("train", "test"))
@@ -48,7 +51,7 @@ def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise DataError(f"{where}: expected a stored or deflated array, got zip method {info.compress_type}")
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
-    check_claim(where, info.file_size, info.compress_size, compressed=deflated)  # both numbers are the directory's
+    check_claim(where, info.file_size, info.compress_size, compressed=deflated)  # by the archive's directory
     check_claim(where, info.compress_size, path.stat().st_size, compressed=False)
     try:
         with archive.open(info) as stream:
@@ -61,23 +64,23 @@ def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
                 raise ValueError(f"dtype {dtype}")
             if claimed != held:
                 raise ValueError(f"a header that claims {claimed} bytes before {held} bytes of data")
-        with archive.open(info) as stream:  # from the start again: the header was read
+        with archive.open(info) as stream:  # from the start again: the header above was checked
             return np.lib.format.read_array(stream, allow_pickle=False)
-    except Exception as error:  # numpy parses the header as Python source and lets the parser's errors through
+    except Exception as error:  # numpy parses the header as Python source and may raise any of the parser's errors
         raise DataError(f"{where}: expected a complete array of numbers in .npy format, got {error}") from error
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """Read an array of numbers in NumPy's .npy format; no pickled object in it is read."""
+    """Read an array of numbers in NumPy's .npy format; ``DataError`` if the file is missing or of another kind."""
     size = file_size(path, "write one with numpy.save(path, array)")
     check_claim(path, size, size, compressed=False)  # against MAX_BYTES
     with reading(path):
         try:
             # Mapping compares the size in the header with the file's before memory is taken.
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        except OSError:  # for `reading`
+        except OSError:  # `reading` turns it into a DataError
             raise
-        except Exception as error:  # the header is parsed as Python source, whose errors come through
+        except Exception as error:  # any error of numpy's parser of the header
             raise DataError(f"{path}: expected an array of numbers in .npy format, got {error}") from error
         if not isinstance(mapped, np.ndarray):  # an archive of arrays
             mapped.close()

@@ -29,8 +29,8 @@ class Cifar:
     train: tuple[str, ...]  # names of the files, which end in ".bin" in the binary version
     test: tuple[str, ...]
     classes: tuple[str, ...]  # names, in label order
-    label_bytes: int  # before each image of the binary version; the last of them is its label
-    key: str  # of the labels in the python version
+    label_bytes: int  # bytes before each image of the binary version; the last one is its label
+    key: str  # key of the labels in the python version
 
     @property
     def source(self) -> str:
@@ -76,7 +76,10 @@ CIFAR100 = Cifar(
 def load_cifar(root: Path, variant: Cifar) -> Data:
     """Load CIFAR-10 or CIFAR-100: 50 000 training and 10 000 test RGB images of 32 x 32, uint8.
 
-    The data root has the folder of the binary version or that of the python version, whose pickles `read_pickle` reads.
+    Reads the folder of the binary version in the data root, else that of the python version (by `read_pickle`).
+
+    Raises:
+        DataError: neither folder exists, or a file is missing or damaged.
     """
     binary, python = root / variant.binary, root / variant.python
     for folder, read, suffix in ((binary, read_binary, ".bin"), (python, read_python, "")):
@@ -92,7 +95,7 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
 def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
     """Read one file of the binary version: per image its label bytes, then 1024 red, green and blue bytes each.
 
-    The answer is (images, labels), uint8 of shapes (n, 3072) and (n,).
+    Returns (images, labels), uint8 of shapes (n, 3072) and (n,). ``DataError`` for a missing or damaged file.
     """
     label_bytes, classes = variant.label_bytes, len(variant.classes)
     size, each = file_size(path, variant.source), label_bytes + _PIXELS
@@ -110,7 +113,7 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
 def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
     """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list of labels.
 
-    The answer is that of `read_binary`.
+    Returns the same as `read_binary`. ``DataError`` for a missing or damaged file, or another pickle.
     """
     key, classes = variant.key, len(variant.classes)
     batch = read_pickle(path, source=variant.source)

@@ -20,8 +20,11 @@ SPLIT_SEED = 0
 def load_digits(root: Path | None = None) -> Data:
     """Load the digits: 1438 training and 359 test images of shape (1, 8, 8), float32 in {0, 1/16, ..., 1}.
 
-    The data lie inside scikit-learn (`root` is not used). The split is stratified 80/20 with a fixed seed, and made
-    here, so it does not depend on the version of scikit-learn: see `stratified_split`.
+    The data come with scikit-learn (`root` is not used). The split, 80/20 by `stratified_split` with a fixed seed, does
+    not depend on the version of scikit-learn.
+
+    Raises:
+        DataError: scikit-learn is not installed.
 
     >>> data = load_digits()
     >>> len(data.train), len(data.test), data.input_shape
@@ -41,7 +44,7 @@ def load_digits(root: Path | None = None) -> Data:
 
 def _table() -> np.ndarray:
     """The 64 pixels and the label of each digit, ``(1797, 65)``."""
-    # Read from scikit-learn's file where it is: to import that package takes longer than an epoch of training.
+    # Read the file of scikit-learn directly: importing that package takes longer than an epoch of training.
     found = importlib.util.find_spec("sklearn")
     if found is None:
         raise DataError(f"expected scikit-learn for the data set digits, got none; {SOURCE}")
@@ -60,13 +63,13 @@ def _table() -> np.ndarray:
 def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split 0..N-1 so that each class gives `test_share` of its samples, rounded, to the test part.
 
-    The answer is (train, test): ascending, disjoint indices that cover 0..N-1.
+    Returns (train, test): ascending, disjoint indices that cover 0..N-1.
 
     >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
     >>> len(train), len(test[test < 10]), len(test[test >= 10])
     (12, 2, 1)
     """
-    order = fixed_permutation(len(labels), seed)  # one for all classes: their members in random order
+    order = fixed_permutation(len(labels), seed)  # of all samples; it also orders the members of each class
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = order[labels[order] == label]

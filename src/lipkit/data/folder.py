@@ -21,14 +21,15 @@ Listed = tuple[list[str], list[int]]  # files and their labels
 
 
 def load_folder(path: Path) -> Data:
-    """`path/train/CLASS/*` and `path/test/CLASS/*` (or `val`), images of one size, uint8 of shape (C, H, W).
+    """Load `path/train/CLASS/*` and `path/test/CLASS/*` (or `val`): images of one size, uint8 of shape (C, H, W).
 
     The classes are the folders of `train`, sorted by name; `test` may lack some of them. Images are grey
     (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded when a
     batch asks for them; `load` decodes a small data set at once.
 
-    A file that is no image, has more than MAX_PIXELS pixels or differs from the first one in size or channels raises a
-    DataError when it is decoded.
+    Raises:
+        DataError: a folder or the first image is missing or damaged; for other images when they are decoded, also if
+            they exceed MAX_PIXELS or differ from the first one in size or channels.
     """
     train, test, classes = find_images(path, LAYOUT)
     channels, height, width = decode(Path(train[0][0])).shape
@@ -37,10 +38,13 @@ def load_folder(path: Path) -> Data:
 
 
 def load_images(path: Path, size: int, *, name: str | None = None, layout: str = LAYOUT) -> Data:
-    """Folders as of `load_folder` with images of any size, as ImageNet's: RGB of (3, size, size), resized and cropped.
+    """Load folders as `load_folder` does, with images of any size: they become RGB of shape (3, size, size).
 
-    The short side becomes 256/224 times `size` (1 to MAX_SIDE), then a square is cut out of the centre; grey, CMYK and
-    transparent images become RGB. `layout` is what to add to the message when a folder is missing.
+    The short side is resized to 256/224 times `size` (1 to MAX_SIDE), then the central square is cut out. Grey, CMYK
+    and transparent images become RGB. `layout` ends the message about a missing folder.
+
+    Raises:
+        DataError, OptionError: as `load_folder`, but for sizes and channels; a `size` out of range.
     """
     if not 1 <= size <= MAX_SIDE:
         raise OptionError(f"expected a size of images from 1 to {MAX_SIDE}, got {size}")
@@ -56,7 +60,7 @@ def _data(
 
 
 def find_images(path: Path, layout: str) -> tuple[Listed, Listed, tuple[str, ...]]:
-    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; the classes, which `train` has."""
+    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; and the classes of `train`."""
     held_out = path / ("val" if (path / "val").exists() and not (path / "test").exists() else "test")
     classes = tuple(_visible(path / "train", layout))
     for name in _visible(held_out, layout):
@@ -71,7 +75,7 @@ def find_images(path: Path, layout: str) -> tuple[Listed, Listed, tuple[str, ...
 
 
 def list_images(folders: Sequence[Path], layout: str, needed: bool = True) -> Listed:
-    """The files of each folder, sorted by name, and its number as their label; ``needed``: no folder may be empty."""
+    """The files of all folders, sorted by name, labelled by the folder's place; ``needed``: no folder may be empty."""
     files: list[str] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):
@@ -101,6 +105,9 @@ SOURCE = (
 def load_imagenet(root: Path) -> Data:
     """Load `imagenet/{train,val}/WNID`: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
 
+    Raises:
+        DataError: as `load_images`.
+
     References:
         Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
     """
@@ -125,6 +132,9 @@ def load_tiny_imagenet(root: Path) -> Data:
     The classes are the WordNet numbers of `wnids.txt`, sorted; the validation images are the test split (the test
     images have no labels). Reads `wnids.txt`, `train/WNID/images/*`, `val/val_annotations.txt` and `val/images/*` of
     `root/tiny-imagenet-200`.
+
+    Raises:
+        DataError: a file or folder is missing or damaged.
     """
     folder = root / "tiny-imagenet-200"
     names = sorted(_lines(folder / "wnids.txt"))
@@ -138,7 +148,7 @@ def load_tiny_imagenet(root: Path) -> Data:
 
 
 def _annotated(folder: Path, classes: list[str]) -> Listed:
-    """Validation images and their labels: all lie in one folder, and a text names their classes."""
+    """Validation images, all in one folder, and their labels from `val_annotations.txt`."""
     path = folder / "val" / "val_annotations.txt"
     number = {name: label for label, name in enumerate(classes)}
     files: list[str] = []

@@ -26,7 +26,7 @@ RESIZE = 256 / 224
 """Short side before the centre crop, as a multiple of the crop: the usual evaluation of ImageNet."""
 # End of the error for a folder whose images differ in size or mode.
 REMEDY = "; images:SIZE:PATH in place of folder:PATH makes all of them RGB of SIZE x SIZE"
-# Only decoders of plain raster formats: others of Pillow's start programs of their own (EPS).
+# Decoders of plain raster formats only: some of Pillow's start other programs (EPS).
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3}
 # 8 bits per channel: what `convert("RGB")` maps without changing the scale.
@@ -82,7 +82,7 @@ class ImageFiles:
         def put(i: int) -> None:
             images[i] = torch.from_numpy(self._read(files[i]))
 
-        # Pillow warns of huge images: lipkit's limit is lower and has its own error.
+        # Silence Pillow's warning of huge images: lipkit's limit is lower and raises an error.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
             if len(files) < 4:
@@ -90,7 +90,7 @@ class ImageFiles:
                     put(i)
             else:  # the decoders release the interpreter's lock
                 with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-                    list(pool.map(put, range(len(files)), chunksize=8))  # a list raises what a thread raised
+                    list(pool.map(put, range(len(files)), chunksize=8))  # list() raises the errors of the threads
         return images
 
     def subset(self, index: Tensor) -> ImageFiles:
@@ -108,9 +108,9 @@ class ImageFiles:
 
 
 def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False) -> np.ndarray:
-    """Decode one image file to uint8 (C, H, W), turned as its EXIF data say; its size is checked before it is decoded.
+    """Decode one image file to uint8 (C, H, W), rotated as its EXIF data say; the size is checked first.
 
-    ``fit`` is the size to fit it into, ``convert`` that of `ImageFiles`.
+    ``fit`` is (height, width) to resize and crop to; ``convert`` is that of `ImageFiles`.
     """
     image_module = _pillow()
     from PIL import ImageOps
@@ -129,7 +129,7 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
                     f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}{remedy}"
                 )
             channels = 3 if convert else _CHANNELS[image.mode]
-            made = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")  # palettes and bits, too
+            made = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")  # also palettes, bitmaps
             pixels = np.array(made if fit is None else _fitted(made, *fit), dtype=np.uint8)
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
@@ -143,7 +143,7 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
 
 
 def _fitted(image: Any, height: int, width: int) -> Any:
-    """Resized so that it covers RESIZE times the size, then cropped around the centre."""
+    """The image resized to cover RESIZE times the size, then cropped around the centre."""
     scale = max(RESIZE * height / image.height, RESIZE * width / image.width)
     size = (max(width, round(scale * image.width)), max(height, round(scale * image.height)))
     if max(size) > MAX_PIXELS // min(size):  # a strip one pixel wide would grow without bound

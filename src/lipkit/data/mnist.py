@@ -1,4 +1,4 @@
-"""MNIST from its four IDX files, and other data in this form."""
+"""MNIST from its four IDX files, and other data sets in this format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ SOURCE = (
 def load_mnist(root: Path) -> Data:
     """Load MNIST: 60 000 training and 10 000 test images of 28 x 28 handwritten digits, uint8.
 
-    The files are `root/MNIST/raw/*-ubyte`, or the same names with `.gz`. A raw file is taken before a gzipped one.
+    The files are `root/MNIST/raw/*-ubyte`, or the same names with `.gz`. A raw file is preferred to a gzipped one.
+
+    Raises:
+        DataError: a file is missing or damaged, or does not hold 28 x 28 images or labels 0 to 9.
     """
     folder = root / "MNIST" / "raw"
     train, test = (_split(folder, part) for part in ("train", "t10k"))
@@ -41,9 +44,12 @@ def load_mnist(root: Path) -> Data:
 
 
 def load_idx(folder: Path) -> Data:
-    """Load grey images from the four files in a folder that are named as MNIST's: Fashion-MNIST, KMNIST or EMNIST.
+    """Load grey images from a folder with four files named as MNIST's: Fashion-MNIST, KMNIST or EMNIST.
 
-    There are as many classes as the largest training label says, named by their numbers.
+    The classes are 0 to the largest training label, named by their numbers.
+
+    Raises:
+        DataError: a file is missing or damaged, or the test images do not fit the training images.
     """
     train, test = (_split(folder, part) for part in ("train", "t10k"))
     classes, most = int(train.y.max()) + 1, int(test.y.max())
@@ -75,6 +81,7 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
 
     The layout is `00 00 08 ndim`, then `ndim` big-endian uint32 sizes, then the values in row-major order.
     The sizes are compared with the file before memory is taken, and decompression stops at the claimed size.
+    `source` ends the message about a missing file; it and a damaged one are a ``DataError``.
 
     References:
         LeCun, Cortes, Burges, "The MNIST database of handwritten digits", section on file formats.

@@ -1,9 +1,9 @@
 """Pickles of uint8 arrays, read without running anything that the file names.
 
-A pickle is a program. `pickletools.genops` takes it apart without running it and compares each claimed length with the
+A pickle is a program. `pickletools.genops` parses it without running it and compares each claimed length with the
 file. An opcode that plain data does not need is refused before anything runs. Then an `Unpickler` runs the program. A
-name in the file must be in an allow-list, NumPy's array protocol, and stands for a function of this module, so NumPy
-never allocates what a file claims.
+name in the file must belong to NumPy's array protocol, and is replaced by a function of this module, so NumPy never
+allocates a size that the file claims.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lipkit.files import read_bytes
 MAX_FILE_BYTES = 1 << 28
 MAX_OPCODES = 1_000_000
 MAX_TUPLES = 1000
-# They leave a new object that is no tuple on the stack, so that it may be used again.
+# They leave a new object other than a tuple or number on the stack, which the memo may repeat at no cost.
 _REUSABLE = {
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
     "BINSTRING", "SHORT_BINSTRING", "EMPTY_LIST", "EMPTY_DICT", "GLOBAL", "STACK_GLOBAL", "REDUCE",
@@ -42,8 +42,8 @@ def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]
     """Read a pickled dict of uint8 arrays, numbers, strings and lists of these, from a file of at most MAX_FILE_BYTES.
 
     Reads what Python 2 and Python 3 write in the binary protocols 2 to 5. Strings of Python 2 come back as
-    bytes, the keys of the outer dict as str. `source` is what to add to the message when the file is missing.
-    Another pickle, or one that names anything but a uint8 NumPy array, raises a DataError: nothing is imported or run.
+    bytes, the keys of the outer dict as str. `source` ends the message about a missing file.
+    Any other pickle, and one that names anything but a uint8 NumPy array, is a DataError: nothing is imported or run.
     """
     if (size := file_size(path, source)) > MAX_FILE_BYTES:
         raise DataError(f"{path}: expected a pickle of at most {MAX_FILE_BYTES} bytes, got {size}")
@@ -66,8 +66,8 @@ def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]
 def _check_opcodes(blob: bytes) -> None:
     """Refuse a program that does more than build plain data, or whose cost exceeds its length.
 
-    The memo is an array, so an index above the number of opcodes would only reserve memory. A tuple may be a key, and
-    hashing it recurses into its entries: a limit on their number bounds the depth, forbidding reuse bounds the time.
+    The memo is an array: a large index would reserve memory for nothing. A tuple may be a key, whose hash recurses into
+    its entries: the limit on tuples bounds the depth, and forbidding their reuse bounds the time.
     """
     reusable: dict[int, bool] = {}
     before, tuples = "", 0
@@ -78,11 +78,11 @@ def _check_opcodes(blob: bytes) -> None:
         if name not in _OPCODES:
             raise DataError(f"expected a pickle of plain arrays, got the opcode {name}")
         if name in _PUTS:
-            index = len(reusable) if argument is None else argument  # MEMOIZE has none: it counts
+            index = len(reusable) if argument is None else argument  # MEMOIZE uses the next index
             if index > count:
                 raise DataError(f"expected a memo index of at most {count}, got {index}")
-            reusable[index] = before in _REUSABLE  # what the opcode before it left on the stack
-        elif name in _GETS and not reusable.get(argument or 0, True):  # an unknown one fails when it runs
+            reusable[index] = before in _REUSABLE  # of the object that the opcode before left on the stack
+        elif name in _GETS and not reusable.get(argument or 0, True):  # an index never set fails at run time
             raise DataError("expected each tuple and number of the pickle once, got one that is used again")
         tuples += name in _TUPLES
         if tuples > MAX_TUPLES:
@@ -91,7 +91,7 @@ def _check_opcodes(blob: bytes) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Strings of Python 2 become bytes; a name becomes a function of this module, or an error."""
+    """Reads strings of Python 2 as bytes; replaces a name by a function of this module, or refuses it."""
 
     def __init__(self, blob: bytes) -> None:
         super().__init__(io.BytesIO(blob), encoding="bytes")  # strings of Python 2, which may be pixels
@@ -105,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[module, name]
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
-        """Python 3 writes bytes so in protocol 2; the file may ask for no more of them than it holds."""
+        """Stands for _codecs.encode, by which Python 3 writes bytes in protocol 2; at most the file's length in all."""
         if not isinstance(text, str) or _text(encoding) != "latin1":
             raise DataError(f"expected bytes written as latin1 text, got {type(text).__name__}")
         self._encodable -= len(text)
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Name:
-    """A name in the file: calls a function of this module, and has no attribute that the file could set."""
+    """A name in the file: a call goes to a function of this module, and the file cannot set its state."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -128,14 +128,14 @@ class _Name:
 
 
 class _Dtype:
-    """Stands for dtype('uint8'), the only one accepted; its state, the byte order, says nothing for single bytes."""
+    """Stands for dtype('uint8'), the only one accepted; ignores the state, a byte order, meaningless for one byte."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class _Array:
-    """Stands for an array: a view on bytes of the file."""
+    """Stands for an array; its value is a view of the file's bytes."""
 
     def __init__(self, value: np.ndarray | None = None) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Reading files that may be missing, truncated or lying about their size."""
+"""Reading files that may be missing, truncated, or claim a wrong size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from lipkit.errors import DataError
 from lipkit.files import MAX_BYTES
 
-# A deflate stream expands at most 1032 times (RFC 1951: 258 bytes from 2 bits); gzip and zip only add to it.
+# A deflate stream expands at most 1032 times (RFC 1951: 258 bytes from 2 bits); gzip and zip only add headers.
 _DEFLATE_RATIO = 1032
 
 # zipfile raises the last three for a damaged directory: an unknown version, a bad name, a short record.
@@ -52,7 +52,7 @@ def check_claim(path: Path, claimed: int, stored: int, *, compressed: bool) -> N
 
 
 def read_exactly(stream: io.BufferedIOBase, size: int, path: Path) -> bytearray:
-    """Read `size` bytes, behind which the stream must end.
+    """Read `size` bytes; ``DataError`` unless the stream ends there.
 
     Reads at most size + 1 bytes, so a compressed file cannot unpack to more than its header claims.
     """

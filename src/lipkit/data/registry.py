@@ -31,7 +31,7 @@ DATASETS: dict[str, Entry] = {
     "imagenet": folder.IMAGENET,
     "square_wave": square_wave.ENTRY,
 }
-"""The data sets that :func:`load` knows by name: a new one is a file with its entry, and a line here."""
+"""The data sets that :func:`load` knows by name. To add one, write a file with its entry and a line here."""
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -53,9 +53,9 @@ def load(
             val/CLASS/*, images of one size); `images:SIZE:PATH` (the same, images of any size made RGB of SIZE x
             SIZE); `idx:PATH` (the four files of Fashion-MNIST and the like); `npz:PATH` (x_train, y_train, x_test,
             y_test); or `pkg.mod:factory` (your function: it is run). PATH is relative to the working directory.
-        root: where the data sets of the table lie; see `data_root`.
+        root: folder of the data sets in DATASETS, see `data_root`.
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.
-        limits: of the entries of samples, see `Data`; None leaves them as they are.
+        limits: (low, high) of every entry, see `Data`; None keeps those of the data set.
 
     Raises:
         OptionError: if `spec` is none of these, or `limit` is not a positive integer.
@@ -85,7 +85,7 @@ def load(
             f"pkg.mod:factory), got {spec!r}"
         )
     data = replace(data, limits=limits or data.limits)
-    return (data if limit is None else data.take(limit)).held(HELD_BYTES)  # only the files that were taken
+    return (data if limit is None else data.take(limit)).held(HELD_BYTES)  # take first: decode no other files
 
 
 def is_code(spec: str) -> bool:
@@ -95,13 +95,13 @@ def is_code(spec: str) -> bool:
 
 
 def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:
-    """The function called ``pkg.mod:factory``: the one place where a name becomes code. Only for the user's own names.
+    """Import the function ``pkg.mod:factory``. The only place where a name becomes code; for the user's own names only.
 
-    Raises ``error`` if it cannot be imported, or is no function.
+    Raises ``error`` if it cannot be imported or called.
     """
     module, _, name = spec.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # at the end: what is installed comes first
+        sys.path.append(os.getcwd())  # at the end: installed packages come first
     try:
         factory = getattr(importlib.import_module(module), name)
     except Exception as problem:  # the module is the user's code and may raise anything
@@ -114,7 +114,8 @@ def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[...,
 def load_custom(spec: str, limits: tuple[float, float] | None = None) -> Data:
     """Import `pkg.mod`, call `factory()` and turn what it returns into a Data. Use only a module whose code you trust.
 
-    The factory takes no arguments and returns a Data, or a pair (train, test) of what `as_split` takes.
+    The factory takes no arguments and returns a Data, or a pair (train, test) of values that `as_split` takes.
+    ``DataError`` if the import or the call fails, or the result is neither.
     """
     factory = imported(spec, DataError)
     try:

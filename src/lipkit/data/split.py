@@ -1,4 +1,4 @@
-"""A data set: two splits of samples, checked once when they are made; and what becomes one."""
+"""A data set of two splits of samples, checked when made, and functions that turn other data into one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBSET_SEED = 20240
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Samples and their targets: whole, in memory, or images that are decoded when a batch asks for them.
+    """Samples and their targets, in memory; or image files, decoded when a batch asks for them.
 
     Args:
         x: inputs of shape (N, *shape): uint8 images 0..255, or floating point (images in [0, 1]); or `ImageFiles`.
@@ -75,7 +75,7 @@ class Split:
         """Return a random subset of at most `limit` samples.
 
         The subset is drawn with a fixed seed: the same call gives the same samples on every machine, in the
-        order of the original, and a smaller limit gives a subset of a larger one's.
+        order of the original. A smaller limit gives a subset of the samples of a larger one.
 
         Raises:
             OptionError: if `limit` is not a positive integer.
@@ -89,14 +89,14 @@ class Split:
         return Split(x, self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
-        """Return the split with both tensors on `device`; image files stay where they are, with their labels."""
+        """Return the split with both tensors on `device`; a split of image files is returned unchanged."""
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
         """Return the split with image files decoded into memory if they take at most `limit` bytes there.
 
         Raises:
-            DataError: one of them is not what it should be.
+            DataError: an image is missing, damaged or of another shape.
         """
         if not isinstance(self.x, ImageFiles) or self.x.nbytes > limit:
             return self
@@ -112,8 +112,8 @@ class Data:
         train: samples to train on.
         test: held-out samples, of the same shape and dtype.
         classes: the name of each class, in label order; empty for regression.
-        limits: (low, high) of every entry, infinite for none; None: (0, 1) of samples of shape (C, H, W), which are
-            taken for images, none of others.
+        limits: (low, high) of every entry, infinite for no limit. None: (0, 1) for samples of shape (C, H, W), which
+            are taken to be images; no limit for others.
 
     Raises:
         ShapeError: if the splits differ in the shape of a sample or of a target.
@@ -154,7 +154,7 @@ class Data:
             )
         if self.input_range is not None:
             (least, most), x = self.input_range, split.x
-            low, high = 0.0, 1.0  # of 8 bits, which are divided by 255
+            low, high = 0.0, 1.0  # of uint8, which is divided by 255
             if isinstance(x, Tensor) and x.is_floating_point():
                 low, high = (float(v) for v in torch.aminmax(x))
             if low < least or high > most:
@@ -171,9 +171,9 @@ class Data:
 
     @property
     def input_range(self) -> tuple[float, float] | None:
-        """(low, high) of every entry, where attacks stay; None without limits."""
+        """(low, high) of every entry, which attacks respect; None without limits."""
         low, high = self.limits or ((0.0, 1.0) if len(self.input_shape) == 3 else (-math.inf, math.inf))
-        return (low, high) if math.isfinite(high - low) else None  # one infinite end is as good as none
+        return (low, high) if math.isfinite(high - low) else None  # a single finite end does not count
 
     @property
     def task(self) -> str:
@@ -197,7 +197,7 @@ class Entry:
         description: one line.
         loader: takes the data root, returns the Data.
         input_shape: the shape of one sample.
-        classes: the names of the classes, in label order; empty for regression, and where the files name them.
+        classes: the names of the classes, in label order; empty for regression, or if the files name them.
         source: where to get it, and where to put it.
     """
 
@@ -230,7 +230,7 @@ def as_data(
     classes: Sequence[str] | np.ndarray = (),
     limits: tuple[float, float] | None = None,
 ) -> Data:
-    """Join two splits; the classes of a classification are numbered if they have no names.
+    """Join two splits into a `Data`; classes without names are numbered.
 
     Raises:
         ShapeError, DataError: if the splits do not fit together, see `Data`, or have far more classes than samples.
@@ -253,7 +253,7 @@ def as_split(value: Any, name: str = "data") -> Split:
 
     Args:
         value: the data.
-        name: what to call it in an error message.
+        name: name of the data in error messages.
 
     Raises:
         DataError: if it is none of these, or the samples do not have one shape.
@@ -265,7 +265,7 @@ def as_split(value: Any, name: str = "data") -> Split:
     if isinstance(value, Split):
         return value
     if isinstance(value, TensorDataset):
-        value = tuple(value.tensors)  # whole, instead of sample by sample
+        value = tuple(value.tensors)  # read its tensors, not sample by sample
     if isinstance(value, Dataset):
         value = _collect(value, name)
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -298,7 +298,7 @@ def _tensor(value: Any, name: str) -> Tensor:
         raise DataError(f"{name}: expected a tensor or a numpy array, got {type(value).__name__}")
     if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
         raise DataError(f"{name}: expected an array of numbers of at most 64 bits, got dtype {value.dtype}")
-    native = value.dtype.newbyteorder("=")  # torch has no other order
+    native = value.dtype.newbyteorder("=")  # torch has no foreign byte order
     if native.kind == "u" and native.itemsize > 1:  # torch has hardly any operation on wider unsigned integers
         native = np.dtype(np.int64)
     return torch.from_numpy(np.array(value, dtype=native, order="C"))

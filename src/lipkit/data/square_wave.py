@@ -24,7 +24,7 @@ def square_wave(x: Tensor) -> Tensor:
     [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     """
     even = torch.floor(x).remainder(2) == 0
-    return torch.where(even & (x != HIGH), 1.0, 0.0).to(x.dtype)  # 2 closes the last interval of the definition
+    return torch.where(even & (x != HIGH), 1.0, 0.0).to(x.dtype)  # 2 belongs to the last interval, [1, 2]
 
 
 def load_square_wave(root: Path | None = None) -> Data:
@@ -45,7 +45,7 @@ def load_square_wave(root: Path | None = None) -> Data:
 
 
 def uniform_points(n: int, seed: int) -> Tensor:
-    """(n,) float32 numbers, uniform in [-2, 2], that depend on ``n`` and ``seed`` alone, as a `fixed_permutation`.
+    """(n,) float32 numbers, uniform in [-2, 2], that depend on ``n`` and ``seed`` only, see `fixed_permutation`.
 
     >>> bool((uniform_points(9, 0) == uniform_points(10, 0)[:9]).all())
     True

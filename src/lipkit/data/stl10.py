@@ -1,4 +1,4 @@
-"""STL-10 from its binary files, which stay on disk and are read where a batch asks for them."""
+"""STL-10 from its binary files, which stay on disk and are read when a batch asks for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _PIXELS = 3 * 96 * 96
 def load_stl10(root: Path) -> Data:
     """Load STL-10: 5000 training and 8000 test RGB images of 96 x 96, uint8.
 
-    The files are `root/stl10_binary/{train,test}_{X,y}.bin`; they are mapped into memory, so only what is used is read.
+    The files are `root/stl10_binary/{train,test}_{X,y}.bin`; they are mapped into memory and read only as used.
+
+    Raises:
+        DataError: a file is missing or damaged.
 
     References:
         Coates, Lee, Ng, "An analysis of single-layer networks in unsupervised feature learning", AISTATS 2011.
@@ -50,13 +53,13 @@ def _split(folder: Path, part: str) -> Split:
 def read_images(path: Path) -> Tensor:
     """Map a file of images: red, green and blue planes of 96 x 96 bytes, each stored column by column.
 
-    The answer, uint8 (N, 3, 96, 96), is a view of the file; writing to it does not change the file.
+    Returns uint8 (N, 3, 96, 96), a view of the file; writing to it does not change the file.
     """
     size = file_size(path, SOURCE)
     if size == 0 or size % _PIXELS:
         raise DataError(f"{path}: expected a positive multiple of {_PIXELS} bytes, got {size}")
     with reading(path):
-        # "c": a private copy on write; torch refuses to share memory that it may not write to.
+        # Mode "c" copies on write, because torch warns of read-only memory.
         mapped = np.memmap(path, np.uint8, "c", shape=(size // _PIXELS, 3, 96, 96))
     return torch.from_numpy(mapped).transpose(2, 3)  # stored column by column
 

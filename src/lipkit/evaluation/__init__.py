@@ -1,4 +1,4 @@
-"""Accuracies or errors of a network on test data, held against its certificates."""
+"""Accuracies or errors of a network on test data, checked against its certificates."""
 
 from __future__ import annotations
 

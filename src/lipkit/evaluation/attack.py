@@ -36,19 +36,19 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
     """Compare adversarial examples with certified radii.
 
     Args:
-        certificate: of all samples.
-        index: (M,) the samples that the examples belong to.
+        certificate: of all N samples.
+        index: (M,) the sample of each example.
         distance: (M,) float64, l2 distance of each example from its sample.
-        numbers: (N,) what the message calls the samples; None counts from 0.
+        numbers: (N,) numbers of the samples in the message; None counts from 0.
 
     Returns:
-        The smallest ``distance / radius``; ``inf`` if no sample with a positive radius is among them.
+        The smallest ``distance / radius``; ``inf`` if no sample has a positive radius.
 
     Raises:
         CertificateViolation: a distance is below the radius.
     """
     radius = certificate.radius[index]
-    ratio = torch.where(radius > 0, distance / radius, math.inf)  # a radius of 0 promises nothing
+    ratio = torch.where(radius > 0, distance / radius, math.inf)  # a radius of 0 certifies nothing
     inside = distance < radius
     if bool(inside.any()):
         worst = int(ratio.argmin())
@@ -65,10 +65,10 @@ def check_accuracy(
 
     Args:
         certificate: of N samples.
-        chosen: (M,) the samples that were attacked.
-        survived: (N,) bool, still correct under attack.
-        eps: l2 radius that no attacked point exceeded.
-        numbers: (N,) what the message calls the samples; None counts from 0.
+        chosen: (M,) the attacked samples.
+        survived: (N,) bool, whether a sample is still correct under attack.
+        eps: l2 radius of the attack.
+        numbers: (N,) numbers of the samples in the message; None counts from 0.
     """
     broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
     if len(broken):
@@ -165,16 +165,16 @@ def attack_samples(
 ) -> Attempt:
     r"""Attack the samples of a certificate at ``attack.eps``, in l2 also at their own radii; see `evaluate`.
 
-    Every example is confirmed in float64, moved close by bisection, and its l2 norm compared with the certified radius,
-    whatever norm it was searched in. At ``eps`` in l_inf, the l2 ball of radius ``eps sqrt(d)`` holds the cube, so a
-    sample counts as certified there if its radius is larger than that.
+    Every example is confirmed in float64, moved closer by bisection, and its l2 norm compared with the certified
+    radius, whatever the norm of the search. The l_inf ball of radius ``eps`` lies in the l2 ball of radius
+    ``eps sqrt(d)``, so a sample with a larger radius counts as certified there.
 
     Args:
         network: the network that was certified.
         certificate: of the samples ``x``, ``y``, in this order.
         x: (N, *input_shape), within ``attack.box``.
         y: (N,) int64.
-        attack: what to run; an attack that minimises the norm runs once, and succeeds at each radius it is within.
+        attack: what to run. A minimum-norm attack runs once; its example counts at each radius that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
 
     Raises:
@@ -184,7 +184,7 @@ def attack_samples(
     numbers = torch.arange(len(x)) if numbers is None else numbers
     box, radii = resolved_box(attack.box, x), attack.eps
     if certificate.method == "local" and certificate.input_range is not None:
-        # Such radii say nothing about inputs outside, where samples lie by rounding at most.
+        # Local radii hold only for inputs in the range; rounding may have put samples slightly outside.
         low, high = certificate.input_range
         box = min(low, float(x.min())), max(high, float(x.max()))
     if radii is None or any(not (eps >= 0 and math.isfinite(eps)) for eps in radii):
@@ -192,33 +192,33 @@ def attack_samples(
     check_choice("attack", attack.name, tuple(ATTACKS))
     space, minimum_norm = ball(attack.norm), ATTACKS[attack.name].minimum_norm
     exact = float64_copy(network)
-    # The attack runs in float32, whatever the network was trained in; the float64 copy confirms what it finds.
+    # The attack runs in float32, whatever the network was trained in; the float64 copy confirms its examples.
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = choose_samples(len(x), attack.samples, attack.seed)
     order = sorted(range(len(radii)), key=radii.__getitem__)  # small radii first
-    survived = torch.zeros(len(radii), len(x), dtype=torch.bool)  # False, too, where the prediction was wrong at once
+    survived = torch.zeros(len(radii), len(x), dtype=torch.bool)  # False for wrong predictions, too
     compared, closest = 0, math.inf
     nothing = x[:0].cpu().double()
     parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
     ran: dict[str, None] = {}
     for index in chosen.split(batch_size):
-        index = index[certificate.correct[index]]  # a wrong prediction is lost already, at any radius
+        index = index[certificate.correct[index]]  # a wrong prediction needs no attack
         if not len(index):
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
         reached: list[float | Tensor] = [radii[row] for row in order]
         if attack.norm == "l2" and not minimum_norm:
-            own = certificate.radius[index]  # just inside which no example may be
+            own = certificate.radius[index]
             reached.append(torch.where(own.isfinite(), own, max(radii)))  # an infinite radius cannot be attacked
         alive = torch.ones(len(index), dtype=torch.bool)
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)
         nearest: Tensor | None = None
         for row, eps in enumerate(reached):
-            # what fell at a smaller radius has fallen at a larger one; last, every sample at its own radius
+            # A sample that fell at a smaller radius is not attacked again; the last row attacks all at their own radii.
             active = alive.nonzero()[:, 0] if row < len(order) else torch.arange(len(index))
-            if not len(active):  # nothing is left to attack; torch's PixelUnshuffle fails on empty batches
+            if not len(active):  # torch's PixelUnshuffle fails on empty batches
                 continue
             fresh = nearest is None
             if nearest is None:
@@ -232,7 +232,7 @@ def attack_samples(
                 )  # fmt: skip
                 points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
                 ran[found.ran] = None
-                nearest = points if minimum_norm else None  # found once, for all radii
+                nearest = points if minimum_norm else None  # serves all radii
             else:
                 points = nearest[active]
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
@@ -282,10 +282,10 @@ def resolved_box(box: Box | Literal["auto"], x: Tensor) -> Box:
 
 
 def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
-    """The points in float64. A point that the float64 network still classifies right moves outward by up to 1e-4."""
+    """The points in float64; those still classified correctly there are moved outward by up to a relative 1e-4."""
     clean, points = clean.double(), points.double()
     result = points
-    for further in (0.0, 1e-6, 1e-5, 1e-4):  # float32 may see the boundary a little nearer
+    for further in (0.0, 1e-6, 1e-5, 1e-4):  # in float32 the boundary may be a little closer
         ahead = clip(clean + (points - clean) * (1 + further) if further else points, box)
         with torch.no_grad():
             right = ~misclassified(exact(result), labels)

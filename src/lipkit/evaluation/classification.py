@@ -1,4 +1,4 @@
-"""Clean, certified and attacked accuracy together, with the attack held against the certificate."""
+"""Clean, certified and attacked accuracy together, with the attack checked against the certificate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_sample
 from lipkit.shown import Shown, figures
 
 EPS = (36 / 255, 72 / 255, 108 / 255, 255 / 255)
-"""The radii of the field's tables, in units of images in [0, 1]."""
+"""The usual radii in the literature, for images in [0, 1]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ClassRow:
 class Evaluation(Shown):
     """The findings of `evaluate`. ``eps`` and ``certified`` run in parallel; ``times`` are seconds.
 
-    ``certified_ignored`` runs in parallel too: certified as if no logit were rounded, the field's convention.
+    ``certified_ignored``, also in parallel, ignores the rounding of logits, as is usual in the literature.
     """
 
     certificate: Certificate
@@ -80,20 +80,20 @@ def evaluate(
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
-    The attack runs in l2 at each of its radii and once at each sample's own. Each example it finds is confirmed by the
-    float64 network that was certified, moved as close to its sample as bisection brings it, and its float64 norm
-    compared with the sample's certified radius.
+    The attack runs in l2 at each of its radii, and once at each sample's certified radius. Each example is confirmed by
+    the certified float64 network and moved close to its sample by bisection; then its float64 norm is compared with the
+    sample's certified radius.
 
-    **Guarantee.** If this returns, no adversarial example it found lies inside a certified radius, and accuracy
-    under attack is at least the certified accuracy at every radius of the attack, on the same samples. That is a test
-    of the certificates, which do not rest on it.
+    **Guarantee.** If this returns, none of the examples found lies inside a certified radius, and accuracy under attack
+    is at least the certified accuracy at every radius of the attack, on the same samples. That is a test of the
+    certificates; they do not depend on it.
 
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and int64 labels, as `lipkit.data.as_split` takes them: a pair (x, y), say.
         method: of the certificate, see `lipkit.certify`.
         eps: l2 radii for certified accuracy, in units of the input.
-        attack: what to run, in l2; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` is none.
+        attack: the l2 attack; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` runs none.
         classes: class names, one for each logit; empty names them 0, 1, ...
         batch_size: samples evaluated at once.
         confidence: of the Clopper-Pearson intervals.
@@ -102,8 +102,8 @@ def evaluate(
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
-        OptionError: an eps below 0, not finite, or a slip (`lipkit.certificates.intervals.check_radii`), or another
-            value outside its range.
+        OptionError: an eps below 0, not finite or implausible (`lipkit.certificates.intervals.check_radii`), or
+            another value outside its range.
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
     attack = Attack() if attack is None else attack
@@ -114,7 +114,7 @@ def evaluate(
     if attack.samples is not None and attack.samples < 0:
         raise OptionError(f"expected samples >= 0 of the attack, or None, got {attack.samples}")
     start = time.perf_counter()
-    x, y = as_split(split).batch(slice(None))  # a slice does not copy what is in memory already
+    x, y = as_split(split).batch(slice(None))  # a slice copies no tensor that is in memory
     seen = (float(x.min()), float(x.max()))
     check_radii((*eps, *radii), network.input_shape, network.input_range, seen=seen, large=large_eps)
     attack = dataclasses.replace(attack, eps=radii, box=resolved_box(attack.box, x))
@@ -146,7 +146,7 @@ def evaluate(
 def per_class(
     certificate: Certificate, eps: Sequence[float], classes: Sequence[str] = (), *, confidence: float = 0.95
 ) -> tuple[ClassRow, ...]:
-    """Clean and certified accuracy of the samples of each class; without names, of labels 0 to the largest one.
+    """Clean and certified accuracy of each class; without ``classes``, of the labels 0 to the largest one.
 
     Raises:
         OptionError: fewer names than classes that occur.

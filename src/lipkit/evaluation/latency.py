@@ -29,11 +29,11 @@ class Latency:
 def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, threads: int = 1) -> Latency:
     """Time a forward pass of batch 1 in float32 on the CPU.
 
-    The number of threads is torch's own setting for the time of the measurement, and given back.
+    torch's number of threads is set for the measurement and restored afterwards.
 
     Args:
         network: an exported network.
-        runs: timed passes, after a tenth as many that are not timed.
+        runs: number of timed passes; a tenth as many run before, untimed.
         seconds: no new pass starts after this time; at least one is timed.
         threads: of torch, at least 1.
 

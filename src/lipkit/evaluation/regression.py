@@ -19,7 +19,7 @@ from lipkit.shown import Shown, figures
 if TYPE_CHECKING:
     from lipkit.data import Split
 
-# Slopes are evaluated in float64: one can lie above the true one by rounding alone.
+# Relative allowance for the rounding of slopes in float64.
 _ROUNDING = 1e-6
 
 
@@ -32,7 +32,7 @@ class RegressionEvaluation(Shown):
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
         search: the steepest pair of inputs found; ``search.lower`` is a finite-difference lower bound of the constant.
-        output_slopes: (d,) the steepest slope of each output that was seen: between that pair, or two samples.
+        output_slopes: (d,) the steepest slope seen of each output, between that pair or neighbouring samples.
         times: seconds.
     """
 
@@ -50,7 +50,7 @@ class RegressionEvaluation(Shown):
 
     @property
     def tightness(self) -> float:
-        """Lower over upper bound: 1 if nothing was given away; NaN for a constant network."""
+        """Lower over upper bound, at most 1; NaN for a constant network."""
         upper = self.certificate.constant
         return self.lower / upper if upper > 0 else float("nan")
 
@@ -81,12 +81,12 @@ def evaluate_regression(
 ) -> RegressionEvaluation:
     """Certify a regression network, measure its error, search for its steepest slope, and stop if they disagree.
 
-    The search (`lipkit.analysis.lipschitz_lower_bound`) starts at the samples and may leave their range, as the
+    The search (`lipkit.analysis.lipschitz_lower_bound`) starts at the samples and may leave their range, since the
     certified bound holds everywhere.
 
-    **Guarantee.** If this returns, no slope that was seen, found by the search or between neighbouring samples, is
-    above the certified constant, nor is any output's above its own. That is a test of the bounds, which
-    do not rest on it.
+    **Guarantee.** If this returns, no slope found by the search or between neighbouring samples is above the certified
+    constant, and no output's slope is above the constant of that output. That is a test of the bounds; they do not
+    depend on it.
 
     Args:
         network: an exported network (`lipkit.export`).
@@ -119,7 +119,7 @@ def evaluate_regression(
 
 
 def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tensor) -> None:
-    """Refuse seen slopes, of the network and of each output (d,), above their constants by more than rounding."""
+    """Raise if an observed slope, of the network or of an output (d,), exceeds its constant by more than rounding."""
     names = ["the network", *(f"output {j}" for j in range(len(slopes)))]
     seen, proved = [lower, *slopes.tolist()], [certificate.constant, *certificate.output_constants.tolist()]
     for name, slope, constant in zip(names, seen, proved, strict=True):

@@ -1,4 +1,4 @@
-"""From a recipe to data and network; mistakes of the user's code become one-sentence errors."""
+"""From a recipe to data and network; errors in the user's code are reported in one sentence."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
     """The recipe's data; its radii are checked against them unless ``large_eps`` is None.
 
     Raises:
-        DataError, OptionError: see `lipkit.data.load`; a radius that is implausible for these data, see
-            `lipkit.certificates.intervals.check_radii`, of which ``large_eps`` accepts large ones.
-        RecipeError: the data is not for the recipe's task.
+        DataError, OptionError: see `lipkit.data.load`; or a radius is implausible for these data, see
+            `lipkit.certificates.intervals.check_radii` (``large_eps`` accepts large ones).
+        RecipeError: the data are not for the recipe's task.
     """
     section = recipe.data
     root = None if section.root is None else Path(section.root)
@@ -55,15 +55,15 @@ def outputs(data: datasets.Data) -> int:
 def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     """The recipe's network for this data, its initial weights drawn from ``train.seed``.
 
-    The input shape and the number of outputs come from the data; a factory of the user's gets them as ``input_shape``
-    and ``classes`` if it has parameters of these names. torch's global random state is restored. A network that does
-    not fit the data, or cannot be bounded and exported, is refused here, before hours of training.
+    The input shape and the number of outputs come from the data; the user's factory gets them as ``input_shape`` and
+    ``classes`` if it has parameters of these names. torch's global random state is restored. A network that does not
+    fit the data, or cannot be bounded and exported, is refused here, before hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
     given = {"input_shape": data.input_shape, "classes": outputs(data)}
     factory = imported(name) if is_code(name) else functools.partial(models.build, name)
     known = inspect.signature(factory).parameters
-    # Architectures of lipkit have both; a function of the user's may fix them itself.
+    # lipkit's architectures take both; the user's function may fix them itself.
     takes_all = not is_code(name) or any(p.kind is p.VAR_KEYWORD for p in known.values())
     accepted = {key: value for key, value in given.items() if takes_all or key in known}
     if "input_shape" in options:
@@ -98,7 +98,7 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
 
 def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     try:
-        # What is imported may be the network itself.
+        # The imported object may be the network itself.
         model = factory if isinstance(factory, nn.Module) else factory(**options)
     except LipkitError:
         raise
@@ -117,7 +117,7 @@ def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], want
             shape = tuple(export(model, input_shape)(torch.zeros(1, *input_shape)).shape)
     except (RuntimeError, IndexError) as error:
         if isinstance(error, LipkitError) or lacks_memory(error):
-            raise  # they say it better
+            raise  # its message is clear already
         reason = first_line(error)
         raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
     if shape != (1, wanted):

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """Where a pipeline reports to."""
+    """Receives the progress of a run."""
 
     def note(self, text: str) -> None:
         """Show one line."""
 
     def progress(self, event: Progress) -> None:
-        """Show where training stands."""
+        """Show the progress of training."""
 
 
 class Silent:
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
-CHECKER = "lipkit_check.py"  # a single module outside the package, of which every certificate's folder gets a copy
+CHECKER = "lipkit_check.py"  # a module outside the package; every folder with a certificate gets a copy
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,9 +88,9 @@ def finish(
     display: Display,
     device: torch.device,
 ) -> Outcome:
-    """Evaluate an exported network as the recipe says, and write record and report where `place` says.
+    """Evaluate an exported network as the recipe says, and write record and report to the folder of `place`.
 
-    A certificate that is disproved is a CertificateViolation, and nothing is then written.
+    If a certificate is disproved, a CertificateViolation is raised and nothing is written.
     """
     facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
     section, split = recipe.certify, data.test
@@ -117,22 +117,21 @@ def finish(
         evaluation = evaluate(
             network, split, method=section.method, eps=section.eps, attack=attack, classes=data.classes,
             confidence=section.confidence, batch_size=section.batch_size, device=device,
-            large_eps=data.input_range is not None,  # then whoever read the recipe has checked its radii
+            large_eps=data.input_range is not None,  # checked when the recipe was read
         )  # fmt: skip
         target, name = place(folder, recipe)
         record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
         write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
         write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
         save_evaluation(target, evaluation, split, record)
-    write_report(target)  # made from what was written, as anybody can make it again
+    write_report(target)  # from the files just written, so that anybody can repeat it
     return Outcome(target, record.metrics(), record)
 
 
 def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
-    """The folder and name of a certification, which never replaces an earlier one.
+    """The folder and name of a new certification; earlier ones are never replaced.
 
-    The first one of a run goes into the run's folder. A later one gets a subfolder, ``certify-001`` and so on, with its
-    recipe.
+    The first one goes into the run's folder, a later one into a subfolder with its recipe, ``certify-001`` and so on.
     """
     if not (folder / RECORD).exists():  # the record is what a certification writes last
         return folder, folder.name

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 DEFAULT = "digits_cayley"
-# Limits far above any recipe.
+# Limits far above the size of any recipe.
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
-# Values that YAML reads otherwise than most people: 010 is 8, 1:30 is 90, no is false.
+# Values that YAML reads in a surprising way: 010 is 8, 1:30 is 90, no is false.
 _ODD = {"int": r"[-+]?0[\d_]+|.*:.*", "float": r".*:.*", "bool": r"(?i)yes|no|on|off"}
 
 # Sections that may be written as one string, and the key that the string sets.
 SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
-# Parts whose options belong to their name, and the name of a part that gives none.
+# Sections whose options belong to their name, with the default name.
 _NAMED = {("model",): None, ("loss",): LossSection().name, ("train", "schedule"): ScheduleSection().name}
 
 
@@ -57,8 +57,8 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a number.
 
     Raises:
-        RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a value outside
-            what the key takes.
+        RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a value that the
+            key does not take.
 
     >>> load_recipe("digits_cayley", ["train.epochs=2", "certify.eps=36/255,1"]).certify.eps == (36 / 255, 1.0)
     True
@@ -74,9 +74,9 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
 
 
 def check(content: dict[str, Any], origin: str) -> Recipe:
-    """Check the content of a recipe, nested mappings as YAML gives them; ``origin`` names it in an error.
+    """Check the content of a recipe, nested mappings as read from YAML; ``origin`` names it in an error.
 
-    The error has one sentence about the first thing that is wrong, and one that names all missing keys.
+    The ``RecipeError`` describes the first wrong value, and names all missing keys.
     """
     try:
         return Recipe.model_validate(_expanded(content))
@@ -84,8 +84,7 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
-# Newer keys. They are left out where they are not used, so that the text of an older recipe, by which the folders of a
-# table are named, stays the same.
+# Newer keys, written only where they are used: so the text of an older recipe, which names folders of tables, is kept.
 LATER = frozenset({"budget", "manifold_lr", "range"})
 
 
@@ -105,14 +104,14 @@ def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
             raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
         seen.append(base)
         chain.append(_expanded(_read(base)[1]))
-    # From the last base on, so that every name that is changed is known.
+    # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
     return functools.reduce(_merged, reversed(chain))
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
-        out.pop("options", None)  # of another model, loss or schedule
+        out.pop("options", None)  # they belong to the other model, loss or schedule
     for key, value in above.items():
         inner = out.get(key)  # of the base
         if isinstance(inner, dict) and isinstance(value, dict):
@@ -147,13 +146,13 @@ def _parse(content: bytes, origin: str) -> dict[str, Any]:
 
 
 def _load(content: str | bytes, origin: str) -> Any:
-    """The value of a YAML text; one whose aliases, written out, have more than MOST_VALUES values is refused."""
+    """The value of a YAML text; refused if it has more than MOST_VALUES values with its aliases written out."""
     try:
         loader = _Loader(content)  # a SafeLoader: builds plain values only
         node = loader.get_single_node()
         if node is None:
             return None  # an empty text
-        _written_out(node, {}, set())  # before anything is built: a merge key copies what it names
+        _written_out(node, {}, set())  # count before anything is built: a merge key copies its mapping
         return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise RecipeError(f"{origin}: expected YAML, got: {' '.join(str(error).split())}") from None
@@ -172,7 +171,7 @@ def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int
         elif (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
             read, line = json.dumps(yaml.safe_load(text)), node.start_mark.line + 1
             raise ValueError(f"line {line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
-        above.add(id(node))  # the nodes on the way down: one that comes again holds itself
+        above.add(id(node))  # `above` holds the nodes on the path; one that recurs contains itself
         known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
         above.remove(id(node))
     if known[id(node)] > MOST_VALUES:
@@ -202,7 +201,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(path[:-1], 1):
         inner = place.get(part)
         if isinstance(inner, str) and path[:depth] in SHORT:
-            inner = {SHORT[path[:depth]]: inner}  # model=small model.options.width=2
+            inner = {SHORT[path[:depth]]: inner}  # as in model=small model.options.width=2
         elif inner is None:
             inner = {}
         elif not isinstance(inner, dict):
@@ -215,7 +214,7 @@ def _override(content: dict[str, Any], override: str) -> None:
 
 
 def _expanded(content: dict[str, Any]) -> dict[str, Any]:
-    """Sections written as one string, written out."""
+    """The content with each section that is one string replaced by a mapping."""
     content = dict(content)
     for path, key in SHORT.items():
         place = content
@@ -236,7 +235,7 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
     if missing:
         wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
         whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
-        remedy = f"; the line 'base: {DEFAULT}' takes what is left out from that recipe" if whole else ""
+        remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
         wrong.append(f"expected {wanted}, got none{remedy}")
     return "; ".join(wrong)
 
@@ -253,7 +252,7 @@ def _sentence(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_key_hint(path)}"
     known = {path for path, *_ in keys()}
-    while path and path not in known:  # pydantic adds the alternatives of a union and the place in a list
+    while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
         path = path[:-1]
     key = ".".join(path)
     if error["type"] in ("model_type", "dict_type"):
@@ -265,14 +264,14 @@ def _key_hint(path: tuple[str, ...]) -> str:
     """The key that was probably meant: a similar name in that section, or the same name in another one."""
     known = [found for found, *_ in keys()]
     siblings = [k[-1] for k in known if k[:-1] == path[:-1]]
-    # Within the section a rough likeness is enough; in another one the name must be the same.
+    # In the same section a similar name counts; in another section only the same name does.
     similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
     if similar:
         return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
     elsewhere = [k for k in known if k[-1] == path[-1]]
     if elsewhere:
         return f", did you mean {'.'.join(elsewhere[0])!r}?"
-    if "options" in siblings:  # it may be one of the named part
+    if "options" in siblings:  # perhaps an option of the model, loss or schedule
         return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"
     return f"; known there: {', '.join(siblings)}"
 

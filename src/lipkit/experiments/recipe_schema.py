@@ -1,4 +1,4 @@
-"""Recipes: a run as one YAML file, checked completely before anything is loaded or trained."""
+"""The schema of recipes: a run as one YAML file, checked completely before anything is loaded or trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lipkit.training.regularisation import PENALTIES
 
 
 def parse_numbers(value: Any) -> Any:
-    """A list of numbers; also a single one, or a text with commas. None stays None.
+    """The numbers in a list, in a text with commas, or a single one, as a tuple; None stays None.
 
     >>> parse_numbers("1/2, 1"), parse_numbers([1, "1/4"]), parse_numbers(0.5)
     ((0.5, 1.0), (1, 0.25), (0.5,))
@@ -52,7 +52,7 @@ Options = Annotated[dict[StrictStr, Any], BeforeValidator(lambda value: {} if va
 
 
 def _checked_by(build: Callable[..., Any]) -> Any:
-    """The check of a section that ``build(name, **options)`` takes its name and options."""
+    """A validator: ``build(name, **options)`` must accept the name and options of the section."""
 
     def check(section: Any) -> Any:
         try:
@@ -99,7 +99,7 @@ class AugmentSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_jitter(cls, section: Any) -> Any:
-        """Recipes of earlier runs hold the four amounts of a colour jitter; those that used none are read."""
+        """Drop amounts of colour jitter that are 0, as older recipes hold them; others are refused as unknown keys."""
         jitter = ("brightness", "contrast", "saturation", "hue")
         return {k: v for k, v in section.items() if k not in jitter or v} if isinstance(section, dict) else section
 
@@ -140,7 +140,7 @@ class AdversarySection(Section):
 
 
 class ScheduleSection(Section):
-    """How the learning rate moves over the fraction of training done. A plain string stands for ``name``."""
+    """The learning rate as a function of the fraction of training done. A plain string stands for ``name``."""
 
     name: StrictStr = option("piecewise_linear", f"one of {', '.join(schedules.SCHEDULES)}")
     options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
@@ -149,7 +149,7 @@ class ScheduleSection(Section):
 
 
 class TrainSection(Numbers):
-    """How it is trained: the options of `lipkit.training.TrainOptions` that can be written down."""
+    """The training: those options of `lipkit.training.TrainOptions` that YAML can hold."""
 
     schedule: ScheduleSection = option(ScheduleSection(), "of the learning rate")
 
@@ -217,19 +217,19 @@ class Recipe(Section):
 
 
 Path = tuple[str, ...]
-"""The name of a key after those of the sections that it is in."""
+"""The names of the sections that a key is in, then its own."""
 
 
 def keys(
     model: type[BaseModel] = Recipe, prefix: Path = ()
 ) -> Iterator[tuple[Path, type[BaseModel], FieldInfo, type[BaseModel] | None]]:
-    """Every key of a recipe, sections before theirs: path, the section that it is in, its field, the one that it holds.
+    """Every key of a recipe, a section before its keys: (path, class with the field, field, section or None).
 
     >>> [path for path, *_ in keys()][:3]
     [('name',), ('description',), ('task',)]
     """
     for name, field in model.model_fields.items():
-        kinds = typing.get_args(field.annotation) or (field.annotation,)  # a section, or one that may be null
+        kinds = typing.get_args(field.annotation) or (field.annotation,)  # several if it may be null
         section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         yield (*prefix, name), model, field, section
         if section is not None:

@@ -1,4 +1,4 @@
-"""From a recipe to a certified network with its report: what ``lipkit train`` does, without the command line.
+"""From a recipe to a certified network with its report: the functions behind ``lipkit train`` and ``lipkit certify``.
 
 RUN/
   recipe.yaml, settings.json, metrics.jsonl, checkpoints/     see lipkit.training.checkpoints
@@ -57,20 +57,20 @@ def train(
     """Train, export, certify, attack, record, report.
 
     Args:
-        recipe: the run: a `Recipe`, or what `load_recipe` reads, the name of a packaged one or the path of a file.
-        out: folder in which the run gets a new folder of its own, ``<name>-001`` or the next free number.
+        recipe: a `Recipe`, or the name of a packaged one or the path of a file, as for `load_recipe`.
+        out: folder of runs; the new run's folder in it is ``<name>-001`` or the next free number.
         folder: the new run's folder instead, which must not hold a run.
         resume: the folder of a run to continue instead; its recipe must be ``recipe``.
-        display: where to report.
+        display: receives progress and messages; None shows nothing.
         fabric: a launched Fabric; None makes one as ``recipe.train`` says.
         large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
 
     Returns:
-        The outcome (of a run that was finished before: as its record says); None in all but the first of several
-        training processes, and if ``train.max_minutes`` ended training before its last epoch.
+        The outcome (of a run that was already finished: from its record). None in all but the first of several training
+        processes, and if ``train.max_minutes`` ended training before its last epoch.
 
     Raises:
-        LipkitError: in the order of cost: data, model, training, certificate.
+        LipkitError: data, model and options are checked first, before training.
     """
     display = display or Silent()
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -81,7 +81,7 @@ def train(
     fabric = fabric or make_fabric(recipe.train)
     options = training_options(recipe, data).changed(progress=display.progress)
     if resume is None:
-        check(model, options, fabric)  # what will be refused leaves no folder
+        check(model, options, fabric)  # refuse before a folder is made
     folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
     if resume is not None and (folder / RECORD).exists():
         if not fabric.is_global_zero:
@@ -116,7 +116,7 @@ def train(
                 f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
             )
             return None
-        # Of a resumed run, what its earlier parts took counts, too.
+        # Includes the time before a resume.
         seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
         display.note(_pace(run.history, seconds))
 
@@ -154,20 +154,20 @@ def training_options(recipe: Recipe, data: Data) -> TrainOptions:
 def certify(
     folder: str | Path, recipe: Recipe, *, device: str = "cpu", display: Display | None = None, large_eps: bool = False
 ) -> Outcome:
-    """Certify and attack the network of a run once more; record and report go beside the first ones.
+    """Certify and attack the network of a run once more, and write another record and report.
 
-    The first certification of a run lies in its folder. Each later one gets a folder of its own in there
-    (``certify-001``, ...): nothing that was measured is replaced.
+    The first certification of a run lies in its folder, each later one in a new subfolder (``certify-001``, ...):
+    no measurement is replaced.
 
     Args:
         folder: the run's folder.
         recipe: its recipe, `read_recipe`, perhaps with another ``certify`` or ``data`` section.
         device: where to compute.
-        display: where to report.
+        display: receives progress and messages; None shows nothing.
         large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
 
     Raises:
-        RunError: there is no exported network in the folder.
+        RunError: the folder has no exported network.
         OptionError: a radius that is implausible for the data.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
@@ -193,8 +193,8 @@ def certify_network(
 ) -> Outcome:
     """Certify and attack a network that was trained elsewhere, as `certify` does; writes a new run in ``out``.
 
-    The recipe names data and network, and says how to certify; its ``train`` is not read. A network that does not take
-    the samples of the data, or has other outputs, is a ShapeError.
+    The recipe gives data, name of the network and ``certify``; its ``train`` is not used. ``ShapeError`` if the inputs
+    or outputs of the network do not fit the data.
     """
     data = load_data(recipe, large_eps)
     found = modules.output_shape(network, network.input_shape)
@@ -219,7 +219,7 @@ def certify_network(
 
 
 def load_network(folder: Path) -> modules.Network:
-    """The exported network of a run; ``RunError`` if there is none in the folder."""
+    """The exported network of a run; ``RunError`` if the folder has none."""
     if not (folder / NETWORK).is_dir():
         raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
     return modules.load(folder / NETWORK)
@@ -228,15 +228,16 @@ def load_network(folder: Path) -> modules.Network:
 def read_recipe(
     folder: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False, build: bool = True
 ) -> Recipe:
-    """The recipe of a run. It may come from elsewhere, so code that it names, ``pkg.mod:factory``, is refused.
+    """The recipe of a run. The run may come from somebody else, so code (``pkg.mod:factory``) is refused by default.
 
     Args:
-        folder, overrides: the run's folder, and as `load_recipe`.
+        folder: the run's folder.
+        overrides: as of `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run.
-        build: whether the model will be built; if not, its name may be code.
+        build: whether the caller will build the model; if not, its name may be code.
 
     Raises:
-        RunError: there is no run in the folder, or its recipe names code; the message has the module.
+        RunError: the folder has no run, or its recipe names code; the message has the module.
     """
     path = Path(folder) / RECIPE
     if not path.is_file():
@@ -275,14 +276,14 @@ def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, f
 
     def measure(model: nn.Module) -> Mapping[str, float]:
         model.eval()
-        network = export(model, data.input_shape)  # figures of what the run would ship now
+        network = export(model, data.input_shape)  # measure the exported form, as at the end
         if recipe.task == "regression":
             return {"test_mse": _mse(network, split)}
         device = next(model.parameters()).device
         section, network.input_range = recipe.certify, data.input_range
         return evaluate(
             network, split, eps=section.eps, attack=Attack(eps=()), batch_size=section.batch_size, device=device,
-            large_eps=True,  # they were checked with the recipe
+            large_eps=True,  # the radii were checked with the recipe
         ).metrics()  # fmt: skip
 
     return measure
@@ -293,7 +294,7 @@ def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> floa
     with torch.no_grad():
         for index in torch.arange(len(split)).split(batch_size):
             x, y = split.batch(index)
-            parameter = next(iter(network.state_dict().values()), x)  # its device and dtype are the network's
+            parameter = next(iter(network.state_dict().values()), x)  # for device and dtype
             total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
 
@@ -322,14 +323,14 @@ def unplaced(recipe: Recipe) -> Recipe:
 
 
 def changed(recipe: Recipe) -> dict[str, str]:
-    """The keys that differ from the packaged recipe of this name, with values; seed, device and data folder apart.
+    """Keys that differ from the packaged recipe of this name, and their values; except seed, device and data folder.
 
     >>> changed(load_recipe("digits_cayley", ["model.options.layer=aol", "train.seed=3"]))
     {'model.options.layer': 'aol'}
     """
     if recipe.name not in names():
         return {}
-    # With the same seed, device and limits, so that what is left are changes of what is trained.
+    # Make seed, device and limits equal: the other differences change the result.
     before, now = (dict(flatten(unplaced(seeded(r, 0)).plain())) for r in (load_recipe(recipe.name), recipe))
     return {key: value for key, value in now.items() if before.get(key) != value and key != "data.root"}
 

@@ -1,6 +1,6 @@
 """A page to look at finished runs: pick an image, slide the radius, see certificate and attack. Loopback only.
 
-What needs torch is imported on first use: `lipkit explore` opens its port before torch is there.
+The modules that need torch are imported on first use, so `lipkit explore` opens its port before torch is loaded.
 """
 
 from __future__ import annotations

@@ -32,25 +32,25 @@ ATTACK_STEPS = 40
 
 @dataclass(frozen=True, eq=False)
 class ExploredRun:
-    """A finished classification of images, opened to be looked at."""
+    """A finished classification run on images, opened for the explorer."""
 
     name: str
     record: Record
     network: modules.Network  # the exported one, in float32, which is attacked
-    exact: modules.Network  # its float64 copy, which confirms what an attack found
+    exact: modules.Network  # its float64 copy, which confirms examples
     split: Split  # the test samples
     classes: tuple[str, ...]
-    radii: Radii  # what the certificate says of the samples
+    radii: Radii  # certified radii of the samples
 
     def __len__(self) -> int:
         return len(self.radii)
 
     @property
     def largest(self) -> float:
-        """End of the radius slider: above the largest certified radius and every radius of the record, in 1/255."""
+        """End of the radius slider, a multiple of 1/255 above every certified radius and every radius of the record."""
         finite = self.radii.radius[np.isfinite(self.radii.radius)]
         top = max([*(row.eps for row in self.record.certified), *finite.tolist(), 1 / 255])
-        return math.ceil(top * 1.25 * 255) / 255  # a whole number of steps of the slider
+        return math.ceil(top * 1.25 * 255) / 255  # the slider moves in steps of 1/255
 
     def summary(self, largest: float) -> dict[str, Any]:
         """Facts of the run and its certified accuracy at every position of the slider, up to ``largest``."""
@@ -80,7 +80,7 @@ class ExploredRun:
         }
 
     def attack(self, index: int, eps: float) -> dict[str, Any]:
-        """The point that l2 PGD finds within ``eps`` of a sample, confirmed in float64, and what is certified there."""
+        """Attack a sample by l2 PGD within ``eps``: the point, confirmed in float64, and whether eps is certified."""
         x, y = self._at(index)
         if not (0 <= eps <= 1e6):
             raise OptionError(f"expected a radius between 0 and 1000000, got {eps}")
@@ -91,7 +91,7 @@ class ExploredRun:
             return result | {"verdict": "wrong"}
         found = x
         if eps > 0:
-            # Networks without a range: images in [0, 1] stay there.
+            # Without a range of the network, images in [0, 1] stay there.
             box = self.network.input_range or ((0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None)
             found = pgd(self.network, x, y, eps=eps, steps=ATTACK_STEPS, restarts=2, box=box)
         with torch.no_grad():
@@ -106,7 +106,7 @@ class ExploredRun:
             "verdict": "broken" if broken else "certified" if certified else "unknown",
         }
         if broken:
-            # Grey is no change; the largest change of this example is black or white.
+            # Grey means no change; black or white is the largest change of this example.
             result |= {
                 "prediction": class_name(self.classes, int(logits.argmax(1)[0])),
                 "image": data_uri(found[0]),
@@ -134,12 +134,12 @@ class ExploredRun:
 
 
 def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
-    """Open one run folder beside its test data; ``RunError`` for files that do not belong together."""
+    """Open one run folder with its test data; ``RunError`` if its files do not belong together."""
     record = read_record(folder)
     if not isinstance(record, Record) or not is_image(tuple(record.data.input_shape)):
         raise RunError(f"{folder}: expected a run that classifies images, got {record.task} of {record.data.name}")
     again = f"run lipkit certify {folder}, and open the folder that it makes"
-    # A later certification lies in a folder of its own in the run's.
+    # A later certification is a subfolder; the network is in the run's folder.
     network = modules.load(folder / NETWORK if (folder / NETWORK).is_dir() else folder.parent / NETWORK)
     if modules.sha256(network) != record.network_sha256:
         raise RunError(f"{folder}: expected the network of its record, got another: {again}")
@@ -160,7 +160,7 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
 
 
 def open_runs(opened: Sequence[tuple[Path, Split, Sequence[str]]]) -> list[ExploredRun]:
-    """One run, or two on the same test samples to be compared.
+    """Open one run, or two on the same test samples to compare.
 
     Raises:
         RunError: see `open_run`. OptionError: none or more than two, or runs on different test samples.

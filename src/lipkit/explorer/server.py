@@ -1,6 +1,6 @@
 """The explorer's web server: one page, a few JSON addresses, nothing loaded from elsewhere.
 
-It answers requests whose Host and Origin are this very server, with strict headers, and makes one attack at a time.
+It answers only requests whose Host and Origin are this server, with strict headers, and runs one attack at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Send], Awaitable[None
 
 
 def is_loopback(host: str) -> bool:
-    """True for a name or address that can only be this machine.
+    """True if the name or address can only mean this machine.
 
     >>> [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "192.168.0.2", "example.org")]
     [True, True, True, False, False, False]
@@ -52,7 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, allow_remote: bool) -> None:
-    """Raise OptionError for a host where other machines could connect, unless told to listen there."""
+    """Raise OptionError for a host that other machines can reach, unless ``allow_remote``."""
     if not is_loopback(host) and not allow_remote:
         raise OptionError(
             f"host: expected a loopback address such as 127.0.0.1, got {host!r}: the explorer has no passwords; "
@@ -71,7 +71,7 @@ def authorities(host: str, port: int) -> set[str]:
 
 
 class Guard:
-    """ASGI middleware: 403 for a foreign Host, Origin or site (DNS rebinding, other pages), and the headers above."""
+    """ASGI middleware: refuses a foreign Host, Origin or site (DNS rebinding, other pages) by 403; adds `HEADERS`."""
 
     def __init__(self, app: App, allowed: Collection[str]) -> None:
         self.app, self.allowed = app, frozenset(allowed)
@@ -95,14 +95,14 @@ class Guard:
         await self.app(scope, receive, answer)
 
     def _refused(self, headers: Collection[tuple[bytes, bytes]]) -> int:
-        """The status of the refusal; 0 for none."""
+        """The status to refuse the request with; 0 if it is accepted."""
         names = (b"host", b"origin", b"sec-fetch-site")
         found = [[v.decode("latin-1").lower() for k, v in headers if k.lower() == name] for name in names]
         try:
             origins = [urlsplit(origin) for origin in found[1]]
         except ValueError:
             return 400  # no address at all
-        # The site is another one for a link or an image on a foreign page, which need not say its Origin.
+        # Links and images on foreign pages send no Origin, but a foreign Sec-Fetch-Site.
         own = len(found[0]) == 1 and found[0][0] in self.allowed and {"same-origin", "none"}.issuperset(found[2])
         return 0 if own and all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
 
@@ -122,8 +122,8 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
 
     Args:
         runs: from `lipkit.explorer.open_runs`.
-        allowed: values of the Host header that are answered.
-        ends: true once the server is to end: attacks that wait are then dropped.
+        allowed: accepted values of the Host header.
+        ends: returns True once the server shuts down; waiting attacks are then dropped.
 
     Raises:
         OptionError: fastapi or jinja2 is not installed.
@@ -134,7 +134,7 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
         from fastapi.responses import HTMLResponse, JSONResponse
     except ImportError as error:
         raise OptionError(f'expected fastapi and jinja2 to explore: pip install "lipkit[serve]" ({error})') from error
-    # The interactive documentation of FastAPI loads scripts from elsewhere: off.
+    # No interactive documentation: FastAPI's pages load scripts from elsewhere.
     app = FastAPI(title="lipkit explorer", docs_url=None, redoc_url=None, openapi_url=None)
     largest = max(run.largest for run in runs)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=visible)
@@ -169,12 +169,12 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
     one = asyncio.Lock()
 
     async def _attack(request: Any, number: int, index: int, eps: float) -> Any:
-        async with one:  # waiting takes no thread: other requests are answered meanwhile
+        async with one:  # waiting here occupies no thread, so other requests are answered
             if ends() or await request.is_disconnected():
                 return Response(status_code=499)
             return await asyncio.to_thread(_chosen(number).attack, index, eps)
 
-    _attack.__annotations__["request"] = Request  # a string would be looked up in this module, without fastapi
+    _attack.__annotations__["request"] = Request  # set here: FastAPI would look up a string in this module's globals
     app.get("/api/runs/{number}/samples/{index}/attack")(_attack)
 
     def _chosen(number: int) -> ExploredRun:
@@ -186,7 +186,7 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
 
 
 def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> tuple[socket.socket, str]:
-    """Open the port of the page. Early requests wait until `serve` answers them.
+    """Open the page's port. Early requests wait until `serve` answers them.
 
     Args:
         host: address to listen on; only loopback without ``allow_remote``.
@@ -205,7 +205,7 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose server ended just now
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow the port of a server that has just ended
         listener.bind(address)
         listener.listen()
     except (OSError, OverflowError) as error:
@@ -214,7 +214,7 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
 
 
 def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127.0.0.1") -> None:
-    """Serve ``runs`` from `open_runs` until interrupted; the ``listener`` of `listen`, on ``host``, is closed then.
+    """Serve ``runs`` from `open_runs` until interrupted, then close ``listener``, opened by `listen` on ``host``.
 
     Raises:
         OptionError: fastapi or jinja2 is not installed.
@@ -223,7 +223,7 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
 
     with listener:
         app = make_app(runs, authorities(host, listener.getsockname()[1]), lambda: server.should_exit)
-        # The lambda above finds this name once the first attack asks.
+        # The lambda above reads this name at the first attack, when it is set.
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off"))
         server.run(sockets=[listener])
 

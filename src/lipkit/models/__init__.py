@@ -65,8 +65,8 @@ def build(name: str, **options: Any) -> nn.Module:
 
     Args:
         name: of `MODELS`.
-        options: of the architecture. Beside ``lipschitz`` any has ``split=True``: the gain in equal parts in front of
-            all layers, instead of all of it in front of the first; the layers' biases then meet smaller parts of it.
+        options: of the architecture. With ``lipschitz`` any takes ``split=True``: equal factors of the gain in front of
+            all layers instead of the whole gain in front of the first, see `lipkit.models.frame.split_gain`.
 
     Raises:
         OptionError: unknown name, or an option that the architecture does not have.
@@ -75,7 +75,7 @@ def build(name: str, **options: Any) -> nn.Module:
     'Sequential'
     """
     check_names(name, options)
-    split = options.pop("split", False)  # an option of `build`, of no architecture
+    split = options.pop("split", False)  # handled here, not by the architecture
     check_flag(split=split)
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")

@@ -1,4 +1,4 @@
-"""One layer: its counterpart in a family, near its weight, or the reason why none exists.
+"""Replaces one layer by a layer of a family with a weight nearby, or gives the reason why none fits.
 
 The last functions treat geometry: which convolutions have a counterpart of the same shapes, and with which kernel.
 """
@@ -24,11 +24,11 @@ from lipkit.layers.svcm import OssnConv2d, SvcmConv2d
 from lipkit.linalg import bjorck, newton_schulz, polar
 from lipkit.modules.guarding import guard
 
-# What `start_near` did, in the words of the report.
+# Results of `start_near`, as printed in the report.
 NEAREST, DIRECTION, UNPROJECTED, OWN = "nearest", "rescaled", "not projected yet", "own start"
-# Limit of these functions: the semi-orthogonal matrix nearest to their argument.
+# These functions converge to the semi-orthogonal matrix nearest to their argument.
 _POLAR = (polar, bjorck, newton_schulz)
-# Smallest singular value of I + Q for which the Cayley transform is inverted: beyond it float32 loses the matrix.
+# Below this singular value of I + Q the Cayley transform is not inverted: float32 would lose the matrix.
 _CAYLEY_GAP = 1e-3
 
 
@@ -53,7 +53,7 @@ class Kept:
 
 
 class Converter:
-    """Layers of one family in place of ordinary ones, and the rows that report them."""
+    """Makes layers of one family in place of ordinary ones, and collects the rows of the report."""
 
     def __init__(self, family: families.Family, options: dict[str, Any]) -> None:
         self.family, self.options = family, options
@@ -68,7 +68,7 @@ class Converter:
         return module
 
     def layer(self, name: str, module: nn.Module, sizes: set[tuple[int, int]]) -> nn.Module:
-        """The family's layer near a linear layer, or a convolution on images of ``sizes``; the old one if none fits."""
+        """The family's layer near a linear layer or a convolution on images of ``sizes``; the old one if none fits."""
         reason = self._obstacle(module, sizes)
         if reason is not None:
             return self.keep(name, module, reason)
@@ -126,7 +126,7 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
     For a tall :math:`Q = [Q_1; Q_2]`: :math:`X = (Q_1 + I)/2`, :math:`V = -\tfrac12 Q_2 X^{-1}` and
     :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`. None where I + Q_1 is singular or
-    nearly so: no Cayley transform comes near (every orthogonal matrix of determinant -1, for instance).
+    nearly so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1).
 
     >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
     >>> from lipkit.linalg import cayley
@@ -142,7 +142,7 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
     if m < n:
         wide = inverse_cayley(q.mT)
         return None if wide is None else wide.mT
-    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)  # 2 X of the docstring
+    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)  # 2 X in the docstring
     if float(torch.linalg.svdvals(top)[-1]) < _CAYLEY_GAP:
         return None
     inverse = 2 * torch.linalg.inv(top)  # X^-1
@@ -151,7 +151,7 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
     """Set the free parameters of a constrained layer from the weight ``(out, in)`` of an ordinary one, or its kernel
-    ``(cout, s^2 cin, kh, kw)`` after downsampling; ``size`` is that of the layer's input before. Returns what was done:
+    ``(cout, s^2 cin, kh, kw)`` after downsampling by s; ``size`` is the image size before it. Returns what was done:
 
     =============================== ====================================================================================
     nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar
@@ -192,7 +192,7 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
             return OWN
         free = layer.get_parameter("free")
         if type(layer) in (BjorckLinear, RkoConv2d):
-            # The iteration stops early for badly conditioned matrices: give it the limit itself.
+            # On badly conditioned matrices the iteration stops early, so start at its limit.
             free.copy_(polar(weight.double().flatten(1)).reshape(weight.shape))
         else:
             free.copy_(weight)  # the projection or bound of the layer does the rest
@@ -200,7 +200,7 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
 
 
 def obstacle(conv: nn.Conv2d) -> str | None:
-    """The reason why no layer of the library maps the same shapes as this convolution, or None.
+    """The reason why no constrained convolution has the shapes of this one, or None.
 
     Constrained convolutions keep the image size, or divide it by an emulated stride s (the image must be a multiple
     of s): :math:`\\lfloor (H + 2p - k)/s \\rfloor + 1 = H/s` for all such H iff
@@ -232,7 +232,7 @@ def obstacle(conv: nn.Conv2d) -> str | None:
 
 
 def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """Pixels padded before the first one on each axis, which is also the index of the centre tap.
+    """Number of pixels padded before the first one on each axis; also the index of the centre tap.
 
     >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
     ((2, 2), (1, 1))
@@ -255,7 +255,7 @@ def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
         rows, cols = conv.kernel_size
         return rows, cols
     rows, cols = (
-        2 * max(-(-p // step), (k - 1 - p) // step) + 1  # patches before the centre (rounded up), and behind it
+        2 * max(-(-p // step), (k - 1 - p) // step) + 1  # patches before the centre (rounded up) and after it
         for k, p in zip(conv.kernel_size, left_padding(conv), strict=True)
     )
     return rows, cols

@@ -70,11 +70,11 @@ def convert(
     skip: Collection[str] = (),
     **options: Any,
 ) -> Conversion:
-    r"""A copy of ``model`` whose convolutions and linear layers are those of one family, near their old weights.
+    r"""A copy of ``model`` whose convolutions and linear layers belong to one family, with weights near the old ones.
 
-    It computes another function, meant to be trained further: zero padding becomes circular padding, a stride becomes
-    invertible downsampling (of an image that it divides), and norms become at most 1. Remaining layers without a
-    bound of 1 are reported, never silently accepted.
+    The copy computes another function and should be trained further: zero padding becomes circular padding, a stride
+    becomes invertible downsampling (of an image that it divides), and norms become at most 1. Remaining layers without
+    a bound of 1 are reported, never silently accepted.
 
     =================== ================================================================================================
     forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
@@ -89,10 +89,10 @@ def convert(
     layer=None          replaces no layer by a constrained one: what follows is all that is done.
     =================== ================================================================================================
 
-    With ``input_shape``, layers with ``torch.nn.utils.parametrizations`` (or parametrisations of one's own), with the
-    older ``torch.nn.utils.spectral_norm``, of deel-torchlip or of orthogonium become plain ones with the weights that
-    they have in evaluation mode. Each, and the whole, is compared with the original on one random input. So with
-    ``layer=None`` such a network stays the same function, and can be bounded, exported and certified.
+    With ``input_shape``, layers with ``torch.nn.utils.parametrizations`` (or your own parametrisations), with the older
+    ``torch.nn.utils.spectral_norm``, of deel-torchlip or of orthogonium become plain layers with the weights that they
+    have in evaluation mode. Each of them, and the whole network, is compared with the original on one random input. So
+    with ``layer=None`` such a network stays the same function, and can be bounded, exported and certified.
 
     **Guarantee.** None about the whole: ask ``lipkit.lipschitz`` or ``lipkit.analyze`` of the result. Each converted
     layer has what its family claims.
@@ -101,14 +101,13 @@ def convert(
         model: any module; it is not changed. In evaluation mode if its forward pass is rebuilt.
         layer: acronym of a family (``lipkit.layers.families``); 'sll' and 'cpl' contain their activation and cannot
             replace a bare linear layer, 'sandwich' does so without its activation.
-        input_shape: of one input, without the batch. If the forward pass is kept, it may be missing; else the image
-            size at each convolution is found by one evaluation, layers that do not accept it are kept, and the output
-            shape is compared.
+        input_shape: of one input, without the batch; optional if the forward pass is kept. If given, one evaluation
+            finds the image size at each convolution, layers that do not accept it are kept, and output shapes compared.
         forward: whether the forward pass is kept or rebuilt.
-        activation: ``"maxmin"`` takes the place of scalar activations wherever the number of channels is even, in a
-            forward pass that is rebuilt; None keeps them.
-        skip: names of modules to leave alone, with all inside them (``"head"`` leaves ``head.0`` alone too), in a
-            forward pass that is kept.
+        activation: with ``forward="rebuild"``, ``"maxmin"`` replaces scalar activations wherever the number of channels
+            is even; None keeps them.
+        skip: with ``forward="keep"``, names of modules to leave alone, with all inside them (``"head"`` includes
+            ``head.0``).
         options: keyword options of the family's convolution, for instance ``orthogonalize="bjorck"`` of LOT.
 
     Returns:
@@ -151,14 +150,14 @@ def convert(
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
 
     def skipped(name: str) -> bool:
-        return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside of it
+        return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside it
 
     if input_shape is None:
         plain, rows, errors = copy.deepcopy(model, computed_tensors(model)), list[Converted](), list[LipkitError]()
     else:
         plain, rows, errors = settled(model, input_shape, skipped)
     if layer is None:
-        if errors:  # elsewhere the report names these layers
+        if errors:  # with a family the report names these layers
             raise errors[0]
         return Conversion(plain.eval(), tuple(rows), ())
     if new and input_shape is not None:
@@ -178,7 +177,7 @@ def convert(
 def _constrained(
     model: nn.Module, converter: Converter, input_shape: Shape | None, skipped: Callable[[str], bool]
 ) -> nn.Module:
-    """The model with its layers replaced in place."""
+    """Replace the layers of the model in place, and return it."""
     sizes: dict[nn.Module, set[tuple[int, int]]] = {}
     if input_shape is not None:
         _, calls = watched(model, input_shape, [m for m in model.modules() if type(m) is nn.Conv2d])
@@ -202,7 +201,7 @@ def _reason(module: nn.Module) -> str | None:
     if parametrize.is_parametrized(module):
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
-    leaf = not any(True for _ in module.children())  # a container is as good as its parts, unless it owns numbers
+    leaf = not any(True for _ in module.children())  # a container counts only if it owns numbers
     if (leaf or own) and not rules().get(type(module), (False, False))[0]:
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
@@ -229,23 +228,23 @@ def rebuilt_network(
 
 
 class Builder(Converter):
-    """A `Converter` of a whole network: the graph of 1-Lipschitz parts near an exported one."""
+    """A `Converter` that rebuilds a whole exported network from 1-Lipschitz parts."""
 
     def __init__(self, family: Family, options: dict[str, Any], activation: str | None) -> None:
         super().__init__(family, options)
         self.activation, self.wiring = activation, Wiring()
 
     def network(self, plain: Network) -> nn.Sequential:
-        """The parts one by one in their 1-Lipschitz forms. A builder makes one network."""
+        """The network with every part in its 1-Lipschitz form. Call it once per builder."""
         value, shape = 0, plain.input_shape
         for name, module in plain.named_children():
             value, shape = self._place(module, name, (value,), shape), output_shape(module, shape)
         return nn.Sequential(*self.wiring.chain(value)).requires_grad_(True)
 
     def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> int:
-        """The value that the new form of a module makes of ``values``; ``shape`` is that of the first of them."""
+        """Apply the new form of a module to ``values``, the first of ``shape``; return the number of the result."""
         if type(module) is Graph:
-            place, shapes = [*values], value_shapes(module, shape)  # new values, in the order of the graph's own
+            place, shapes = [*values], value_shapes(module, shape)  # graph value -> new value
             for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
                 given = tuple(place[v] for v in read)
                 place.append(self._place(node, f"{name}.nodes.{i}", given, shapes[read[0]]))
@@ -298,7 +297,7 @@ class Builder(Converter):
         except NoRuleError as error:
             self.keep(name, module, str(error))
         else:
-            if constant > 1 + 1e-9:  # what rounding up adds is no reason to report
+            if constant > 1 + 1e-9:  # ignore what rounding up adds
                 self.keep(name, module, f"its constant is {constant:.4g}")
         return [module]
 
@@ -339,6 +338,6 @@ def _window(module: nn.Module, shape: Shape) -> int | None:
         and module.padding in (0, (0, 0))
     ):
         sides = {shape[1] // after[1], shape[2] // after[2]}  # one number: square windows
-        exact = (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # the windows leave no rest
+        exact = (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # the windows cover the image
         return sides.pop() if len(sides) == 1 and exact else None
     return None

@@ -1,4 +1,4 @@
-"""Chains of convolutions: KWLarge and smaller ones, the sandwich networks of [LBDN], LipConvnet, the SLL networks."""
+"""Chains of convolutions: KWLarge and smaller networks, sandwich networks of [LBDN], LipConvnet, SLL networks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def kwlarge(
     Args:
         layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
         width: w, multiplies the channels.
-        kernel_size: of the layers of stride 1; strided layers act on 4 times the channels with half of it, rounded
-            down (3 -> 1); unconstrained ones have a stride, and the whole kernel.
+        kernel_size: of the layers of stride 1. Strided layers act on 4 times the channels with half of it, rounded
+            down (3 -> 1); unconstrained ones have a real stride and the whole kernel.
         dense: units of the two hidden linear layers instead of (512w, 512).
         activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
-        pool: no strides, but the sums of 4 x 4 pixels over 4 (of norm 1, as in the code that [LBDN] published) in
-            front of the linear layers, for families that have no strided layer in the papers.
+        pool: instead of strides, sums of 4 x 4 pixels divided by 4 (of norm 1, as in the code of [LBDN]) in front of
+            the linear layers, for families that have no strided layer in the papers.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the family's convolution.
 
@@ -72,7 +72,7 @@ def small(
     image: Image, layer: str = "cayley", width: int = 1, *, kernel_size: int = 3, **options: Any
 ) -> list[nn.Module]:
     """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between
-    (for families whose layers contain their activation, none).
+    (unless the layers of the family contain an activation).
 
     Args:
         layer, width, options: as of `kwlarge`.
@@ -112,7 +112,8 @@ def lbdn_conv(
 
     Args:
         layer, options: as of `kwlarge`.
-        blocks: each halves the image and doubles the channels. The paper: 3 for images of 32 x 32, 4 for 64 x 64.
+        blocks: number of blocks, each of which halves the image and doubles the channels. The paper: 3 for 32 x 32, 4
+            for 64 x 64.
         width: channels of the first block.
         hidden: units of the hidden linear layers.
         last_layer_normalization: whether the last layer has rows of unit norm and is otherwise free (the network is
@@ -177,7 +178,7 @@ def lipconvnet(
         image: (C, H, W) of any size.
         depth: number of convolutions, a multiple of 5.
         first_blocks, last_blocks: families of the first ``first`` blocks and of the others.
-        first: l of the paper's ablation, 0 to 5.
+        first: number of first blocks, 0 to 5; l in the paper's ablation.
         layer: one family for all blocks, instead of the three arguments above; ``plain`` or ``plain_conv`` for
             ordinary convolutions (and an ordinary or a Cayley last layer).
         width: factor on the channels.
@@ -204,7 +205,7 @@ def lipconvnet(
     if side < 24 or side % 24:
         raise OptionError(f"side: expected a multiple of 24, got {side}")
     if layer is not None:
-        first_blocks = last_blocks = layer  # wherever the boundary is
+        first_blocks = last_blocks = layer  # `first` does not matter then
     layers: list[nn.Module] = []
     if (image.rows, image.columns) != (side, side):
         top, left = (side - image.rows) // 2, (side - image.columns) // 2  # negative ones crop
@@ -247,13 +248,13 @@ def sllnet(
     (41, 79, 118 and 236 million for 32 x 32 images) are in the dense layers.
 
     Args:
-        size: small, medium, large or xlarge; what follows replaces its parts.
+        size: small, medium, large or xlarge; the next three arguments override its parts.
         channels: width of the convolutions.
         depth: number of convolutions.
         dense: inner units of each dense layer.
         inner: inner channels of each convolution.
-        last_layer_normalization: whether a last layer with rows of unit norm and free otherwise follows. False: the
-            first outputs are the classes, without parameters.
+        last_layer_normalization: whether to append a last layer with rows of unit norm, otherwise free. False: the
+            first outputs are the logits, without further parameters.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the layers: ``activation``.
 
@@ -288,7 +289,7 @@ def sllnet(
     # Of norm 1: sixteen weights of a quarter.
     layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]
     layers += [SllLinear(features, features, hidden=n, **options) for n in units]
-    dropped = Pad(0, image.classes - features)  # a negative pad drops the outputs behind the classes
+    dropped = Pad(0, image.classes - features)  # a negative pad drops the outputs after the first `classes`
     return [*layers, NormalizedLinear(features, image.classes) if last_layer_normalization else dropped]
 
 
@@ -310,7 +311,7 @@ def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: 
     layers: list[nn.Module] = []
     cin = image.channels
     for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):
-        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))  # batch norm has a bias itself
+        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))  # batch norm has its own bias
         layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
         cin = cout
     layers += [nn.Flatten(), nn.Linear(cin * pixels, 64 * width, bias=not batch_norm)]

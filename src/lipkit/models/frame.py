@@ -1,6 +1,6 @@
 """The frame of all architectures: keywords, checked options, activations, families, normalisation and gain in front.
 
-An architecture is a function from an `Image` to layers. `architecture` makes the builder of it that users call.
+An architecture is a function from an `Image` to layers. `architecture` turns it into the builder that users call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 class Common(TypedDict, total=False):
-    """The keywords of every architecture; architectures without options of their own name them for type checkers."""
+    """The keywords of every architecture, see `architecture`."""
 
     input_shape: Shape
     classes: int
@@ -37,7 +37,7 @@ class Common(TypedDict, total=False):
     std: Sequence[float] | None
 
 
-# Stands in the docstring of every builder, below the line of its images.
+# Inserted into the docstring of every builder, below the line ``image:``.
 DESCRIBED = """\
     classes: number of outputs.
     lipschitz: target constant behind the normalisation (without a last layer of unit rows), set by a gain in front.
@@ -69,8 +69,8 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    ``image`` is the first parameter, with one line in the docstring. An architecture that hands no options on to its
-    layers ends in ``**common: Unpack[Common]``, for type checkers alone. ``input_shape`` and ``classes`` are defaults.
+    ``image`` is the first parameter, with one line in the docstring. An architecture without ``**options`` ends in
+    ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes`` are defaults.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):
@@ -86,13 +86,13 @@ def architecture(
 
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
         given = inspect.signature(layers).parameters.values()
-        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]  # strings: annotations stay text
-        ordered = sorted([*own, *common], key=lambda p: p.kind)  # as Python wants them: keywords before ``**options``
+        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]  # annotations are strings here
+        ordered = sorted([*own, *common], key=lambda p: p.kind)  # keywords before ``**options``, as Python requires
         signature = inspect.Signature(ordered, return_annotation=nn.Sequential)
 
         @functools.wraps(layers)
         def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
-            signature.bind(*args, **options)  # its TypeError counts the arguments that the caller sees
+            signature.bind(*args, **options)  # raises a TypeError about the caller's arguments
             values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
             shape, outputs, gain, mean, std = values  # in the order of `defaults`
             image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
@@ -101,7 +101,7 @@ def architecture(
             return bounded(layers(image, *args, **options), gain, mean, std, image.channels)
 
         build.__signature__ = signature  # type: ignore[attr-defined]
-        described = rf"    input_shape: \1\n{DESCRIBED}"  # \1: what the builder says of its images
+        described = rf"    input_shape: \1\n{DESCRIBED}"  # \1: the rest of the line ``image:``
         build.__doc__ = re.sub("^    image: (.*)$", described, inspect.cleandoc(layers.__doc__ or ""), flags=re.M)
         return build
 
@@ -198,7 +198,7 @@ def check_flag(**flags: Any) -> None:
 def sizes_of(input_shape: Shape) -> Shape:
     """The sizes of an input shape; empty if it is not a sequence of positive integers."""
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    return shape if all(type(n) is int and n >= 1 for n in shape) else ()  # `type`: True is no size
+    return shape if all(type(n) is int and n >= 1 for n in shape) else ()  # `type`: True is an int, too
 
 
 def flat_size(input_shape: Shape) -> int:
@@ -242,7 +242,7 @@ def plain_conv2d(
 
 
 _plain = partial(Family, paper="", equation="", claim="none", sizes="odd kernels, any image")
-# Not in the table of families: these layers are unconstrained, so the table's laws do not hold for them.
+# Not in the table of families: these layers are unconstrained, so the laws of layers do not hold for them.
 UNCONSTRAINED: dict[str, Family] = {
     "plain": _plain(name="plain", title="nn.Conv2d and nn.Linear", conv=plain_conv2d, linear=nn.Linear),
     "plain_conv": _plain(
@@ -255,7 +255,7 @@ UNCONSTRAINED: dict[str, Family] = {
 
 
 def find(name: str) -> Family:
-    """The family of this acronym, or one of the two unconstrained ones; the OptionError for another lists all.
+    """The family of this acronym, or one of the two unconstrained ones; the OptionError for others lists all.
 
     >>> find("plain").linear.__name__, find("cayley").linear.__name__
     ('Linear', 'CayleyLinear')
@@ -271,7 +271,7 @@ def find(name: str) -> Family:
 class Layers:
     """Layers of a family, each followed by an activation (None: MaxMin) unless the family has one inside its layers.
 
-    ``options`` are those of its convolutions; an activation among them is used in the dense layers, too.
+    ``options`` are those of the family's convolutions; an activation among them is used in the dense layers, too.
 
     >>> made = Layers("cayley", {})
     >>> made.dense(4, 2), made.strided(5), Layers("plain", {}).strided(5)
@@ -301,10 +301,10 @@ class Layers:
 
     def behind(self) -> list[nn.Module]:
         """The modules after a layer: a copy of the activation, or none."""
-        return copy.deepcopy(self.outer)  # each place its own: activations may have parameters
+        return copy.deepcopy(self.outer)  # activations may have parameters, so each place needs its own
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
-        """Kernel size of a strided layer: a constrained one downsamples first, and takes half of it or ``emulated``."""
+        """Kernel size of a strided layer. A constrained one downsamples first; its kernel is ``emulated``, or half."""
         if self.family.name in UNCONSTRAINED:  # a real stride
             return kernel_size
         return max(1, kernel_size // 2) if emulated is None else emulated

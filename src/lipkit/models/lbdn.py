@@ -122,7 +122,7 @@ class LBDN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             root = self.gamma().sqrt().to(at_least_float32(self.output.y_free).dtype)
-            last = root * self.output.weight()  # one root of gamma here, the other on x
+            last = root * self.output.weight()  # the other root of gamma multiplies x
         h = root.to(x.dtype) * x
         for layer in self.hidden:
             h = layer(h)
@@ -135,8 +135,8 @@ class LBDN(nn.Module):
         lefts, befores = list[Tensor](), [(gamma / 2).sqrt().to(last.dtype)]
         for layer in self._sandwiches():
             (at, b), psi = layer.factors(), layer.psi()
-            lefts.append(2 * b / psi[:, None])  # 2 Psi_k^-1 B_k: a diagonal from the left divides rows
-            befores.append(at * psi)  # and one from the right multiplies columns
+            lefts.append(2 * b / psi[:, None])  # 2 Psi_k^-1 B_k
+            befores.append(at * psi)  # A_k^T Psi_k
         lefts.append(last * (2 * gamma).sqrt().to(last.dtype))  # 2 / Psi_L
         return [a * b if b.ndim == 0 else a @ b for a, b in zip(lefts, befores, strict=True)]
 
@@ -155,7 +155,7 @@ class LBDN(nn.Module):
 @lipschitz_rule(LBDN)
 def _lbdn(network: LBDN, input_shape: Shape | None) -> Tensor:
     for layer in (*network.hidden, network.output):
-        lipschitz(layer)  # refuses hooks, and activations that were replaced by others
+        lipschitz(layer)  # refuses hooks and replaced activations
     return network.gamma()
 
 
@@ -165,7 +165,7 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (..., {network.sizes[0]}), got {input_shape}")
     gamma, dtype = float(lipschitz(network)), network.output.y_free.dtype
     double = copy.deepcopy(network).double()  # float32 would round the factors, too
-    multipliers = [m.to(dtype) for m in double.multipliers()]  # rounded first: the proof is about the stored ones
+    multipliers = [m.to(dtype) for m in double.multipliers()]  # the proof needs the stored numbers
     weights = _provable(double.weights(), multipliers, gamma, dtype)
     modules: list[nn.Module] = []
     for layer, weight in zip((*network.hidden, network.output), weights, strict=True):
@@ -176,9 +176,9 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
 
 
 def _unfolded(network: LBDN) -> Unfolded | None:
-    """Its plain network, for `lipkit.layers.R2dn`; None where activations differ."""
+    """The plain form of an LBDN, for `lipkit.layers.R2dn`; None if its activations differ."""
     kinds, weights = [layer.activation for layer in network._sandwiches()], network.weights()
-    if len(set(map(repr, kinds))) != 1 or kinds[0] is None:  # repr: with the settings of each activation
+    if len(set(map(repr, kinds))) != 1 or kinds[0] is None:  # repr shows the settings of an activation, too
         return None
     layers = (*network.hidden, network.output)
     biases = [w.new_zeros(len(w)) if m.bias is None else m.bias.to(w) for m, w in zip(layers, weights, strict=True)]
@@ -198,7 +198,7 @@ def _provable(
     """
     steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]  # 1e-13, 2e-13, 5e-13, 1e-12, ..., 0.05
     for delta in steps:
-        # A smaller reduction than the rounding of the weights has no effect.
+        # A reduction below the rounding of the weights has no effect.
         if delta < torch.finfo(dtype).eps / 8:
             continue
         stored = [((1 - delta) * w).to(dtype) for w in weights]
@@ -225,7 +225,7 @@ def lbdn(
     device: Any = None,
     dtype: Any = None,
 ) -> nn.Module:
-    """A network of prescribed gain: either from its ``sizes``, or for data from ``hidden``, shape and classes.
+    """A network of prescribed gain, from its ``sizes``, or from ``hidden``, ``input_shape`` and ``classes``.
 
     Args:
         sizes, gamma, activation, learnable_gamma, bias, device, dtype: as of :class:`LBDN`, which is the result.
@@ -271,14 +271,14 @@ def from_network(
     learnable_gamma: bool = False,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    r"""The LBDN that is the same function as a plain network whose LMI holds: to fine-tune it under the guarantee.
+    r"""The LBDN that computes the same function as a plain network whose LMI holds, to fine-tune with the guarantee.
 
     .. math:: \Psi_k = \Lambda_k^{1/2},\quad B_k = \tfrac12 \Psi_k W_k \Psi_{k-1}^{-1} A_{k-1}^{-\top},\quad
               A_k = (I - B_k B_k^\top)^{1/2}
 
     Args:
         network: ``lipkit.modules.Network`` or ``nn.Sequential`` of ``nn.Linear`` and activations with slope in [0, 1]
-            between them, perhaps with an ``nn.Flatten`` in front. It is left as it is.
+            between them, perhaps with an ``nn.Flatten`` in front. It is not changed.
         gamma: gain of the result; by default the smallest that the multipliers prove.
         multipliers: positive diagonals, in the order of the activations or by their index in the network; by default
             those that the network carries. ``certificates.lipsdp.solve`` finds them for any network.
@@ -324,10 +324,10 @@ def from_network(
         for layer, linear in zip((*result.hidden, result.output), linears, strict=True):
             if layer.bias is not None:
                 layer.bias.copy_(torch.zeros_like(layer.bias) if linear.bias is None else linear.bias)
-        allowed = max(1e-6, 16 * max(sizes) * torch.finfo(dtype).eps)  # or what the dtype of the parameters rounds
+        allowed = max(1e-6, 16 * max(sizes) * torch.finfo(dtype).eps)  # or the rounding of the dtype
         for k, (made, given) in enumerate(zip(copy.deepcopy(result).double().weights(), weights, strict=True)):
-            gap = float((made - given).norm() / given.norm().clamp_min(1e-300))  # a layer of zeros divides by no zero
-            if not gap <= allowed:  # also where it is NaN
+            gap = float((made - given).norm() / given.norm().clamp_min(1e-300))  # 1e-300: a layer may be all zeros
+            if not gap <= allowed:  # True for NaN, too
                 raise OptionError(
                     f"expected weights and multipliers whose LMI holds at gamma = {gamma} (they are proved for "
                     f"{smallest}), got layer {k} off by a relative {gap:.3g}"
@@ -341,7 +341,7 @@ def _taken_apart(
     """The parts of a chain, in order: a Flatten in front (or None), linear layers, activations, multipliers."""
     if type(network) not in (Network, nn.Sequential):
         raise OptionError(f"expected a lipkit.modules.Network or nn.Sequential, got {type(network).__qualname__}")
-    # A copy: Network sets modes and gradients of what it is given.
+    # A copy, because Network changes the modes and requires_grad of its modules.
     chain = Network([copy.deepcopy(network)], getattr(network, "input_shape", (1,)))
     modules = list(chain)
     start = 1 if modules and type(modules[0]) is nn.Flatten else 0  # then Linear, activation, Linear, ...
@@ -358,7 +358,7 @@ def _taken_apart(
 
 
 def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamma: float) -> None:
-    """The recursion of theorem 3.1. An infeasible LMI shows as B of norm above 1, which is cut to 1."""
+    """Set the factors by the recursion of theorem 3.1. If the LMI does not hold, a B has norm above 1, cut to 1."""
     like = weights[0]
     before = like.new_full((like.shape[1],), math.sqrt(gamma / 2))  # Psi_-1, and A_-1 = I
     inverse = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
@@ -369,7 +369,7 @@ def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamm
         b = (vectors * values.clamp_min(1).rsqrt()) @ (vectors.mT @ b)  # singular values above 1 become 1
         roots = (1 - values).clamp_min(0).sqrt()  # eigenvalues of A, the symmetric root of I - B B^T
         layer.set_factors(vectors * roots @ vectors.mT, b)
-        # Kept directions are inverted, however small; 1e-9 is below the root of the rounding error of I - B B^T.
+        # Invert all directions above 1e-9, which is below the root of the rounding error of I - B B^T.
         kept = roots > 1e-9
         inverse = (vectors[:, kept] / roots[kept]) @ vectors[:, kept].mT
         before = psi

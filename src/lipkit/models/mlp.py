@@ -31,8 +31,8 @@ def mlp(
 ) -> nn.Sequential:
     r"""Flatten, dense layers of one family with activations between them, and a gain of gamma.
 
-    The first and the last dense layer see their input multiplied by :math:`\sqrt\gamma`, so that the last module
-    stays the last linear layer.
+    A factor :math:`\sqrt\gamma` stands before the first and one before the last dense layer, so that the last module is
+    the last linear layer.
 
     Args:
         hidden: units of the hidden layers.
@@ -40,8 +40,8 @@ def mlp(
         gamma: the gain (behind the normalisation), positive and finite.
         input_shape: shape of one input, flattened by the network.
         classes: number of outputs.
-        activation: between the layers: 'maxmin' (the default), a name such as 'relu' or a 1-Lipschitz module. For
-            layers with an inner activation, that one, where they have a choice.
+        activation: between the layers: 'maxmin' (the default), a name such as 'relu', or a 1-Lipschitz module. For
+            layers with an inner activation it sets that one, if they have the option.
         learnable_gamma: whether gamma is trained: one factor before the first and one before the last layer.
         bias: whether the layers have biases.
         mean, std: input normalisation per channel, part of the network.
@@ -65,12 +65,12 @@ def mlp(
         raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
     made = Layers(layer, options, activation)
     share = math.sqrt(gamma)
-    scaled = gamma != 1.0 or learnable_gamma  # a factor of 1 that stays 1 is left out
+    scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out
     layers: list[nn.Module] = [] if len(input_shape) == 1 else [nn.Flatten()]
     for i, (p, q) in enumerate(pairwise(sizes)):
         last = i == len(hidden)
         if scaled and (i == 0 or last):
-            # The root of gamma is rounded: one dense layer carries gamma itself.
+            # The root of gamma is rounded, so a network of one dense layer has the factor gamma itself.
             layers.append(Scale(gamma if i == 0 and last else share, learnable_gamma))
         if last:
             layers.append(made.family.last(p, q, bias=bias))

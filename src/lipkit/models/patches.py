@@ -1,4 +1,4 @@
-"""Networks on patches: PatchNet, BRONet and LiResNet (after the networks of these names), a vision transformer."""
+"""Networks on patches: PatchNet, BRONet and LiResNet (after the published networks), and a vision transformer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def patchnet(
     position: bool = False,
     **common: Unpack[Common],
 ) -> list[nn.Module]:
-    r"""Patches, blocks of pointwise layers between which neighbours meet by shifts, dense layers, unit rows.
+    r"""Patches, blocks of pointwise layers with shifts that mix neighbouring pixels, dense layers, unit rows.
 
     ========== ======================================================================================================
     stage 1    `StiefelConv2d` on patches, then blocks: `StiefelConv2d` 1 x 1, MaxMin, `lipkit.modules.Shift2d`
@@ -48,14 +48,14 @@ def patchnet(
     dense      `StiefelLinear`, MaxMin for each; `NormalizedLinear` with one row for each class
     ========== ======================================================================================================
 
-    Every layer but the last has norm 1 and costs a plain product, so that nearly all of the time goes into learning:
-    train it with `lipkit.training.SpectralDescent` (``train.optimizer: spectral``). The first layer of a stage counts
-    as one of its blocks.
+    Every layer but the last has norm 1 and costs no more than a plain matrix product. Train it with
+    `lipkit.training.SpectralDescent` (``train.optimizer: spectral``). The first layer of a stage counts as one of its
+    blocks.
 
     Args:
         patch: p, side of the patches.
-        stages: (channels, blocks) of each stage. Fewer channels than a patch has numbers drop what a projection drops.
-        narrow: channels in front of the dense layers; None for those of the last stage.
+        stages: (channels, blocks) of each stage. With fewer channels than numbers in a patch, the patch is projected.
+        narrow: channels in front of the dense layers; None keeps those of the last stage.
         dense: units of the hidden dense layers, at least one.
         moved: fraction of the channels that move in each of the four directions; 0 for none.
         activation: name such as 'halfabs', or a module, instead of MaxMin.
@@ -155,7 +155,7 @@ def bronet(
     Args:
         patch: p, side of the patches.
         width: channels of the blocks, even.
-        blocks: how many, at least 1; also the depth from which the reflectors start.
+        blocks: number of blocks, at least 1; the initial reflectors depend on it (``depth`` of `BroConv2d`).
         rank: of the reflectors, half of the width by default.
         neck: channels behind the 2 x 2 patches; None for pooling.
         dense: units of the hidden dense layers.
@@ -199,7 +199,7 @@ def liresnet(
 
     Args:
         patch, width, neck, dense: as of `bronet`.
-        blocks: how many, at least 1; also the depth from which the kernels start.
+        blocks: number of blocks, at least 1; the initial kernels depend on it (``depth`` of `LiResConv2d`).
         padding_mode: of the blocks, 'circular' or 'zeros'.
         center: whether the blocks subtract the mean of each channel.
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
@@ -239,13 +239,13 @@ def vision_transformer(
 ) -> list[nn.Module]:
     r"""Patches as tokens, a position code, ``depth`` blocks of attention and two pointwise layers, dense layers.
 
-    Attention is the residual branch itself (a gradient step), so nothing is added and nothing is normalised.
+    Attention layers contain their own skip (x plus a gradient step); no other skip and no normalisation is needed.
 
     Args:
         layer: acronym of the family of all linear layers (``lipkit list layers``).
         patch, width, depth: side p of the patches, features of a token, number of blocks.
         heads: of `lipkit.layers.TokenAttention`, a divisor of ``width``.
-        slots: rows of the `lipkit.layers.MemoryAttention` that follows it in each block; None for none.
+        slots: rows of the `lipkit.layers.MemoryAttention` after the attention in each block; None for no such layer.
         dense: units of the hidden dense layers on all tokens.
         activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
         image: (C, H, W) with H and W multiples of p.

@@ -20,7 +20,8 @@ def resnet9(
 ) -> list[nn.Module]:
     """Six convolutions and two skips: w, 2w, pool, [2w, 2w], 4w, pool, 8w, pool, [8w, 8w], pool, two linear layers.
 
-    The last pooling is 2 instead of 4, which leaves four times the features for the additional linear layer.
+    The last pooling has windows of 2 x 2 instead of 4 x 4, which leaves four times the features for the additional
+    linear layer.
 
     Args:
         layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
@@ -66,8 +67,8 @@ def wide_resnet(
 
     Each block is MaxMin, conv, MaxMin, conv under a convex skip; where the shape changes, the skip is a 1 x 1 layer of
     the same family. Strided layers act after invertible downsampling with half the kernel, rounded down
-    (unconstrained ones have a stride, and the whole kernel). The last pooling is half of the usual one (4 instead of 8
-    at 32 x 32), followed by one more linear layer.
+    (unconstrained ones have a real stride and the whole kernel). The windows of the last pooling have half the usual
+    side (4 instead of 8 for 32 x 32 images); one more linear layer follows.
 
     Args:
         depth: 6 n + 4.
@@ -95,14 +96,14 @@ def wide_resnet(
 
     def block(cin: int, cout: int, stride: int) -> nn.Module:
         first = made.bare(cin, cout, made.strided(kernel_size) if stride > 1 else kernel_size, stride)
-        # `behind` stands in front here: layers that contain their activation have none before them either.
+        # Here the activation comes first; `behind` gives none to layers that contain their own.
         body = nn.Sequential(*made.behind(), first, *made.behind(), made.bare(cout, cout, kernel_size))
         same = cin == cout and stride == 1  # else the skip needs a layer of its own
         return Residual(body, shortcut=None if same else made.bare(cin, cout, 1, stride))
 
     first = made.bare(image.channels, 16, kernel_size)
     blocks, current = _groups(depth, widen, block)
-    pool = [*made.behind(), ScaledAvgPool2d(2 * rows), nn.Flatten()]  # of rows / 4 by rows / 8: 2 x 2 pixels are left
+    pool = [*made.behind(), ScaledAvgPool2d(2 * rows), nn.Flatten()]  # leaves 2 x 2 pixels of 4 rows x 4 rows
     return [first, *blocks, *pool, *made.dense(current * 4, current), made.last(current, image.classes)]
 
 
@@ -110,7 +111,7 @@ def wide_resnet(
 def wrn_plain(
     image: Image, depth: int = 28, widen: int = 10, *, dropout: float = 0.0, **common: Unpack[Common]
 ) -> list[nn.Module]:
-    """WRN-depth-widen with batch norm and ReLU, and no bound: a chain of torch's modules and graphs that add a skip.
+    """WRN-depth-widen with batch norm and ReLU, without a bound: a chain of torch's modules and graphs that add a skip.
 
     conv 16; three groups of (depth - 4) / 6 blocks (norm, ReLU, conv, norm, ReLU, dropout, conv, added to their input)
     with 16, 32, 64 times ``widen`` channels, the second and third at half the size; norm, ReLU, mean over the image,
@@ -143,11 +144,11 @@ def wrn_plain(
 def resnet_plain(
     image: Image, blocks: Sequence[int] = (3, 4, 23, 3), width: int = 64, **common: Unpack[Common]
 ) -> list[nn.Module]:
-    """ResNet of bottlenecks with batch norm and ReLU, and no bound: (3, 4, 23, 3) blocks are ResNet-101.
+    """ResNet of bottlenecks with batch norm and ReLU, without a bound: (3, 4, 23, 3) blocks are ResNet-101.
 
     conv 7 x 7 of ``width`` channels with stride 2, max pooling of 3 with stride 2; four stages of blocks (conv 1 x 1,
     3 x 3, 1 x 1 to four times the channels, each with batch norm, added to their input) with 1, 2, 4, 8 times
-    ``width`` channels, after the first at half the size by the first 3 x 3; mean over the image; linear.
+    ``width`` channels, of which all but the first begin with stride 2 in a 3 x 3; mean over the image; linear.
 
     Args:
         blocks: of the four stages; (3, 4, 6, 3) is ResNet-50, (3, 8, 36, 3) ResNet-152.
@@ -187,7 +188,7 @@ def resnet_plain(
 
 
 def _groups(depth: int, widen: int, block: Callable[[int, int, int], nn.Module]) -> tuple[list[nn.Module], int]:
-    """The groups of a wide residual network behind 16 channels, of ``block(cin, cout, stride)``; and their channels."""
+    """The groups of a wide residual network after 16 channels, by ``block(cin, cout, stride)``; and the last width."""
     check_sizes(depth=depth, widen=widen)
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")

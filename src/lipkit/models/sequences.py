@@ -1,4 +1,4 @@
-"""Classifiers and regressions of sequences with a prescribed gain, around one recurrent layer."""
+"""Classifiers and regressors of sequences with a prescribed gain, around one recurrent layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS: dict[str, Callable[..., RecurrentLayer]] = {"r2dn": R2dn, "ren": Ren, "l
 class SumOverTime(nn.Module):
     r"""All steps of a sequence in one vector, :math:`\sum_t y_t / \sqrt T`: 1-Lipschitz, ``(B, T, n) -> (B, n)``.
 
-    With a mask ``(B, T)`` it sums the steps that count, and T is their number.
+    With a mask ``(B, T)`` it sums the steps where the mask is True, and T is their number.
 
     >>> SumOverTime()(torch.ones(1, 4, 2)).tolist()
     [[2.0, 2.0]]
@@ -50,7 +50,7 @@ class SequenceModel(nn.Sequential):
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         for module in self:
-            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others see single steps
+            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others act on a step
             u = module(u, mask) if takes else module(u)
         return u
 
@@ -144,8 +144,8 @@ lipschitz_rule(SequenceModel)(chain_constant)
 
 
 def _sum(steps: int, like: Tensor) -> list[nn.Module]:
-    """The plain modules of a sum over so many steps. A root rounded down keeps their constant below 1."""
-    root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # times the mean: the sum over the root
+    """The plain modules of `SumOverTime` for ``steps`` steps. The root is rounded down: their constant is below 1."""
+    root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # root * mean = sum / root
     return [Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root))]
 
 

@@ -25,7 +25,7 @@ PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
-    """A `Householder` for torchlip's, which folds to the opposite side of the line: the angle plus 2 pi here."""
+    """A `Householder` that computes torchlip's, which keeps the opposite side of the line: our angle plus 2 pi."""
     angles = module.theta.detach().reshape(1, -1) + 2 * math.pi
     fold = Householder(2 * angles.shape[1]).to(angles)  # one angle for each pair of channels
     fold.angles.data.copy_(angles)
@@ -39,7 +39,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter`. Negative dimensions count as those of images; the comparison of outputs finds other cases."""
+    """A `LayerCenter`. Negative dimensions are taken as those of images; `_compare` refuses it if they are not."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)
@@ -53,7 +53,7 @@ def _clipped(module: Any) -> nn.Module:
     return ours
 
 
-# Layers of other libraries, by package and class. The comparison of outputs refuses one with a constant other than 1.
+# Layers of other libraries, by package and class. `_compare` refuses one with a constant other than 1.
 OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ("deel", "GroupSort"): lambda m: _ascending(m.group_size),
     ("deel", "GroupSort2"): lambda m: _ascending(2),
@@ -72,7 +72,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
     """The plain layer that ``module`` claims to compute now; None if it is plain already.
 
     A subclass of a linear layer or convolution of torch, or one with parametrisations or hooks, becomes that layer with
-    the present value of the attribute ``weight``. A layer of deel-torchlip becomes what its ``vanilla_export`` returns.
+    the present value of the attribute ``weight``. For a layer of deel-torchlip it is the result of ``vanilla_export``.
 
     >>> layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 2))
     >>> type(plain_form(layer)), plain_form(nn.Linear(3, 2))
@@ -88,7 +88,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
     if (not dressed and base is not None) or (kind not in PLAIN and rules().get(kind, (False, False))[0]):
         return None
     exported = getattr(module, "vanilla_export", None)
-    leaf = all(name == "parametrizations" for name, _ in module.named_children())  # not a whole network
+    leaf = all(name == "parametrizations" for name, _ in module.named_children())  # a layer, not a whole network
     if callable(exported) and leaf:
         result = exported()
         return result if isinstance(result, nn.Module) and result is not module else None
@@ -100,7 +100,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
 
 
 def _rebuilt(base: type[Any], module: Any) -> nn.Module:
-    """A layer of torch with the geometry and the present numbers of one that inherits from it."""
+    """The torch layer of type ``base`` with the options and present weight of ``module``, a subclass."""
     weight, bias = module.weight.detach(), module.bias
     names = inspect.signature(base).parameters.keys() - {"bias", "device", "dtype"}
     sizes = {name: getattr(module, name) for name in names}
@@ -116,10 +116,10 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
 def settled(
     model: nn.Module, input_shape: Shape, skip: Callable[[str], bool]
 ) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
-    """A copy with plain layers in place of parametrised and foreign ones, rows of the report, and errors of the rest.
+    """A copy with plain layers in place of parametrised and foreign ones; rows of the report; errors of the others.
 
     Each replaced layer, and the whole, is compared with the original on one random input. That finds a layer whose
-    forward pass is not that of its base class. Certificates do not rely on it: they come from the result's numbers.
+    forward pass differs from its base class. Certificates do not depend on it: they are proved from the result.
     """
     twin = copy.deepcopy(model, computed_tensors(model))
     modes = {module: module.training for module in twin.modules()}
@@ -156,7 +156,7 @@ def settled(
         if rows:
             _compare(watched(result, input_shape)[0], expected, "the network")
     except NoRuleError as error:
-        return copy.deepcopy(model, computed_tensors(model)), [], [error]  # all or nothing
+        return copy.deepcopy(model, computed_tensors(model)), [], [error]  # replace all or none
     return result, rows, errors
 
 
@@ -165,7 +165,7 @@ def replaced(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     if model in new:
         return new[model]
     for parent in list(model.modules()):
-        # named_children would name a child that is used twice only once.
+        # named_children lists a child that is registered twice only once.
         for name, child in list(parent._modules.items()):
             if child is not None and child in new:
                 setattr(parent, name, new[child])
@@ -201,7 +201,7 @@ def watched(
 def _compare(found: Any, expected: Any, what: str) -> None:
     same = isinstance(found, Tensor) and isinstance(expected, Tensor) and found.shape == expected.shape
     if same:
-        # Sums in another order; a weight is the same number in both.
+        # Both have the same weights, but may sum in another order.
         size = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().max().clamp_min(1e-30))
         same = bool((found - expected).abs().max() <= size)  # False with NaN
     if not same:

@@ -1,4 +1,4 @@
-"""From images to images: U-Net, autoencoder, and the denoiser that is firmly non-expansive."""
+"""From images to images: U-Net, autoencoder, and a firmly non-expansive denoiser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lipkit.layers import HalfThrough
 from lipkit.models.frame import Layers, bounded, check_image, check_options, check_sizes
 from lipkit.modules import Blend, Graph, Shape
 
-# A product of proved constants may exceed 1 by this much in float32, so the denoiser's gain is below 1 by as much.
+# In float32 the product of proved constants may exceed 1 by this much, so the denoiser's gain is smaller by as much.
 SLACK = 1e-4
 
 
@@ -32,28 +32,28 @@ def unet(
     mean: float | None = None,
     lipschitz: float = 1.0,
 ) -> nn.Sequential:
-    """A U-Net whose output has the shape of its input and whose constant is that of its layers: 1 for orthogonal ones.
+    """A U-Net from images to images of the same shape; its constant is that of its layers, 1 for orthogonal ones.
 
     ======== =====================================================================================================
     first    patches (`nn.PixelUnshuffle`), a convolution to ``channels``, activation
     level    ``blocks`` convolutions with activations; `HalfThrough` of the next level; as many convolutions again
-    below    half of the channels on 2 x 2 patches, so twice the channels on a quarter of the pixels; then back
-    last     a convolution to what a patch has, `nn.PixelShuffle`
+    below    half of the channels, in 2 x 2 patches: twice the channels on a quarter of the pixels; then back
+    last     a convolution to the channels of a patch, `nn.PixelShuffle`
     ======== =====================================================================================================
 
-    Nothing is pooled: down and up are bijections, the skip is a split, and no scale is lost on the way.
+    There is no pooling: down- and upsampling are bijections, and the skip is a split, so norms are kept.
 
     Args:
         channels: of the upper level, a multiple of 2.
         depth: levels below it; 0 for a chain of convolutions.
         blocks: convolutions on each side of a level.
-        layer: family of the convolutions; ``plain_conv`` for ordinary ones of the same sizes.
+        layer: family of the convolutions; ``plain_conv`` for ordinary convolutions of the same sizes.
         kernel_size: of all of them.
         patch: side of the patches of the first level.
         activation: name or module; None for MaxMin.
         options: of the family's convolutions.
         input_shape: (C, H, W), H and W multiples of patch * 2^depth; the kernels fit any other such size, too.
-        mean: of the values, taken off in front; the biases of the last layer start there.
+        mean: of the pixel values; subtracted in front, and the initial bias of the last layer.
         lipschitz: gain in front.
 
     Raises:
@@ -107,10 +107,10 @@ def autoencoder(
     input_shape: Shape = (3, 32, 32),
     lipschitz: float = 1.0,
 ) -> nn.Sequential:
-    """Encoder and decoder, each as Lipschitz as its layers: a step of the code moves the image by no more than itself.
+    """Encoder and decoder, each with the constant of its layers, 1 for orthogonal ones.
 
-    Each stage of the encoder takes 2 x 2 patches to its channels; the last layer leaves ``code`` of them. The decoder
-    goes the same way back. Both are submodules, ``net.encoder`` and ``net.decoder``.
+    Each stage of the encoder maps 2 x 2 patches to its channels; a last layer reduces them to ``code``. The decoder
+    mirrors this. Both are submodules, ``net.encoder`` and ``net.decoder``.
 
     Args:
         stages: channels of each stage, at least one.
@@ -139,7 +139,7 @@ def autoencoder(
         current = width
     down.append(made.bare(current, code, kernel_size))
     up = [*made.conv(code, current, kernel_size), *up]
-    net = nn.Sequential()  # of named parts
+    net = nn.Sequential()  # its two parts have names
     net.add_module("encoder", bounded(down, lipschitz))
     net.add_module("decoder", nn.Sequential(*up))
     return net
@@ -152,12 +152,12 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
 
     D is then the resolvent of a monotone operator, and a plug-and-play iteration
     :math:`x \leftarrow D(x - \eta A^T(A x - b))` with :math:`0 < \eta < 2 / \|A\|^2` converges to a fixed point if
-    there is one; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N:
+    one exists; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N:
     ``lipkit.lipschitz`` of the exported ``net.nodes[0]``, N, is at most 1, since N carries a gain of 1 - 1e-4 in front.
 
     Args:
         channels, depth, blocks: as of `unet`.
-        options: the others of `unet`, without ``lipschitz``; ``mean`` is 0.5. With ``layer="plain_conv"``
+        options: other options of `unet` except ``lipschitz``; ``mean`` is 0.5 by default. With ``layer="plain_conv"``
             nothing is proved.
 
     Raises:
@@ -174,18 +174,20 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
         Hilbert Spaces", 2nd ed., propositions 4.4 and 5.16.
     """
     if "lipschitz" in options:
-        raise OptionError(f"denoiser: expected no gain but its own, got lipschitz={options['lipschitz']}")
+        raise OptionError(
+            f"denoiser: expected no option lipschitz, which is fixed, got lipschitz={options['lipschitz']}"
+        )
     body = unet(channels, depth, blocks, lipschitz=1 - SLACK, **{"mean": 0.5, **options})
     return Graph([body, Blend(torch.tensor(0.5))], [[0], [1, 0]])  # value 0 is x, value 1 is N(x)
 
 
 def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:
-    """Layers of a family. Families whose layers contain an activation are refused: the last layer must be affine."""
+    """`Layers` of a family; refuses families whose layers contain an activation, since the last one must be affine."""
     check_options(options or {})
     made = Layers(name, options or {}, activation)
     if made.family.own_activation:
         raise OptionError(
             f"layer: expected a family of linear convolutions, got {name!r}, which contains its activation: the "
-            "last layer of an image must reach all values"
+            "last layer must be affine"
         )
     return made

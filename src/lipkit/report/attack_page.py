@@ -24,7 +24,7 @@ from lipkit.report.html import environment
 from lipkit.report.record import now, versions
 
 SCHEMA_VERSION = "1.0"
-# Fields about place, time and speed, which do not count when results are compared.
+# Fields of place, time and speed, ignored when results are compared.
 _INCIDENTAL = {"created", "seconds", "device", "versions"}
 
 
@@ -45,12 +45,12 @@ def save_attack(
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
     The hash covers the attack's settings, the data and the network. Existing files are never replaced. If the same
-    settings gave the same result, nothing is written; if they gave another one (on another device or changed data), the
-    name ends in ``-2``, and so on. The answer is the path of the JSON file.
+    settings gave the same result, nothing is written; if another one (on another device or changed data), the name ends
+    in ``-2``, and so on. Returns the path of the JSON file.
 
     Args:
         certificate: of the attacked samples ``x`` (N, *input_shape); ``numbers`` are their indices in the test set.
-        images: how many examples are shown and kept, those nearest to their certified radius first.
+        images: number of examples to show and keep, those closest to their certified radius first.
     """
     settings: dict[str, Any] = {
         "attack": attack.name,
@@ -64,7 +64,7 @@ def save_attack(
     stem = folder / f"attack_{attack.name}_{attack.norm}_{key}"
     place = {int(number): row for row, number in enumerate(numbers)}
     examples = attempt.examples
-    at = torch.tensor([place[i] for i in examples.index.tolist()], dtype=torch.int64)  # rows of x, one an example
+    at = torch.tensor([place[i] for i in examples.index.tolist()], dtype=torch.int64)  # the row of x of each example
     columns = {
         "sample": examples.index,
         "label": certificate.label[at],
@@ -94,7 +94,7 @@ def save_attack(
         "versions": versions(),
         "kept": len(order),
     }
-    # JSON lacks NaN and infinities: they become texts, as in the record of a run.
+    # JSON lacks NaN and infinities: they become strings, as in the record of a run.
     record = json.loads(to_json(record, inf_nan_mode="strings"))
     told = {name: value for name, value in record.items() if name not in _INCIDENTAL}
     for number in itertools.count(1):
@@ -104,7 +104,7 @@ def save_attack(
         try:
             there = json.loads(read_bytes(path, MAX_TEXT))
         except (OSError, ValueError, RecursionError):
-            continue  # also another program's file is not replaced
+            continue  # do not replace an unreadable file either
         if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
             return path
     tensors = {

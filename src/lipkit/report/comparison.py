@@ -21,16 +21,16 @@ from lipkit.shown import upper
 from lipkit.text import csv_text, table
 from lipkit.training.options import PLACEMENT
 
-# Keys in which runs of one setting may differ, and the most columns of keys: beyond, runs go by their names.
+# Keys that do not make a setting. With more than MOST_KEYS differing keys, rows show the names of runs instead.
 SAME = re.compile(rf"name|description|data\.root|train\.(seed|{'|'.join(PLACEMENT)})")
 MOST_KEYS = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in the seed alone."""
+    """Runs with the same recipe except for `SAME`, such as the seed."""
 
-    keys: dict[str, str]  # what sets them apart from the other settings: names of the recipe and their values
+    keys: dict[str, str]  # keys of the recipe in which settings differ -> values of this one
     runs: tuple[Path, ...]  # their folders
     records: tuple[AnyRecord, ...]  # in the same order
 
@@ -40,7 +40,7 @@ class Setting:
 
 
 def settings(paths: Sequence[Path]) -> list[Setting]:
-    """The runs in these folders, or in folders of such, grouped by setting, in the order of their first run."""
+    """The runs in these folders (of a run, or of runs), grouped by setting, in the order of their first run."""
     runs = [run for path in paths for run in _runs(path)]
     records = [read_record(run) for run in runs]
     recipes = [{k: v for k, v in flatten(record.recipe) if not SAME.fullmatch(k)} for record in records]
@@ -49,7 +49,7 @@ def settings(paths: Sequence[Path]) -> list[Setting]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, recipe in enumerate(recipes):
         groups.setdefault(tuple(recipe.get(name, "") for name in differing), []).append(number)
-    # The name of a run without its number, where it belongs to one setting alone.
+    # Names of runs without their number; used below only if no other setting has the same.
     bare = [re.sub(r"-\d+$", "", records[members[0]].name) for members in groups.values()]
     result = []
     for (values, members), name in zip(groups.items(), bare, strict=True):
@@ -65,12 +65,12 @@ def _runs(path: Path) -> list[Path]:
         return [path]
     found = sorted(p for p in path.iterdir() if (p / RECORD).exists()) if path.is_dir() else []
     if not found:
-        raise RunError(f"expected a finished run, or a folder of such, got {path}")
+        raise RunError(f"expected a finished run, or a folder of finished runs, got {path}")
     return found
 
 
 def _columns(found: Sequence[Setting]) -> tuple[list[str], list[str]]:
-    """The keys and the figures that any of the settings has, in the order of the first one that has it."""
+    """All keys and all figures of the settings, in the order of their first occurrence."""
     keys = dict.fromkeys(key for one in found for key in one.keys)
     figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
     return list(keys), list(figures)
@@ -112,7 +112,7 @@ def to_text(found: Sequence[Setting]) -> str:
 def to_csv(found: Sequence[Setting]) -> str:
     """CSV with a line for each run: run, the keys in which settings differ, seed, figures that read back exactly."""
     keys, figures = _columns(found)
-    apart = [key for key in keys if key != "run"]  # the folder says that one
+    apart = [key for key in keys if key != "run"]  # the column of folders has it
     lines: list[list[object]] = [["run", *apart, "seed", *figures]]
     for one in found:
         values = [one.keys.get(key, "") for key in apart]
@@ -135,7 +135,7 @@ def _latex(cell: str) -> str:
     >>> print(_latex("cayley_bcop: 98.0 ± 1.4 %, L <= 1"))
     cayley\_bcop: 98.0 $\pm$ 1.4 \%, L $\le$ 1
     """
-    # What has a meaning in LaTeX is escaped, and replaced where an escape would be a command.
+    # Escape LaTeX's special characters; replace those whose escape would be a command.
     cell = re.sub(r"([&%#_{}$])", r"\\\1", cell.replace("\\", "/").replace("~", " ").replace("^", " "))
     return cell.replace("±", r"$\pm$").replace("<=", r"$\le$")
 

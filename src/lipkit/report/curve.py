@@ -57,7 +57,7 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
     sample_x = split.batch(torch.arange(len(split)))[0].cpu().double()[:, 0]
     sample_y = evaluation.certificate.target
     low, high = (float(v) for v in torch.aminmax(sample_x))
-    margin = 0.05 * (high - low) or 1.0  # of one sample alone
+    margin = 0.05 * (high - low) or 1.0  # 1 if all samples are equal
     centre = (evaluation.search.x + evaluation.search.y).double() / 2
     reach = zoom(float(sample_y.max() - sample_y.min()), evaluation.certificate.constant, high - low)
     ends = (low - margin, high + margin, _GRID_POINTS), (float(centre) - reach, float(centre) + reach, _ZOOM_POINTS)
@@ -68,7 +68,7 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
 
 
 def zoom(rise: float, constant: float, width: float) -> float:
-    """Half the width of the close view: three times what the steepest line needs to climb all of the data's range.
+    """Half the width of the close view, which is three times the width in which the steepest line climbs ``rise``.
 
     >>> round(zoom(rise=1.0, constant=10.0, width=4.0), 6)
     0.15
@@ -130,7 +130,7 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     whole.axvline(centre, color=GRID, linewidth=1.2, linestyle="--")
     close.set_xlim(centre - reach, centre + reach)
     shown = np.concatenate((y[near, steepest], sample_y[:, steepest]))
-    margin = 0.08 * (float(shown.max() - shown.min()) or 1.0)  # 1 for a constant
+    margin = 0.08 * (float(shown.max() - shown.min()) or 1.0)  # 1 for constant values
     close.set_ylim(float(shown.min()) - margin, float(shown.max()) + margin)
     legend(whole)
     legend(close)

@@ -1,5 +1,4 @@
-"""A handful of test images kept with a run: the ones certified with the largest and smallest radius, and the worst
-mistakes.
+"""A few test images kept with a run: those with the largest radius, the smallest correct margin, the worst mistakes.
 
 They lie in ``examples.safetensors``: ``image`` (M, *input_shape) float32, ``index``, ``label``, ``prediction``,
 ``group`` (M,) int64, ``radius``, ``margin`` (M,) float64. Groups: 0 easiest (largest radius), 1 hardest (smallest
@@ -33,7 +32,7 @@ GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wron
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
-    """True for inputs of a shape that can be shown: (H, W), (1, H, W) or (3, H, W).
+    """True if inputs of this shape can be shown as images: (H, W), (1, H, W) or (3, H, W).
 
     >>> is_image((3, 32, 32)), is_image((1, 8, 8)), is_image((12,))
     (True, True, False)
@@ -57,7 +56,7 @@ def png(image: Tensor) -> bytes:
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
-    """The name of a class, or its number where it has none.
+    """The name of a class, or its number if it has none.
 
     >>> class_name(["cat"], 0), class_name(["cat"], 3)
     ('cat', '3')
@@ -86,10 +85,10 @@ class Example:
 def choose(certificate: Certificate, count: int = 8) -> list[Tensor]:
     """Sample indices of each group, most extreme first, at most ``count`` of each, none twice."""
     radius, margin, correct = certificate.radius, certificate.margin, certificate.correct
-    margin = torch.where(margin.isnan(), -torch.inf, margin)  # NaN would sort last, as if it were certain
+    margin = torch.where(margin.isnan(), -torch.inf, margin)  # NaN would sort last, like the surest prediction
     right, wrong = correct.nonzero()[:, 0], (~correct).nonzero()[:, 0]
     easiest = right[torch.sort(radius[right], descending=True, stable=True).indices][:count]
-    rest = right[~torch.isin(right, easiest)]  # of few samples: none in two groups
+    rest = right[~torch.isin(right, easiest)]  # no sample in two groups
     hardest = rest[torch.sort(margin[rest], stable=True).indices][:count]
     mistakes = wrong[torch.sort(margin[wrong], stable=True).indices][:count]
     return [easiest, hardest, mistakes]
@@ -109,7 +108,7 @@ def save_examples(folder: Path, certificate: Certificate, split: Split, count: i
 
 
 def load_examples(folder: Path) -> list[Example]:
-    """Read ``examples.safetensors``; an absent file is no example, RunError if its tensors do not fit together."""
+    """Read ``examples.safetensors``; no examples if it is absent, RunError if its tensors do not fit together."""
     path = folder / EXAMPLES
     tensors = read_tensors(path, [field.name for field in dataclasses.fields(Example)])
     if tensors is None:

@@ -28,12 +28,12 @@ REPORT = "report.html"
 def write_report(folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    Reads ``record.json``, and as far as they are there ``radii.csv``, ``metrics.jsonl``, ``examples.safetensors`` and,
-    of a regression, ``curve.safetensors``.
+    Reads ``record.json`` and, if present, ``radii.csv``, ``metrics.jsonl``, ``examples.safetensors`` and, for a
+    regression, ``curve.safetensors``.
     The page holds its pictures and styles, and its content policy forbids it to load anything else.
 
     Raises:
-        RunError: there is no record in the folder, or a file there cannot be read.
+        RunError: the folder has no record, or a file in it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -61,7 +61,7 @@ def render(folder: Path) -> str:
 
 
 def environment() -> jinja2.Environment:
-    """The jinja environment of a run's pages: their templates, and how figures are written in them."""
+    """The jinja environment of a run's pages: templates, and filters that format figures."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("lipkit.report"),
         autoescape=True,  # names come from outside
@@ -84,8 +84,8 @@ def environment() -> jinja2.Environment:
 
 
 def _breakable(name: str) -> markupsafe.Markup:
-    """A dotted name that may go on in the next line after each of its parts."""
-    escaped = markupsafe.escape(printable(name))  # before the marks, which are markup
+    """A dotted name as HTML, with a possible line break after each dot and underscore."""
+    escaped = markupsafe.escape(printable(name))  # escape before adding tags
     for mark in "._":
         escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
     return escaped
@@ -118,7 +118,7 @@ def _model(recipe: Mapping[str, Any]) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as dotted names and values, in order; radii (names that hold "eps") as k/255 where they are that.
+    """Nested settings as dotted names and values, in order; radii (keys that hold "eps") as k/255 if they are such.
 
     >>> list(flatten({"model": {"name": "small", "width": 1}, "eps": [36 / 255, 1.0]}))
     [('model.name', 'small'), ('model.width', '1'), ('eps', '36/255, 1')]

@@ -20,7 +20,7 @@ from lipkit.report.run_files import Radii
 from lipkit.report.schema import Record
 from lipkit.text import printable
 
-# matplotlib draws with these, each of which occurs nowhere else; the SVG gets the variable instead
+# Placeholder colours for matplotlib, unlike any other; `svg` replaces them by CSS variables.
 INK, GRID = "#010203", "#010204"
 SERIES = ("#010205", "#010206", "#010207", "#010208")
 VARIABLES = {
@@ -32,7 +32,7 @@ VARIABLES = {
     SERIES[3]: "var(--plot-4, #7c3aed)",
 }
 
-# A phone's page is 332 px wide: at this width in points its 9-point text is more than 11 px high.
+# Width in inches for phones: shown 332 px wide, its 9-point text is more than 11 px high.
 NARROW = 3.7
 
 
@@ -56,7 +56,7 @@ def dress(axis: Axes) -> None:
     axis.tick_params(which="both", colors=INK, length=3, labelsize=9)
     axis.xaxis.label.set_color(INK)
     axis.yaxis.label.set_color(INK)
-    for side, spine in axis.spines.items():  # a corner in place of a frame
+    for side, spine in axis.spines.items():  # only the left and bottom lines of the frame
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
 
@@ -67,7 +67,7 @@ def legend(axis: Axes, above: float = 3) -> None:
     figure, grid = axis.get_figure(root=True), axis.get_gridspec()
     if not handles or figure is None or grid is None:
         return
-    # from the panel's left edge on, over the labels of the axis
+    # start left of the axis, above its labels
     corner = axis.transAxes + ScaledTranslation(-36 / 72, above / 72, figure.dpi_scale_trans)
     for columns in range(min(4, len(labels)), 0, -1):
         made = axis.legend(
@@ -89,16 +89,16 @@ def both(draw: Callable[[bool], Figure], name: str) -> str:
 def svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element for HTML. ``name`` prefixes its ids, so that plots on one page do not collide."""
     buffer = io.StringIO()
-    # text stays text (selectable, in the page's fonts); the salt makes ids differ between plots and agree between runs
+    # Text stays text (selectable, in the page's fonts). The salt makes ids unique to a plot and reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=empty)
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]  # no XML prologue, no document type: it goes into HTML
+    text = text[text.index("<svg") :]  # without XML prologue and document type, for HTML
     text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
     spoken = f'class="plot" role="img" aria-label="plot: {name.partition("-")[0]}"'
-    # The page gives the size: the element keeps its viewBox alone.
+    # Drop width and height, so that the page sets the size; the viewBox stays.
     text = re.sub(r'<svg ([^>]*?)width="[^"]*"', rf"<svg \1{spoken}", text, count=1)
     text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
     text = text.replace('id="', f'id="{name}-').replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
@@ -124,7 +124,7 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
     right = 1.15 * max([*marked, 1e-3])  # the end of the axis
     if radii is not None and radii.correct.any():
         finite = radii.radius[radii.correct & np.isfinite(radii.radius)]
-        # to the end of the curve, unless a few samples with huge radii would squeeze the rest
+        # Up to the end of the curve, unless a few huge radii would squeeze the rest.
         longest = float(np.quantile(finite, 0.999)) if len(finite) else right
         right = max(right, min(1.02 * longest, 3 * right))
         eps = np.linspace(0, right, 400)
@@ -163,9 +163,9 @@ def certified_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str
 
 
 def _look(number: int, name: str) -> dict[str, Any]:
-    """Colour, line and label of the curve of this number; once the colours are used up, the next line begins."""
+    """Colour, line style and label of a curve by number; the line style changes when the colours are used up."""
     line = ("-", "--", ":", "-.")[number // len(SERIES) % 4]
-    label = printable(name, 40).replace("$", r"\$")  # matplotlib sets what is between dollars as mathematics
+    label = printable(name, 40).replace("$", r"\$")  # $...$ is mathematics to matplotlib
     return {"color": SERIES[number % len(SERIES)], "linestyle": line, "label": label}
 
 
@@ -180,17 +180,17 @@ def _certified(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], narrow: bool
 
 
 def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list[str]:
-    """The labels, with those blank that would overlap the label before; ``places`` are in [0, 1]."""
+    """The labels, blank where they would overlap the previous one; ``places`` are in [0, 1]."""
     kept, end = [], -1.0
     for label, place in zip(labels, places, strict=True):
         half = (0.013 if narrow else 0.006) * (len(label) + 1)  # half the label, in widths of the axes
         kept.append(label if place - half >= end else "")
-        end = place + half if kept[-1] else end  # a blank one takes no room
+        end = place + half if kept[-1] else end
     return kept
 
 
 def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Loss and accuracies against the epoch, side by side; an empty string where nothing was seen at two epochs.
+    """Loss and accuracies against the epoch, side by side; an empty string if no figure has two epochs.
 
     ``series`` are (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
     """
@@ -217,7 +217,7 @@ def _training(
         if title == "accuracy":
             axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         elif all(value > 0 for name in names for _, value in series[name]):
-            # Ticks as plain numbers: powers have exponents too small to read on a phone.
+            # Plain numbers as ticks: the exponents of powers would be too small on a phone.
             seen = [value for name in names for _, value in series[name]]
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(seen) < 30 * min(seen) else (1,)))

@@ -1,7 +1,7 @@
 """The record of a run: one JSON file that holds every figure a report or a table needs.
 
 Its fields are those of `lipkit.report.schema`. JSON has no NaN and no infinity: they are written as the strings "NaN",
-"Infinity" and "-Infinity" and read back as numbers wherever the schema says number.
+"Infinity" and "-Infinity" and read back as numbers where the schema has a number.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from lipkit.data import Split
 
 RECORD, PREDICTIONS = "record.json", "predictions.csv"
-# Inputs of more numbers (images) stay out of the record.
+# Larger inputs, such as images, are not written to the record.
 _MOST_NUMBERS = 64
 
 
 def from_evaluation(
     evaluation: Evaluation, *, name: str, data: str, classes: Sequence[str] = (), **facts: Unpack[Facts]
 ) -> Record:
-    """The record of a classification and of the run that led to it."""
+    """The record of a classification: its evaluation and the facts of the run."""
     attack, check = evaluation.attack, evaluation.cross_check
     ignored = evaluation.certified_ignored or (None,) * len(evaluation.eps)
     found = {
@@ -66,7 +66,7 @@ def from_evaluation(
 def from_regression(
     evaluation: RegressionEvaluation, *, name: str, data: str, search: Mapping[str, int], **facts: Unpack[Facts]
 ) -> RegressionRecord:
-    """The record of a regression and of the run that led to it.
+    """The record of a regression: its evaluation and the facts of the run.
 
     ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
     """
@@ -94,10 +94,10 @@ class Facts(TypedDict, total=False):
     """Facts of a run that its record holds in addition to the evaluation."""
 
     train_samples: int | None  # size of the training split
-    recipe: Mapping[str, Any] | None  # the complete one, as plain values
+    recipe: Mapping[str, Any] | None  # complete, as plain values
     seed: int | None  # of the training
     claimed: float | None  # Lipschitz constant of the model before export
-    parameters: int | None  # number of trained ones
+    parameters: int | None  # number of trained parameters
     seen: SeenRecord | None  # from `seen`
     times: Mapping[str, float] | None  # seconds by name; those of the evaluation are added
     device: str  # of the training
@@ -110,7 +110,7 @@ def _common(
 ) -> dict[str, Any]:
     """The fields of `RunRecord`."""
     certificate = evaluation.certificate
-    certificate.evaluator.check()  # refuses settings of torch that are not those of the evaluator
+    certificate.evaluator.check()  # refuses other settings of torch than the evaluator's
     evaluator = dataclasses.asdict(certificate.evaluator)
     return {
         "name": name,
@@ -184,10 +184,10 @@ def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementReco
     kinds: dict[str, type[AnyRecord | MeasurementRecord]]
     kinds = {"regression": RegressionRecord, "measurement": MeasurementRecord}
     try:
-        return kinds.get(str(found.get("task")), Record).model_validate(found)  # the first records name no task
+        return kinds.get(str(found.get("task")), Record).model_validate(found)  # the oldest records have no task
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))  # the key, with the sections that it is in
+        where = ".".join(map(str, first["loc"]))  # the dotted key
         raise RunError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
@@ -197,7 +197,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a result.
+    """Versions of Python and of the packages that affect results.
 
     >>> sorted(versions())
     ['lipkit', 'numpy', 'python', 'scipy', 'torch']
@@ -205,7 +205,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("numpy", "scipy"):
         found[name] = importlib.metadata.version(name)
-    # torch's metadata leaves out +cpu and +cu; lipkit may run from a source tree that is not installed
+    # From the modules: torch's metadata lack +cpu and +cu, and lipkit may not be installed.
     return found | {"torch": str(torch.__version__), "lipkit": lipkit.__version__}
 
 
@@ -218,7 +218,7 @@ def hardware(device: str = "cpu") -> HardwareRecord:
     index = torch.device(device)  # cuda or cuda:1
     cuda = index.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(index) if cuda else index.type
-    # The cores that this process may use; not every system knows them.
+    # The cores that this process may use, if the system tells.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return HardwareRecord(
         cpu=_processor(),
@@ -266,7 +266,7 @@ def save_regression(
     split: Split,
     record: RegressionRecord,
 ) -> None:
-    """Write ``predictions.csv``, ``curve.safetensors`` (inputs of one number) and, last, ``record.json`` into a run.
+    """Write ``predictions.csv``, ``curve.safetensors`` (for scalar inputs) and then ``record.json`` into a run folder.
 
     Args:
         folder: the run folder; it must exist.

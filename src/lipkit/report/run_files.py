@@ -37,7 +37,7 @@ class Radii:
         return len(self.radius)
 
     def certified(self, eps: np.ndarray) -> np.ndarray:
-        """Certified accuracy at each of the radii ``eps`` (M,): fraction of samples, correct with a radius above it.
+        """Certified accuracy at each of the radii ``eps`` (M,): fraction of samples, correct and with a larger radius.
 
         >>> radius, margin = np.array([0.1, 0.3, 0.0]), np.array([1.0, 3.0, -1.0])
         >>> radii = Radii(np.array([True, True, False]), np.array([4, 2, 7]), radius, margin)
@@ -51,7 +51,7 @@ class Radii:
 def read_radii(folder: Path) -> Radii | None:
     """Read ``radii.csv`` as `lipkit.certificates.Certificate.save_csv` writes it; None if there is none.
 
-    Networks of the package have their compressed certificate in its place. Files that are neither are refused.
+    Networks of the package have a compressed certificate instead. ``RunError`` for a file of another form.
     """
     path = folder / RADII
     if not path.exists() and (folder / PACKED).exists():

@@ -1,7 +1,6 @@
 """The schema of records, one class for each task.
 
-Rule of the schema: later versions only add fields. A reader keeps fields that it does not know, and refuses a file
-with another major version.
+Later versions only add fields. A reader keeps unknown fields, and refuses a file with another major version.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ SCHEMA_VERSION = "1.0"
 
 
 class _Model(BaseModel):
-    # from_attributes: a record is made of the results themselves, whose attributes have the names of its fields
+    # from_attributes: records are made from result objects, whose attributes have the names of the fields
     model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings", from_attributes=True)
 
 
@@ -31,7 +30,7 @@ class ShareRecord(_Model):
 
 
 class CertifiedRecord(_Model):
-    """Certified accuracy at one l2 radius (units of the input); ``ignored``: as if nothing were rounded."""
+    """Certified accuracy at one l2 radius (units of the input); ``ignored`` neglects rounding errors."""
 
     eps: float
     share: ShareRecord
@@ -64,21 +63,21 @@ class AttackRecord(_Model):
     seed: int
     box: tuple[float, float] | None
     compared: int
-    closest: float  # infinite where nothing was compared
+    closest: float  # infinite if nothing was compared
 
 
 class LipschitzRecord(_Model):
-    """``claimed`` by the model as trained; ``computed`` from the exported numbers: the one that certifies."""
+    """Lipschitz constants: ``claimed`` by the trained model; ``computed`` from the export, used by certificates."""
 
     claimed: float | None
     computed: float
-    body: float | None  # of what comes before the last linear layer
+    body: float | None  # constant of the layers before the last linear one
     method: str  # of the radii
     dtype: str  # of the exported numbers
 
 
 class RoundingRecord(_Model):
-    """The statement of certificates about rounding, and the evaluation they hold for (`lipkit.modules`)."""
+    """The treatment of rounding in certificates, and the evaluator they hold for (`lipkit.modules`)."""
 
     rounding: str
     evaluator: str
@@ -86,7 +85,7 @@ class RoundingRecord(_Model):
     block: int | None  # terms that are summed at a time
     device: str
     torch: str  # its version
-    settings: dict[str, str]  # of torch, about arithmetic
+    settings: dict[str, str]  # arithmetic settings of torch
 
 
 class DataRecord(_Model):
@@ -100,9 +99,9 @@ class DataRecord(_Model):
 
 
 class HardwareRecord(_Model):
-    """The machine: processor, usable cores, accelerator (or cpu), threads of torch; None in records of old.
+    """The machine, as seen by the process that wrote the record: processor, usable cores, accelerator (or cpu).
 
-    They are those of the process that wrote the record.
+    ``threads`` of torch are None in old records.
     """
 
     cpu: str
@@ -149,7 +148,7 @@ class RunRecord(_Versioned):
     """The figures of a run of any task. Times are seconds.
 
     ``changed`` are keys of the recipe that differ from the packaged one of its name. ``further`` are figures measured
-    after it, by name, ``after`` the options of those measurements. ``seen`` is None in records before 26 November 2026.
+    after the run, ``after`` the options of those measurements. ``seen`` is None in records before 26 November 2026.
     """
 
     name: str
@@ -172,7 +171,7 @@ class RunRecord(_Versioned):
 
 
 class Record(RunRecord):
-    """A classification. Accuracies are in [0, 1], radii l2 in units of the input."""
+    """The record of a classification. Accuracies are in [0, 1], radii are l2 norms in units of the input."""
 
     task: Literal["classification"] = "classification"
     confidence: float
@@ -187,7 +186,7 @@ class Record(RunRecord):
         return {name: share.value for name, share in self.shares().items()} | {"lipschitz": self.lipschitz.computed}
 
     def shares(self) -> dict[str, ShareRecord]:
-        """The fractions of samples among them, with their intervals."""
+        """Those figures of `metrics` that are fractions of samples, with their intervals."""
         result = {"clean": self.clean}
         result |= {f"certified({format_radius(row.eps)})": row.share for row in self.certified}
         return result | {f"pgd({format_radius(row.eps)})": row.share for row in self.attacked}
@@ -213,7 +212,7 @@ class SearchRecord(_Model):
 
 
 class RegressionRecord(RunRecord):
-    """A regression. ``lower`` is the steepest slope found, ``tightness`` is ``lower / lipschitz.computed``.
+    """The record of a regression. ``lower`` is the steepest slope found, ``tightness`` ``lower / lipschitz.computed``.
 
     Deviations are the largest changes of the outputs for an input that moves by ``delta`` (l2, units of the input).
     """
@@ -230,8 +229,8 @@ class RegressionRecord(RunRecord):
     def metrics(self) -> dict[str, float]:
         """Flat numbers by name: ``test_mse``, ``lipschitz``, ``lower``, ``tightness``.
 
-        And ``reached``, ``lower / lipschitz.claimed``, where the model claims a constant: the part of a prescribed gain
-        that is used. An export may prove less than was prescribed, so ``tightness`` is the larger one.
+        If the model claims a constant, also ``reached``, ``lower / lipschitz.claimed``: the used fraction of a
+        prescribed gain. An export may prove a smaller constant, so ``tightness`` is the larger one.
         """
         claimed = self.lipschitz.claimed
         return {
@@ -244,7 +243,7 @@ class RegressionRecord(RunRecord):
 
 
 class MeasurementRecord(_Versioned):
-    """A measurement that is no training: how it was made, and its figures by name. Times are seconds."""
+    """The record of a measurement without training: how it was made, and its figures. Times are seconds."""
 
     task: Literal["measurement"] = "measurement"
     name: str

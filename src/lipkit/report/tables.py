@@ -1,4 +1,4 @@
-"""The tables of a record, and how figures are written in them."""
+"""The tables of a record, and the format of figures in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def percent(value: float) -> str:
 
 
 def interval(share: Share | ShareRecord) -> str:
-    """The interval of an accuracy, in per cent, outward by at most the second decimal's rounding.
+    """The interval of an accuracy in per cent, rounded to two decimals.
 
     >>> interval(Share(95, 100, 0.8872, 0.9836))
     '88.72 to 98.36'
@@ -29,7 +29,7 @@ def interval(share: Share | ShareRecord) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time for people.
+    """Seconds as a time that is easy to read.
 
     >>> seconds(0.1234), seconds(75.2), seconds(7384)
     ('0.12 s', '1 min 15 s', '2 h 03 min')
@@ -41,11 +41,13 @@ def seconds(value: float) -> str:
 
 
 def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the accuracy table: clean, then one row for each radius; counts where a part was attacked."""
+    """Header and rows of the accuracy table: clean, then one row for each radius.
+
+    The header has the numbers of samples if only a part was attacked.
+    """
     level = f"{100 * record.confidence:g} % interval"
     attacked = {row.eps: row for row in record.attacked}
     total, part = record.clean.total, min((row.share.total for row in record.attacked), default=record.clean.total)
-    # Counts stand in the header only where the attack saw a part.
     whole, some = (f" (all {total})", f" ({part} of them)") if part < total else ("", "")
     header = ["l2 radius", f"certified{whole}", level, f"PGD{some}", level]
     rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
@@ -105,7 +107,7 @@ def summary(record: AnyRecord) -> str:
 
 
 def rounding(found: RoundingRecord) -> str:
-    """The statement of certificates about rounding, in one sentence.
+    """One sentence that tells whether certificates include rounding errors.
 
     >>> made = {"evaluator": "float64", "dtype": "float64", "block": None, "device": "cpu", "torch": "2"}
     >>> rounding(RoundingRecord(rounding="sound", settings={}, **made))

@@ -1,4 +1,4 @@
-"""The thirteen laws that every constrained layer obeys, as a public check for third-party layers too.
+"""The thirteen laws that every constrained layer obeys, as a public check that also takes third-party layers.
 
 >>> from functools import partial
 >>> from lipkit.layers import CayleyLinear

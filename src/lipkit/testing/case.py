@@ -1,4 +1,4 @@
-"""One layer under test: how to make it, what it claims, on which inputs, and what it refuses."""
+"""One layer under test: its factory, claims, inputs, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LawBroken(AssertionError):
 
 
 def require_bound(value: float, bound: float, allowed: float, what: str) -> None:
-    """Raise ``LawBroken`` unless ``value`` is at most ``bound`` and the relative ``allowed``; ``what`` names both."""
+    """Raise ``LawBroken`` unless ``value <= bound * (1 + allowed)``; ``what`` begins the message."""
     require(value <= bound * (1 + allowed), f"{what} = {bound:.17g}, got {value:.17g}")
 
 
@@ -36,13 +36,13 @@ def require(condition: bool, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A documented bad argument: what is called, which error it raises, what the message holds.
+    """A documented bad argument: the call, the error that it raises, and parts of the message.
 
     Attributes:
         what: the bad argument in words, for the report.
-        call: does the wrong thing, given ``make`` (a factory that takes keywords).
+        call: makes the wrong call, given ``make`` (a factory that takes keywords).
         error: the documented error class.
-        words: parts of the message, the actual value among them; "expected" and "got" are always required.
+        words: parts of the message, including the actual value; "expected" and "got" are always required.
     """
 
     what: str
@@ -68,12 +68,12 @@ class Case:
         train_gap: declared relative difference between training and evaluation mode (Taylor terms).
         smooth: whether the layer is differentiable where singular values of a parameter coincide (a division by a
             spectral norm is not); if not, gradients there need only be finite.
-        options: constructor keyword -> at least two values, each pair of which must act differently or raise.
-        refusals: documented bad arguments and their errors; ``conv_refusals`` and ``linear_refusals`` are tables.
-        output_shape: input shape -> output shape; default: read from ``stride``, ``out_channels``, ``out_features``
-            of the layer where it has them.
+        options: constructor keyword -> at least two values; any two must act differently, or one must raise.
+        refusals: documented bad arguments and their errors, such as ``conv_refusals`` and ``linear_refusals``.
+        output_shape: input shape -> output shape; default: from the attributes ``stride``, ``out_channels`` and
+            ``out_features`` of the layer, if any.
         backends: of ``torch.compile``.
-        fullgraph: whether the layer must compile as one graph; False for one whose steps depend on values.
+        fullgraph: whether the layer must compile as one graph; False if its steps depend on values.
         seed: of the weights and inputs. The global random state is left as it was.
 
     Raises:
@@ -111,7 +111,7 @@ class Case:
 
     @contextmanager
     def random(self, extra: int = 0) -> Iterator[None]:
-        """The random numbers of this case, leaving the caller's generator as it was."""
+        """Seed torch inside the block with the seed of this case, and restore the caller's random state after it."""
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(1000 * self.seed + extra)
         try:
@@ -133,10 +133,10 @@ class Case:
             return self.make(**options).to(dtype).train()
 
     def moved(self, layer: nn.Module, extra: int = 1) -> nn.Module:
-        """The layer with every parameter moved away from its initial value by random numbers, 0.3 of its size."""
+        """The layer with random numbers, of 0.3 times its size, added to every parameter, in place."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
-                spread = p.square().mean().sqrt() + 0.05  # parameters that start at zero move, too
+                spread = p.square().mean().sqrt() + 0.05  # 0.05 moves parameters that are zero
                 p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * 0.3)
         return layer
 
@@ -151,25 +151,28 @@ class Case:
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: a new one in training mode, and moved ones in each mode that differs."""
+    """The layers on which bounds are tested: a new one in training mode and a moved one in evaluation mode.
+
+    With ``train_gap`` also a moved one in training mode.
+    """
     found = [case.layer(), case.moved(case.layer()).eval()]  # initial weights can be special
     return [*found, case.moved(case.layer())] if case.train_gap else found
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Relative l2 distance of two tensors: ``||a - b|| / max(||a||, ||b||)``, inf where shapes or finiteness differ.
+    """Relative l2 distance of two tensors: ``||a - b|| / max(||a||, ||b||)``, inf if shapes differ or it is not finite.
 
     >>> distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
     0.0
     """
     if a.shape != b.shape:
         return math.inf
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()  # the difference itself does not round
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()  # subtract in float64
     gap = float(torch.linalg.vector_norm(a - b))
     size = max(float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b)))
     if not math.isfinite(gap):
         return math.inf
-    return gap / size if size else gap  # two tensors of zeros are the same
+    return gap / size if size else gap  # 0 for two tensors of zeros
 
 
 def require_same(a: Tensor, b: Tensor, allowed: float, what: str) -> float:
@@ -235,7 +238,7 @@ def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
 
 
 def conv_options() -> dict[str, tuple[Any, ...]]:
-    """Values of the arguments of ``nn.Conv2d`` that a constrained convolution must act on, or refuse."""
+    """Values of ``nn.Conv2d``'s arguments, which must have an effect in a constrained convolution or be refused."""
     return {
         "kernel_size": (1, 3),
         "stride": (1, 2),
@@ -249,5 +252,5 @@ def conv_options() -> dict[str, tuple[Any, ...]]:
 
 
 def linear_options() -> dict[str, tuple[Any, ...]]:
-    """Values of the arguments of ``nn.Linear`` that a constrained dense layer must act on."""
+    """Values of the arguments of ``nn.Linear``, which must have an effect in a constrained dense layer."""
     return {"bias": (True, False), "dtype": (torch.float32, torch.float64)}

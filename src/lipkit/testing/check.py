@@ -18,7 +18,7 @@ from lipkit.testing.laws.state import complete, never_stale, pure, round_trips
 
 
 class Law(NamedTuple):
-    """Name of a law, what it says, and its test."""
+    """A law: its name, its statement, and its test."""
 
     name: str
     says: str
@@ -105,7 +105,7 @@ def check_layer(
     ...     print(str(error)[:42])
     law 2 (attained), torch.float64, input (4,
     """
-    first = tuple(input_shape)  # a shape, or shapes
+    first = tuple(input_shape)  # one shape, or several
     shapes = (first,) if first and isinstance(first[0], int) else tuple(tuple(s) for s in first)  # type: ignore[arg-type]
     unknown = sorted(promises.keys() - {field.name for field in dataclasses.fields(Case)})
     if unknown:

@@ -1,4 +1,4 @@
-"""Singular values and norms of a layer, found by applying it: independent of its own formulas, by numpy in float64."""
+"""Singular values and norms of a layer by applying it, independent of its formulas; numpy in float64."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def jacobians(f: Function, x: Tensor) -> list[Matrix]:
     for point in x.detach():
         with torch.no_grad():
             outputs = f(point[None]).numel()
-        copies = point.expand(outputs, *point.shape).clone().requires_grad_()  # clone: each with its own gradient
+        copies = point.expand(outputs, *point.shape).clone().requires_grad_()  # clone: a gradient for each copy
         with torch.enable_grad():
-            # One copy of the point for each output: the diagonal takes output i of copy i, whose gradient is row i.
+            # Output i of copy i, from the diagonal, has row i of the Jacobian as its gradient.
             (rows,) = torch.autograd.grad(f(copies).flatten(1).diagonal().sum(), copies)
         found.append(rows.flatten(1).double().numpy())
     return found
@@ -80,7 +80,7 @@ def is_affine(f: Function, x: Tensor) -> bool:
     (True, False)
     """
     with torch.no_grad():
-        # A fold along a plane through 0 separates opposite points.
+        # Opposite points detect a kink along a plane through 0.
         a, b = torch.cat((4 * x, 4 * x)), torch.cat((4 * x.roll(1, 0), -4 * x))
         zero = f(torch.zeros_like(x[:1]))
         parts, whole = f(a) + f(b) - zero, f(a + b)

@@ -1,4 +1,4 @@
-"""Adversarial training: each batch is replaced by adversarial examples of the network as it is at that step."""
+"""Adversarial training: each batch is replaced by adversarial examples against the current network."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class PgdAdversary:
 
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
-    **Which network is attacked.** The network in evaluation mode: batch norm uses its running statistics and dropout is
-    off, so that the examples of a batch do not depend on each other and the running statistics never see the iterates.
-    The optimiser's step then sees them in training mode. A network with constrained layers is attacked as its
-    ``export``, so that their weights are built once for all steps. If a part has no export, such as a module with its
-    own forward pass, the network itself is attacked.
+    **The attacked network** is in evaluation mode: batch norm uses its running statistics and dropout is off, so that
+    the examples of a batch do not depend on each other and the attack does not change the running statistics. The
+    training step is in training mode. Of a network with constrained layers the ``export`` is attacked, so that weights
+    are built once for all steps; if a part has no export, such as a module with its own forward pass, the network.
 
     Args:
         norm: "linf" or "l2".
@@ -37,9 +36,9 @@ class PgdAdversary:
         steps: gradient steps: 10 in the paper.
         step_size: of each step, as a fraction of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
-        loss: that the attack raises: "ce", or "margin".
-        box: range of valid input entries; None for inputs that are no images.
-        beside: True trains on the samples followed by their examples, as ``losses.trades`` needs it. By default the
+        loss: the loss that the attack raises, "ce" or "margin".
+        box: range of valid input entries; None for no limit.
+        beside: True trains on the samples followed by their examples, as ``losses.trades`` needs. By default the
             examples replace the samples.
 
     Raises:
@@ -84,13 +83,13 @@ class PgdAdversary:
         """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient.
 
         Raises:
-            ShapeError, OptionError: inputs outside ``box``, or targets that are no labels.
+            ShapeError, OptionError: inputs outside ``box``, or targets other than labels.
         """
         if y.is_floating_point():
             raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
         attacked = frozen(model, tuple(x.shape[1:]))
         dtype = next((p.dtype for p in (*attacked.parameters(), *attacked.buffers()) if p.is_floating_point()), x.dtype)
-        # PGD works in the dtype of the samples; the network gets its own.
+        # PGD works in the dtype of the samples, the network in its own.
         return pgd(
             lambda points: attacked(points.to(dtype)).to(points.dtype),
             x,
@@ -107,13 +106,13 @@ class PgdAdversary:
 
 
 def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-    """The network that a training attack works on: an export if that saves building weights, else ``model`` itself.
+    """The network to attack in training: an export if that saves building weights, else ``model`` itself.
 
     >>> net = nn.Sequential(nn.Linear(2, 2))
     >>> frozen(net, (2,)) is net
     True
     """
-    # Modules of lipkit build their weights from their own parameters in every forward pass.
+    # Only lipkit's modules with parameters build weights in every forward pass.
     ours = (m for m in model.modules() if type(m).__module__.startswith(("lipkit.layers.", "lipkit.models.")))
     if all(next(module.parameters(recurse=False), None) is None for module in ours):
         return model
@@ -126,7 +125,7 @@ def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
 def attacked_batch(
     fabric: Any, adversary: Adversary, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The batch that a step of the loop trains on; ``model`` is in evaluation mode only for the time of the attack."""
+    """The batch to train on instead of (x, y); ``model`` is in evaluation mode during the attack only."""
     model.eval()
     with fabric.autocast():
         attacked = adversary(model, x, y, generator).detach()

@@ -1,4 +1,4 @@
-"""A training step as a CUDA graph: its thousand launches become one, and small networks do not wait for Python."""
+"""A training step as a CUDA graph: one launch instead of a thousand, so small networks do not wait for Python."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lipkit.training.epoch import Step
 from lipkit.training.options import TrainOptions
 from lipkit.training.session import Session
 
-# Steps of each kind that run as usual before one is recorded: they make the optimiser's state and choose algorithms.
+# Number of ordinary steps of each kind before recording: they create the optimiser's state and choose algorithms.
 WARM = 3
 
 
 def check_recordable(fabric: Any, options: TrainOptions) -> None:
-    """Raise OptionError for what a graph cannot hold."""
+    """Raise OptionError for devices and options that CUDA graphs do not support."""
     alone = type(fabric.strategy).__name__ == "SingleDeviceStrategy"
     precision = fabric.strategy.precision.precision
     for wanted, holds, got in (
@@ -35,15 +35,15 @@ def check_recordable(fabric: Any, options: TrainOptions) -> None:
 class CapturedStep:
     """A step of `lipkit.training.epoch`, recorded once and replayed on new batches.
 
-    A graph is a fixed list of kernels at fixed addresses. So batches are copied to where the recorded one lay, learning
-    rates are numbers on the device, and there is a graph for each shape of a batch and each phase of `SpectralDescent`,
-    which moves large matrices every second step. Python does not run again: steps are recorded anew where an attribute
-    of the network, of the loss or of the penalty has changed between them. What closures and globals hold is not seen.
+    A graph is a fixed list of kernels at fixed addresses. So batches are copied to the addresses of the recorded one,
+    learning rates are tensors on the device, and each shape of a batch and each phase of `SpectralDescent`, which moves
+    large matrices every second step, has its own graph. Python does not run again: if an attribute of the network, loss
+    or penalty has changed between steps, they are recorded anew. Changes in closures and globals are not noticed.
 
-    ``session`` has its network on a CUDA device; the groups of its optimiser are changed in place.
+    The network of ``session`` is on a CUDA device; the groups of its optimiser are changed in place.
 
     Raises:
-        OptionError: when called, a network whose steps wait for numbers from the device, or change attributes.
+        OptionError: when called, if a step waits for numbers from the device, or changes attributes.
     """
 
     def __init__(self, step: Step, session: Session) -> None:
@@ -51,14 +51,14 @@ class CapturedStep:
         for group in session.optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(session.fabric.device)
             group["capturable"] = True  # Adam then counts its steps on the device
-        self.warmed: dict[Any, int] = {}  # usual steps made of each kind
+        self.warmed: dict[Any, int] = {}  # number of ordinary steps of each kind
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
         self.holders = {"network": session.model, "loss": session.loss, "penalty": session.options.penalty}
         self._look()
 
     def __call__(self, session: Session, x: Tensor, y: Tensor, **more: Any) -> Tensor:
-        """As the step itself."""
-        if _read(self.places) != self.seen:  # changed by a callback between two steps
+        """Take a step, as `take_step` does."""
+        if _read(self.places) != self.seen:  # a callback changed them between two steps
             self.graphs.clear()
             self.warmed.clear()
             self._look()
@@ -71,23 +71,23 @@ class CapturedStep:
             if self.warmed[key] <= WARM:
                 sums = self._beside(session, x, y, more)
                 if self.warmed[key] == WARM:
-                    self._check_attributes()  # earlier ones may change some once, as lazy modules do
+                    self._check_attributes()  # the first steps may change some, as lazy modules do
                 self._look()
                 return sums
             held = x.clone(), y.clone()  # where later batches are copied to
             self.graphs[key] = (*_recorded(lambda: self.step(session, *held, **more)), *held)
             self._check_attributes()
         else:
-            for state in counters:  # what Python counted while the step was recorded
+            for state in counters:  # Python does not run in a replay
                 state["step"] += 1
         graph, sums, held_x, held_y = self.graphs[key]
         held_x.copy_(x)
         held_y.copy_(y)
         graph.replay()
-        return sums.clone()  # the next replay writes there
+        return sums.clone()  # the next replay overwrites them
 
     def _look(self) -> None:
-        """Take note of the attributes that a recorded step holds fixed."""
+        """Remember the attributes that must not change while a recorded step is replayed."""
         self.places = _places(self.holders)
         self.seen = _read(self.places)
 
@@ -97,7 +97,7 @@ class CapturedStep:
                 raise OptionError(f"cuda_graph: expected steps that change tensors in place, got a new value of {name}")
 
     def _beside(self, session: Session, x: Tensor, y: Tensor, more: dict[str, Any]) -> Tensor:
-        """A step on a stream of its own, as torch asks for before a backward pass is recorded."""
+        """A step on a separate stream, as torch requires before a backward pass is recorded."""
         stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
@@ -107,7 +107,7 @@ class CapturedStep:
 
 
 def _recorded(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The kernels of ``run()``, which are not run, and where its result will lie."""
+    """Record ``run()`` without executing its kernels: the graph, and the tensor that will hold the result."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -122,11 +122,11 @@ def _recorded(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
-    """Tensors, numbers, texts and modules in attributes of objects and of their modules: (name, where, key)."""
+    """Attributes that hold tensors, numbers, texts or modules, also of submodules: (name, mapping, key)."""
     found = []
     for root, holder in holders.items():
         for name, part in holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]:
-            own = getattr(part, "__dict__", {})  # of a module its tensors and parts lie one level deeper
+            own = getattr(part, "__dict__", {})  # a module has tensors and submodules in dicts of it
             for values in (own, *(own[key] for key in ("_parameters", "_buffers", "_modules") if key in own)):
                 for key, value in values.items():
                     if value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module):
@@ -135,7 +135,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
 
 
 def _read(places: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
-    """The values there: of a tensor its address and whether it is trained, of another object its identity."""
+    """The values to compare: address and requires_grad of a tensor, a number or text itself, identity of others."""
     found: list[Any] = []
     for _, values, key in places:
         value = values.get(key)

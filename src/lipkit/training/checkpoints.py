@@ -1,7 +1,7 @@
-"""A run on disk: settings, metrics, checkpoints. Whole at every moment, never overwritten.
+"""A run on disk: settings, metrics, checkpoints. A crash leaves it consistent; a run is never overwritten.
 
 RUN/
-  settings.json                      what fit was called with
+  settings.json                      the options of fit
   .lock                              held by the process that trains
   metrics.jsonl                      one line per epoch
   checkpoints/epoch-0007/            the last two; of a finished run the last one, without the optimiser's state
@@ -40,7 +40,7 @@ _FORMAT = 1
 
 
 def create(parent: Path, name: str) -> Path:
-    """Make a new folder ``parent/name-001`` with the first number that is free, and return it.
+    """Make a new folder ``parent/name-001``, or with the next free number, and return it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def create(parent: Path, name: str) -> Path:
     while True:
         folder = parent / f"{name}-{number:03d}"
         try:
-            folder.mkdir()  # also the test whether it is free: two runs started at once get two folders
+            folder.mkdir()  # fails if it exists, so two runs started at once get two folders
         except FileExistsError:
             number += 1
         else:
@@ -62,24 +62,24 @@ def create(parent: Path, name: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder: no other process, and no other thread, trains in it meanwhile; ``RunError`` if one does."""
-    try:  # a singleton: `fit` inside of a run takes it again
+    """Lock a run's folder, so that no other process or thread trains in it; ``RunError`` if one holds the lock."""
+    try:  # a singleton: `fit` inside a run can take it again
         lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
     except Timeout:
-        raise RunError(f"expected a run that nobody trains, got {folder}, which another process holds") from None
+        raise RunError(f"expected a run that no process trains, got {folder}, which another process holds") from None
     with lock:
         yield
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Start a run in ``folder``, which must hold none."""
+    """Start a run in ``folder`` by writing its settings; ``RunError`` if it holds a run."""
     check_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / SETTINGS, dict(settings))
 
 
 def check_new(folder: Path, *names: str) -> None:
-    """Raise RunError for a folder with a run in it, or with one of the files ``names``."""
+    """Raise RunError if ``folder`` holds a run or one of the files ``names``."""
     if any((folder / name).exists() for name in (SETTINGS, METRICS, CHECKPOINTS, *names)):
         raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
 
@@ -87,7 +87,7 @@ def check_new(folder: Path, *names: str) -> None:
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise RunError unless a run was started in ``folder``, with these settings."""
     before = read_json(folder / SETTINGS)
-    now = json.loads(json.dumps(dict(settings)))  # as a file holds them: a tuple is a list
+    now = json.loads(json.dumps(dict(settings)))  # as read from a file: tuples become lists
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             raise RunError(
@@ -96,13 +96,13 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
-    """Add one epoch's line to the metrics; NaN and infinity become null, which JSON lacks otherwise."""
+    """Add one epoch's line to the metrics; NaN and infinity, which JSON lacks, become null."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     append_line(folder / METRICS, json.dumps(clean, allow_nan=False))
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics, one dict per epoch. A last line torn by a power failure is left out; others raise RunError."""
+    """The metrics, one dict per epoch. An incomplete last line is left out; any other wrong line is a RunError."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -137,8 +137,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 
-    The model's tensors go to safetensors; its state_dict must hold nothing else. ``state`` is plain containers, numbers
-    and tensors: what ``torch.load(weights_only=True)`` accepts. Returns the checkpoint's folder.
+    The model's tensors go to safetensors; its state_dict must hold tensors only. ``state`` holds plain containers,
+    numbers and tensors, as ``torch.load(weights_only=True)`` requires. Returns the checkpoint's folder.
     """
     weights = {}
     for name, value in model.state_dict().items():
@@ -150,24 +150,24 @@ def save_checkpoint(
     contents = {"model.safetensors": save(weights), "state.pt": buffer.getvalue()}
 
     target = folder / CHECKPOINTS / (f"epoch-{epoch:04d}" + (f"-step-{step:06d}" if step else ""))
-    (target / MANIFEST).unlink(missing_ok=True)  # an older one there is invalid from here on
+    (target / MANIFEST).unlink(missing_ok=True)  # invalidates an older checkpoint there
     target.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         write_atomic(target / name, content)
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    # The manifest comes last: before it is there, nobody takes the others for a checkpoint.
+    # The manifest comes last: a folder without it is not taken for a checkpoint.
     write_json(target / MANIFEST, {"format": _FORMAT, "epoch": epoch, "sha256": sha256})
     for old in _checkpoints(folder)[keep:]:
-        (old / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder is no checkpoint
+        (old / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder does not count
         shutil.rmtree(old)
     return target
 
 
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-    """The newest whole checkpoint as (epochs done, weights, state); None if there is none yet.
+    """The newest intact checkpoint as (epochs done, weights, state); None if none was completed yet.
 
-    A checkpoint whose writing was interrupted, or whose bytes do not have the recorded hashes, is passed over. If none
-    of the complete ones is intact, that is a RunError.
+    Incomplete checkpoints, and those whose hashes do not match, are skipped. ``RunError`` if all complete ones are
+    damaged.
     """
     damaged = None
     for path in _checkpoints(folder):
@@ -189,7 +189,7 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The folder of the newest checkpoint that was written to the end; None if there is none."""
+    """The folder of the newest complete checkpoint; None without one."""
     return next((path for path in _checkpoints(folder) if (path / MANIFEST).exists()), None)
 
 
@@ -210,7 +210,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; ``RunError`` if the file is missing or is none."""
+    """Read a JSON object; ``RunError`` if the file is missing or holds something else."""
     try:
         content = json.loads(read_bytes(path, MAX_TEXT))
     except FileNotFoundError as error:

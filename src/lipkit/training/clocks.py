@@ -17,8 +17,8 @@ _SAMPLES = re.compile(r"(\d+(?:\.\d*)?)\s*([kM]?)\s*(?:images|samples)", re.ASCI
 def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
     """A budget as (seconds, clock) or (samples, "samples"); ``ValueError`` for another text, or less than one sample.
 
-    A time is a number, a unit (s, min or h; seconds by default) and a clock: cpu (CPU time of this process, the
-    default) or wall. A number of samples is such as 1.5M images; images and samples mean the same.
+    A time is a number, a unit (s, min or h; default s) and a clock: cpu (CPU time of this process, the default) or
+    wall. Samples are written as in 1.5M images; "images" and "samples" mean the same.
 
     >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall"), parse_budget("1.5M images")
     ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'), (1500000.0, 'samples'))
@@ -36,13 +36,13 @@ def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
 
 
 class Budget:
-    """Time or samples that training may take, over all its parts. The fraction used sets the rate; 1 ends training.
+    """Time or samples that training may use, resumes included. The used fraction sets the rate; 1 ends training.
 
-    Time counts between `start` and `charge` only, so evaluations and checkpoints are free. Steps after the last
-    checkpoint of an interrupted part do not count, because they are made again.
+    Time counts between `start` and `charge` only, so evaluations and checkpoints are free. Steps that an interruption
+    lost do not count, because they are made again.
 
-    ``text`` is as `parse_budget` reads it, None without a limit; ``used`` is what earlier parts took of it, and ``now``
-    the clock, in seconds, in place of the one that it names.
+    ``text`` is read by `parse_budget`, None is no limit; ``used`` is the amount used before a resume; ``now`` replaces
+    the clock (in seconds) that ``text`` names.
 
     >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
     >>> budget.start()
@@ -59,15 +59,15 @@ class Budget:
 
     @property
     def timed(self) -> bool:
-        """True for a budget of time, of which the fraction at the end of a step is not known before."""
+        """True for a budget of time: the fraction used at the end of a step is not known before it."""
         return self.unit in ("cpu", "wall")
 
     def start(self) -> None:
-        """Count time from now on."""
+        """Count the time from now."""
         self._since = self._now()
 
     def begin_step(self, samples: int) -> None:
-        """Count the samples of a step before it is made: as without a budget, its rate is the one at its end."""
+        """Count the samples of a step before it is made: its rate is that at its end, as without a budget."""
         if self.unit == "samples":
             self.used += samples
 
@@ -79,7 +79,7 @@ class Budget:
 
     @property
     def fraction(self) -> float:
-        """The part of the budget that is used, at most 1."""
+        """The used fraction of the budget, at most 1."""
         return min(1.0, self.used / self.amount)
 
 
@@ -89,7 +89,8 @@ Request = Literal["", "save", "stop"]
 class Clock:
     """Wall-clock limits of one call of ``fit``; the first process decides for all.
 
-    ``max_minutes`` stops training at a checkpoint; None, here and for ``checkpoint_seconds``, is no limit.
+    ``max_minutes`` is the time after which training ends at a checkpoint, ``checkpoint_seconds`` the time between
+    checkpoints; None is no limit.
 
     >>> Clock(max_minutes=None, checkpoint_seconds=60).own_request()
     ''
@@ -102,7 +103,7 @@ class Clock:
         self._saved = time.monotonic()
 
     def own_request(self) -> Request:
-        """The action that is due by this process' clock: ``"stop"``, ``"save"`` or ``""``."""
+        """The action due by this process' clock: ``"stop"``, ``"save"`` or ``""``."""
         now = time.monotonic()
         if now >= self._end:
             return "stop"
@@ -111,10 +112,10 @@ class Clock:
     def request(self, fabric: Any) -> Request:
         """The first process' `own_request`, in all processes: they must save and stop together."""
         if not self._limited:
-            return ""  # without a broadcast, for which processes would wait
+            return ""  # saves a broadcast
         mine = self.own_request()
         return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
 
     def saved(self) -> None:
-        """Take note of a checkpoint."""
+        """Restart the time between checkpoints."""
         self._saved = time.monotonic()

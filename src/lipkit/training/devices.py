@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def make_fabric(options: Numbers) -> Any:
-    """A launched Fabric; what it refuses becomes an OptionError.
+    """A launched Fabric; options that it refuses are an OptionError.
 
-    Under torchrun the number of processes is torchrun's: ``devices`` and ``nodes`` may then be left at 1.
+    Under torchrun, which decides the number of processes, ``devices`` and ``nodes`` may be left at 1.
     """
-    from lightning_fabric import Fabric  # two seconds to import: paid by those who train
+    from lightning_fabric import Fabric  # takes two seconds to import, so only for training
 
     devices, nodes, strategy = under_torchrun(options.devices, options.nodes, options.strategy)
     chosen: dict[str, Any] = {
@@ -38,16 +38,16 @@ def make_fabric(options: Numbers) -> Any:
     return fabric
 
 
-# Below this number of parameters a second thread does not speed up the products.
+# Below this number of parameters a second thread does not speed up matrix products.
 _FEW = 2**18
 
 
 def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.AbstractContextManager[None]:
     """A context for training: one thread on the CPU if steps are small.
 
-    Pooled threads spin until all are done with an operation. If operations take microseconds they wait more than they
-    work, above all if another process uses one of their cores. A setting of ``OMP_NUM_THREADS`` has priority. With few
-    ``numbers`` in a batch of inputs, below its grain size, torch uses one thread anyway.
+    Pooled threads spin until all have finished an operation. If operations take microseconds, they wait more than they
+    work, especially if another process uses one of their cores. ``OMP_NUM_THREADS`` has priority. ``numbers`` is the
+    size of a batch of inputs.
     """
     import torch
 
@@ -63,7 +63,7 @@ def device_here(name: str) -> torch.device:
 
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)  # a name alone is accepted of any device
+        torch.zeros(1, device=device)  # torch.device accepts names of absent devices
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"expected a device of this machine, got {name!r}: {first_line(error)}") from error
     return device
@@ -72,13 +72,12 @@ def device_here(name: str) -> torch.device:
 def launch(fabric: Any) -> None:
     """``fabric.launch()``; the process group that it makes is destroyed when the process ends.
 
-    gloo's threads hold tensors. A thread that still holds one while the interpreter shuts down aborts the process, so
-    a finished run would report failure. Destroying the group joins the threads before that. A group that the caller
-    made is left to the caller.
+    A thread of gloo that still holds a tensor when the interpreter shuts down aborts the process, so a finished run
+    would report failure. Destroying the group joins these threads before. A group that the caller made is left alone.
     """
     import torch.distributed as dist
 
-    given = dist.is_available() and dist.is_initialized()  # a group of the caller's
+    given = dist.is_available() and dist.is_initialized()  # the caller made a group
     fabric.launch()
     if not given and dist.is_available() and dist.is_initialized():
         atexit.register(_end_group)
@@ -87,12 +86,12 @@ def launch(fabric: Any) -> None:
 def _end_group() -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():  # a caller may have ended it before
+    if dist.is_initialized():  # the caller may have destroyed it
         dist.destroy_process_group()
 
 
 def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) -> tuple[int | str | list[int], int, str]:
-    """(devices, nodes, strategy) with what torchrun decided in place of the defaults 1, 1, "auto"."""
+    """(devices, nodes, strategy), with torchrun's values in place of the defaults 1, 1, "auto"."""
     if not (os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE")):
         return devices, nodes, strategy
     local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
@@ -104,9 +103,9 @@ def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) ->
 
 
 def on_first(fabric: Any, act: Callable[[], T]) -> T:
-    """The result of ``act()`` in the first process, handed to all; its error is raised in all, so that none waits.
+    """Call ``act()`` in the first process and return its result in all.
 
-    In the others it is a RunError with the same message.
+    Its LipkitError is raised in all processes, so that none waits; in the others as a RunError with the same message.
     """
     if fabric.world_size == 1:
         return act()
@@ -116,7 +115,7 @@ def on_first(fabric: Any, act: Callable[[], T]) -> T:
             result = act()
         except LipkitError as error:
             failure = error
-    # Not the error itself: what is broadcast is pickled, and not every exception can be.
+    # Broadcast the message, not the error: not every exception can be pickled.
     result, message = fabric.broadcast((result, None if failure is None else str(failure)), src=0)
     if failure is not None:
         raise failure

@@ -1,6 +1,6 @@
-"""One pass over the data: batches, steps, the average, and checkpoints on the way.
+"""One epoch: batches, steps, the average, and checkpoints within it.
 
-A step cuts its batch in pieces, adds their gradients, and changes the parameters once.
+A step cuts its batch into pieces, adds their gradients, and changes the parameters once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lipkit.training.session import Session, update
 from lipkit.training.sources import ATTACK, AUGMENT, batches, generator, mistake, own_part
 
 Ended = Literal["", "stop", "end"]
-Step = Callable[..., Tensor]  # `take_step`, or one that replays it
+Step = Callable[..., Tensor]  # `take_step`, or a `CapturedStep` of it
 
 
 def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int, attack: torch.Generator) -> Tensor:
@@ -29,19 +29,19 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
     .. math:: \frac{1}{n} \sum_i \ell(x_i, y_i) = \frac{1}{R} \sum_r \sum_p \frac{R \, n_{rp}}{n} \,
               \text{mean}_{i \in (r, p)} \ell(x_i, y_i)
 
-    over the pieces p of the R processes r, whose gradients are averaged over r. So the step is that of one process with
-    the batch in one piece, up to rounding, also where the processes do not divide the batch.
+    over the pieces p of the R processes r, whose gradients are averaged over r. So the step equals that of one process
+    with the batch in one piece, up to rounding, even if R does not divide the batch size.
 
     x, y is this process' part of the batch of n = ``size`` samples, on its device. ``counted`` of x are in the batch:
-    all, or 0 if this process only keeps step with the others. ``attack`` is the randomness of the adversary. The answer
-    is (2,) float32: sum of the losses and number of correct answers of this process, still on the device.
+    all, or 0 if this process only keeps step with the others. ``attack`` generates the adversary's random numbers.
+    Returns (2,) float32, still on the device: sum of the losses and number of correct predictions of this process.
     """
     fabric, model, options, loss = session.fabric, session.model, session.options, session.loss
-    pieces = min(options.accumulate, max(1, size // fabric.world_size))  # the same number in every process
+    pieces = min(options.accumulate, max(1, size // fabric.world_size))  # equal in all processes
     parts = [(x, y)] if pieces == 1 else zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
     sums = []
     for number, (part, targets) in enumerate(parts, 1):
-        last, rows = number == pieces, len(part)  # rows before adversarial examples join them
+        last, rows = number == pieces, len(part)  # rows without adversarial examples
         own = rows if counted else 0
         if options.adversary is not None:
             part, targets = attacked_batch(fabric, options.adversary, model, part, targets, attack)
@@ -62,21 +62,21 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
             if weight != 1:
                 value = value * weight
             if last and options.penalty is not None:
-                extra = options.penalty(model).to(value)  # once a step, whatever the pieces
+                extra = options.penalty(model).to(value)  # once a step, not for each piece
                 sums[-1] = sums[-1] + _sums(extra, None, None, counted)
                 value = value + extra
-            fabric.backward(value)  # adds to the gradients of the pieces before
+            fabric.backward(value)  # adds to the gradients of earlier pieces
     if options.grad_clip is not None:
         fabric.clip_gradients(session.wrapped, session.optimizer, max_norm=options.grad_clip, error_if_nonfinite=False)
     session.optimizer.step()
     for p in session.parameters.values():
-        p.grad = None  # without a pass that writes zeros
+        p.grad = None  # cheaper than writing zeros
     return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
 
 
 @torch.no_grad()
 def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) -> Tensor:
-    """(loss summed over ``count`` samples, number of correct answers among them)."""
+    """(loss summed over ``count`` samples, number of correct predictions among them)."""
     total = loss.float() * count
     if outputs is None or y is None or y.is_floating_point():
         return torch.stack([total, torch.zeros_like(total)])
@@ -85,11 +85,11 @@ def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) ->
 
 
 def run_epoch(session: Session, take: Step, epoch: int, state: Mapping[str, Any]) -> tuple[Totals, Ended]:
-    """Train for one epoch (counted from 0), or for what is left of it, or until time is up, by steps ``take``.
+    """Train for one epoch (counted from 0), the rest of it, or until time is up, by steps ``take``.
 
-    ``state`` is that of the checkpoint to continue from, in this epoch or at its start; empty for none. The answer is
-    (sums of the epoch, how it ended: "" at its last step, "stop" by the clock at a checkpoint, "end" because the
-    budget is used up).
+    ``state`` is that of the checkpoint to continue from, in this epoch or at its start; empty for none. Returns (sums
+    of the epoch, how it ended): "" at its last step, "stop" at a checkpoint because of the clock, "end" because
+    training is complete.
 
     Raises:
         Divergence: a loss, or at a checkpoint a weight, is NaN or infinite.
@@ -109,11 +109,11 @@ def run_epoch(session: Session, take: Step, epoch: int, state: Mapping[str, Any]
         number = epoch * steps + step
         size = min(options.batch_size, length - (step - 1) * options.batch_size)
         budget.begin_step(size)
-        # Time is known up to this step only; steps and samples to its end.
+        # Used time is known up to the start of this step only, steps and samples up to its end.
         factor = session.rate(fraction if budget.timed else session.fraction(number))
         for group, peak in zip(session.optimizer.param_groups, session.peaks, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(peak * factor)  # where a recorded step reads it
+                group["lr"].fill_(peak * factor)  # in place: recorded steps read this tensor
             else:
                 group["lr"] = peak * factor
         x, y = _batch(session, index, augment)
@@ -127,7 +127,7 @@ def run_epoch(session: Session, take: Step, epoch: int, state: Mapping[str, Any]
         read = totals.add(step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)
         if last:
             return totals, "end" if fraction >= 1 else ""
-        request = session.clock.request(fabric) if read else ""  # the same in all processes: they read together
+        request = session.clock.request(fabric) if read else ""  # equal in all processes, which read at the same steps
         if request and (session.folder is not None or request == "stop"):
             saving.save(session, epoch=epoch, step=step, totals=totals.state(), generators=generators)
             session.clock.saved()
@@ -140,7 +140,7 @@ def run_epoch(session: Session, take: Step, epoch: int, state: Mapping[str, Any]
 def _batch(session: Session, index: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
     """The samples at ``index`` on the device, augmented."""
     device, options = session.fabric.device, session.options
-    held = getattr(session.data, "x", None)  # a Split may live on the device already
+    held = getattr(session.data, "x", None)  # a Split may be on the device already
     x, y = session.data.batch(index.to(held.device) if isinstance(held, Tensor) else index)
     x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
     if options.augment is not None:

@@ -31,14 +31,14 @@ class Run(Shown):
     """The outcome of training.
 
     Attributes:
-        model: the model given, trained, in eval mode, on the training device.
+        model: the given model, trained, in eval mode, on the training device.
         history: one dict per epoch: epoch, loss, accuracy, steps, samples, cpu_seconds (of the steps, in this
-            process), lr, seconds, samples_per_second, memory_mib (the most so far: of the CUDA device, else of the
-            process), and what ``evaluate`` returned.
+            process), lr, seconds, samples_per_second, memory_mib (the peak so far, of the CUDA device or else of the
+            process), and the numbers that ``evaluate`` returned.
         folder: the run's folder, or None.
-        epochs_done: number of whole epochs trained, those before a resume included.
+        epochs_done: number of whole epochs trained, including those before a resume.
         average: with ``ema``, a copy of the model with the averaged parameters; else None.
-        finished: whether all epochs are done; False if ``max_minutes`` ended training before.
+        finished: whether training is complete; False if ``max_minutes`` ended it early.
     """
 
     model: nn.Module
@@ -54,9 +54,9 @@ class Run(Shown):
         return self.model if self.average is None else self.average
 
     def describe(self) -> str:
-        """Epochs and last figures; no constant, since a trained model's is a claim until its export is proved."""
+        """Epochs and last figures; no constant, which is a mere claim until the export is proved."""
         last = self.history[-1] if self.history else {}
-        # What a figure costs is in the history; the last line is for results.
+        # The last line is for results, not for costs.
         costs = ("lr", "seconds", "cpu_seconds", "samples_per_second", "memory_mib")
         figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in costs]
         seconds, early = sum(row.get("seconds", 0.0) for row in self.history), ", stopped before the last one"
@@ -82,7 +82,7 @@ class Run(Shown):
         """
         ax = axes(ax, "epoch", "loss")
         ax.plot([row["epoch"] for row in self.history], [row["loss"] for row in self.history], "k", label="loss")
-        # Not every row was evaluated, so the names are those of any row.
+        # Collect names from all rows, because not every epoch was evaluated.
         right, names = ax.twinx(), dict.fromkeys(name for row in self.history for name in row)
         for name in names:
             if name in ("accuracy", "clean") or name.startswith("certified("):
@@ -105,18 +105,17 @@ def fit(
 ) -> Run:
     r"""Train ``model`` in place.
 
-    After each step the layers of ``model`` that need it do their work, such as SVCM's projection: see
-    `lipkit.layers.after_step`.
+    After each step, layers that need it are updated, such as by SVCM's projection: see `lipkit.layers.after_step`.
 
-    Step s of S changes the parameters at the rate ``lr * schedule(s / S)``, s = 1..S; with a ``budget`` of samples at
-    that of the samples seen with this step, with one of time at that of the time used before the step, which no second
-    run repeats to the bit. Shuffling and
-    augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random state
-    is seeded at the start, saved with each checkpoint and given back as it was found. So on a CPU, the same
-    call with as many processes gives the same weights, bit for bit, whether or not it was interrupted and
-    resumed. Randomness from elsewhere (numpy in a Dataset) is the caller's. With another number of processes
-    or of pieces (``accumulate``) the steps are the same up to rounding, but for random numbers and for layers
-    that look at a whole batch, such as batch norm.
+    Step s of S has the rate ``lr * schedule(s / S)``, s = 1..S. With a ``budget`` the fraction is that of the samples
+    seen, this step included, or of the time used before it; runs with a time budget cannot be repeated bit for bit.
+
+    Shuffling and augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random
+    state is seeded at the start, saved with each checkpoint and restored at the end. So on a CPU, the same call with
+    the same number of processes gives the same weights, bit for bit, even if it was interrupted and resumed. Other
+    randomness (numpy in a Dataset) is up to the caller. With another number of processes or of pieces (``accumulate``)
+    the steps are the same up to rounding, except for random numbers and for layers that depend on the whole batch, such
+    as batch norm.
 
     Args:
         model: any module that maps a batch x (n, *shape) to outputs (n, K).
@@ -135,9 +134,9 @@ def fit(
 
     Raises:
         OptionError: an argument is outside its documented values.
-        DataError: ``data`` is not what it should be.
-        RunError: the run folder is taken, missing, or was started with other settings; or the loss or a
-            weight became NaN or infinite: the last checkpoint is then from before that.
+        DataError: ``data`` is none of the above, or does not fit the model or the loss.
+        RunError: the run folder is taken, missing, or was started with other settings; or the loss or a weight became
+            NaN or infinite (the last checkpoint is from before that).
 
     >>> x = torch.linspace(-1, 1, 64)[:, None]
     >>> run = fit(nn.Linear(1, 1), (x, 3 * x), loss="mse", epochs=40, batch_size=8, lr=0.2, accelerator="cpu")
@@ -172,24 +171,24 @@ def fit(
 
 
 def check(model: nn.Module, options: TrainOptions, fabric: Any) -> None:
-    """Raise OptionError for what `fit` refuses before a run has its folder."""
+    """Raise OptionError for a model or options that `fit` refuses, before a run's folder is made."""
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
     if options.tensorboard:
-        tensorboard(Path())  # nothing is written before the first numbers
+        tensorboard(Path())  # is it installed? It writes nothing yet
     check_precision(fabric.strategy.precision.precision)
     if options.batch_size < fabric.world_size:
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
     check_whole(fabric)
     if options.cuda_graph:
         check_recordable(fabric, options)
-    optimizer_of(options, model)  # made anew once the model is on its device
+    optimizer_of(options, model)  # a trial; `prepare` makes the real one on the device
 
 
 def _epochs(
     session: Session, take: Step, done: int, state: Mapping[str, Any], history: list[dict[str, Any]]
 ) -> tuple[int, bool]:
-    """Train from epoch ``done`` on, and add its row to ``history``: (epochs done, whether the clock ended it)."""
+    """Train from epoch ``done`` to the end, adding rows to ``history``: (epochs done, whether the clock ended it)."""
     fabric, options, folder = session.fabric, session.options, session.folder
     events = tensorboard(folder, done) if options.tensorboard and folder is not None else None
     try:
@@ -225,8 +224,8 @@ def _epochs(
 
 def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
     """The line of metrics of ``epoch``, counted from 1."""
-    fabric, pace, options = session.fabric, totals.pace(), session.options  # the pace before the evaluation
-    nonfinite = session.nonfinite_parameter()  # the last step may spoil them after a finite loss
+    fabric, pace, options = session.fabric, totals.pace(), session.options  # pace without evaluation
+    nonfinite = session.nonfinite_parameter()  # after a finite loss the last step may still make NaN
     if nonfinite is not None:
         raise Divergence(f"expected finite weights, got NaN or infinity in {nonfinite} at the end of epoch {epoch}")
     rate = float(session.optimizer.param_groups[0]["lr"])
@@ -237,7 +236,7 @@ def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[
         measured, evaluate = session.measured(epoch), options.evaluate
 
         def values() -> dict[str, float]:
-            with torch.no_grad(), kept_random_state(fabric.device):  # measuring must not change what is trained
+            with torch.no_grad(), kept_random_state(fabric.device):  # evaluation must not change the training
                 return {name: float(value) for name, value in evaluate(measured).items()}
 
         row |= on_first(fabric, values)
@@ -248,7 +247,7 @@ def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[
 
 
 def _near(data: Source, device: torch.device) -> Source:
-    """A split on the GPU where it takes less than a quarter of what is free there: batches are then gathered there."""
+    """The data, moved to the GPU if they take less than a quarter of its free memory, so that it gathers batches."""
     held = getattr(data, "x", None)  # image files have no tensor
     if device.type != "cuda" or not isinstance(data, Split) or not isinstance(held, torch.Tensor):
         return data

@@ -2,9 +2,9 @@ r"""Training losses: pure functions of (outputs, targets), and the table that na
 
 Notation: ``y`` (N, K) outputs, ``t`` (N,) labels, ``M_n = y_nt - max_{i != t} y_ni`` the margin of sample
 n, L = ``lipschitz`` > 0 the Lipschitz constant that the network was built for, ``eps`` or ``eps0`` > 0 the l2 radius
-to train for, in units of the input, T = ``temperature`` > 0. Of the HKR losses, ``alpha`` in [0, 1] is the share of the
-hinge (0 keeps the Wasserstein part only), and m = ``min_margin`` > 0. K is at least 2. None of these takes part in a
-certificate: they only decide what is learnt.
+to train for, in units of the input, T = ``temperature`` > 0. In the HKR losses, ``alpha`` in [0, 1] is the weight of
+the hinge (0 keeps the Wasserstein part only), and m = ``min_margin`` > 0. K is at least 2. No certificate depends on
+the loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
 
 
 def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: float = 1.0) -> Tensor:
-    r"""Hinge loss of the margin: like `hinge`, of the strongest rival alone: ``mean_n max(0, sqrt(2) L eps0 - M_n)``.
+    r"""Hinge loss of the margin, like `hinge` for the strongest rival only: ``mean_n max(0, sqrt(2) L eps0 - M_n)``.
 
     >>> largest_hinge(torch.tensor([[1.0, 0.0, 0.5]]), torch.tensor([0]), eps0=0.5**0.5).item()
     0.5
@@ -53,7 +53,7 @@ def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipsch
 
 
 def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
-    """M (N,)."""
+    """The margins M, (N,)."""
     rivals = outputs.scatter(1, targets[:, None], -math.inf).amax(1)
     return outputs.gather(1, targets[:, None])[:, 0] - rivals
 
@@ -61,12 +61,12 @@ def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
 def offset_cross_entropy(
     outputs: Tensor, targets: Tensor, *, temperature: float = 0.25, offset: float = 1.5 * math.sqrt(2)
 ) -> Tensor:
-    r"""Cross-entropy at temperature T after u is taken off the true class: ``T CE((y - u onehot(t)) / T, t)``.
+    r"""Cross-entropy at temperature T after u is subtracted from the true class: ``T CE((y - u onehot(t)) / T, t)``.
 
-    The gradient stays large until the margin passes u, so the network learns margins and not only classes.
+    The gradient stays large until the margin exceeds u, so the network learns margins and not only classes.
 
     Args:
-        outputs: (N, K), or (N, 1) for two classes: of the class 1 against 0, which is the logistic loss.
+        outputs: (N, K); or (N, 1) for two classes, the logit of class 1 against class 0 (the logistic loss).
         offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0 (``L eps0`` of one
             output).
 
@@ -123,13 +123,13 @@ def certificate_regularized_cross_entropy(
 def emma(
     outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, temperature: float = 1.0, lipschitz: float = 1.0
 ) -> Tensor:
-    r"""Cross-entropy against the strongest rivals that a radius allows, none raised above the true class.
+    r"""Cross-entropy with all rivals raised by what a radius allows, but none above the true class.
 
     .. math:: T\,\mathrm{CE}\Bigl(\frac{y + e \sqrt2 L \varepsilon}{T}, t\Bigr), \qquad
         e_i = \mathrm{clip}\Bigl(\frac{y_t - y_i}{\sqrt2 L \varepsilon}, 0.01, 1\Bigr) \ (i \ne t), \quad e_t = 0
 
-    A class that an attack of radius eps could not raise to the true one is raised by its whole reach; a nearer one only
-    until they tie, so that samples beyond reach do not dominate. No gradient flows through e.
+    A rival that radius eps cannot raise to the true class is raised by all that eps allows; a closer one only until it
+    ties. So samples that cannot be certified anyway do not dominate. No gradient flows through e.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> round(emma(y, t, eps=2.0).item(), 4) == round(math.log(2), 4)  # in reach: raised to a tie
@@ -146,13 +146,13 @@ def emma(
 
 
 def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz: float | Tensor = 1.0) -> Tensor:
-    r"""Cross-entropy with one class more, "not certified", whose output is the strongest that a radius allows a rival.
+    r"""Cross-entropy with an additional class "not certified": its output is the largest that eps allows a rival.
 
     .. math:: \mathrm{CE}\bigl((y_1, \dots, y_K, y_\bot), t\bigr), \qquad
         y_\bot = \max_{i \ne j} y_i + \sqrt2 L \varepsilon, \quad j = \arg\max_i y_i
 
-    The way to train layers without a constraint: L is then the differentiable bound of the whole network, and the
-    gradient lowers it where it costs least.
+    For training layers without a constraint: L is then the differentiable bound of the whole network, and the gradient
+    lowers it where it costs least.
 
     Args:
         lipschitz: L, positive; for a network without constraints ``lipkit.lipschitz(network, input_shape)``.
@@ -194,7 +194,7 @@ def logit_annealing(
     _not_negative(offset=offset, power=power)
     shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
     logs = F.log_softmax((outputs - shift) / temperature, dim=1).gather(1, targets[:, None])[:, 0]
-    # 1 - p without cancellation where p is near 1: its power has no derivative at 0 for powers below 1
+    # 1 - p, without cancellation for p near 1, and not 0, where its power below 1 has no derivative
     missing = -torch.expm1(logs.clamp_max(-1e-12))
     return (-temperature * missing**power * logs).mean()
 
@@ -206,8 +206,8 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
         KR = 1/K sum_k (mean of y_nk over t_n = k - mean of y_nk over t_n != k)
         H  = mean_n 1/K sum_k v_nk max(0, m / 2 - s_nk y_nk)
 
-    with s_nk = 1, v_nk = K - 1 where t_n = k, and s_nk = -1, v_nk = 1 elsewhere. With one output (N, 1), labels 1, 0:
-    one class against the other, v = 1. Means are over the batch; a side without samples has mean 0.
+    with s_nk = 1, v_nk = K - 1 where t_n = k, and s_nk = -1, v_nk = 1 elsewhere. One output (N, 1) is that of label 1
+    against label 0, with v = 1. Means are over the batch; a side without samples has mean 0.
 
     >>> y = torch.tensor([[2.0], [-1.0]])
     >>> hkr(y, torch.tensor([1, 0]), alpha=0.0).item(), hkr(y, torch.tensor([1, 0]), alpha=1.0, min_margin=5.0).item()
@@ -235,7 +235,7 @@ def soft_hkr(
     .. math:: \frac1N \sum_n \sum_k w_{nk}
         \bigl[\alpha \max(0, \tfrac m2 - s_{nk} y_{nk}) - (1 - \alpha) s_{nk} y_{nk}\bigr]
 
-    The own class has s = 1 and w = 1. The others have s = -1, and w is their softmax at the inverse temperature
+    The true class has s = 1 and w = 1. The others have s = -1, and w is their softmax at the inverse temperature
     :math:`\tau m / \max(m, \text{mean} |y|)`, which gets no gradient.
 
     A larger ``temperature`` tau puts more weight on the strongest rival.
@@ -267,12 +267,12 @@ def lse_hkr(
     temperature: float = 1.0,
     penalty: float = 1.0,
 ) -> Tensor:
-    r"""HKR of the own class and of a smooth maximum of the others.
+    r"""HKR of the true class and of a smooth maximum of the others.
 
     .. math:: \frac1N \sum_n \alpha \bigl[(\tfrac m2 - y_t)_+ + (\tfrac m2 + \ell)_+\bigr] - (1 - \alpha)(y_t - \ell),
         \quad \ell = \frac1c \log \sum_{k \ne t} e^{c y_k}, \; c = \frac{2 \log(K - 1)}{m p}
 
-    so that l is above the largest of the others by at most m p / 2.
+    so that l exceeds the largest of the others by at most m p / 2.
 
     Args:
         outputs: (N, K), K >= 3.
@@ -289,7 +289,7 @@ def lse_hkr(
     _share(alpha=alpha)
     outputs = temperature * outputs
     rivals = outputs.scatter(1, targets[:, None], -math.inf)
-    # c; two classes have no rivals to average, and log(1) would divide by zero
+    # c; for two classes log(1) would divide by zero
     sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)
     rival = torch.logsumexp(sharpness * rivals, 1) / sharpness
     own, half = outputs.gather(1, targets[:, None])[:, 0], min_margin / 2
@@ -324,7 +324,7 @@ def cosine(
 
 
 def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
-    r"""Cross-entropy of samples plus the divergence of the softmax at their adversarial examples.
+    r"""Cross-entropy of samples plus the KL divergence of the softmax at their adversarial examples.
 
     .. math:: \frac1N \sum_n \mathrm{CE}(y_n, t_n) + \beta\, \mathrm{KL}\bigl(\mathrm{softmax}(y_n) \,\|\,
         \mathrm{softmax}(y'_n)\bigr)
@@ -332,7 +332,7 @@ def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
     Args:
         outputs: (2N, K): y of the samples, then y' of their adversarial examples in the same order, as
             ``PgdAdversary(beside=True)`` makes them (it raises the cross-entropy; the paper's raises the KL term).
-        targets: (2N,), of both halves.
+        targets: (2N,), the labels twice.
         beta: weight of robustness, not negative.
 
     >>> y = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
@@ -383,7 +383,7 @@ REGRESSION = frozenset({"mse"})
 
 
 def build(name: str, **options: float) -> Loss:
-    """The loss of this name in `LOSSES`, its keyword arguments bound; a wrong one is refused now, not at a step.
+    """The loss of this name in `LOSSES` with its keyword arguments bound; wrong ones are refused at once.
 
     >>> build("hinge", eps0=36 / 255)(torch.tensor([[1.0, 0.0]]), torch.tensor([0])).item()
     0.0

@@ -1,4 +1,4 @@
-"""Optimisers of semi-orthogonal parameters, and one that lets several optimisers act as one."""
+"""Optimisers of semi-orthogonal parameters, and one that joins several optimisers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lipkit.linalg.stiefel import retract, spectral_step, tangent
 
 
 class _ManifoldOptimizer(Optimizer):
-    """Steps of single matrices: a subclass says how one moves.
+    """Base of optimisers that move each matrix by itself; a subclass defines `moved`.
 
-    A parameter (m, ...) counts as the matrix (m, the rest): the kernel of a 1 x 1 convolution is one.
+    A parameter (m, ...) is flattened to a matrix (m, n), such as the kernel of a 1 x 1 convolution.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class _ManifoldOptimizer(Optimizer):
         raise NotImplementedError
 
 
-# Number of entries from which the products of a step of spectral descent cost as much as those of a layer.
+# From this number of entries on, a step of spectral descent costs as much as the products of the layer.
 LARGE = 2**17
 
 
@@ -56,14 +56,14 @@ class SpectralDescent(_ManifoldOptimizer):
 
     .. math:: M \leftarrow \beta M + (1 - \beta) G, \qquad W \leftarrow s_\alpha(W, \beta M + (1 - \beta) G)
 
-    with s = `lipkit.linalg.stiefel.spectral_step`: every singular direction of the tangent turns by about one angle.
-    Matrices of at least ``LARGE`` entries wait for every k-th gradient and then turn by :math:`k \alpha`: their steps
-    would take a third of the time of training.
+    with s = `lipkit.linalg.stiefel.spectral_step`: all singular directions of the tangent turn by about the same angle.
+    Matrices of at least ``LARGE`` entries move at every k-th gradient only, by :math:`k \alpha`, because their steps
+    would take a third of the training time.
 
     Args:
         params: semi-orthogonal matrices, such as `lipkit.layers.StiefelLinear` has.
-        lr: :math:`\alpha`, an angle in radians a step; 0.01 to 0.05 in practice. From :math:`k \alpha = 0.6` on large
-            matrices leave the manifold.
+        lr: :math:`\alpha`, an angle in radians a step; 0.01 to 0.05 in practice. Large matrices leave the manifold if
+            :math:`k \alpha \ge 0.6`.
         momentum: :math:`\beta`, in [0, 1).
         steps: of the iteration for the matrix sign.
         every: k, at least 1.
@@ -100,19 +100,19 @@ class SpectralDescent(_ManifoldOptimizer):
         waits = group["every"] if w.numel() >= LARGE else 1
         state["step"] = state.get("step", 0) + 1
         if state["step"] % waits:
-            return w  # its turn comes with the k-th gradient
+            return w  # moves at the k-th gradient only
         return spectral_step(w, torch.lerp(average, g, 1 - beta), waits * group["lr"], group["steps"])
 
 
 class RiemannianAdam(_ManifoldOptimizer):
-    r"""Adam along the manifold: momentum of tangents, one second moment for a matrix, and a retraction.
+    r"""Adam on the manifold: momentum of tangents, one second moment for each matrix, and a retraction.
 
     With G the tangent of the gradient, of N entries,
 
     .. math:: M \leftarrow \beta_1 T_W(M) + (1 - \beta_1) G, \quad v \leftarrow \beta_2 v + (1 - \beta_2) \|G\|_F^2 / N,
         \quad W \leftarrow \mathrm{retract}(W - \alpha \hat M / (\sqrt{\hat v} + \epsilon))
 
-    A second moment of every entry, as in Adam, would depend on the basis, and leave the tangent space.
+    A second moment for each entry, as in Adam, would depend on the basis and make steps leave the tangent space.
 
     Args:
         params: semi-orthogonal matrices.
@@ -147,9 +147,9 @@ class RiemannianAdam(_ManifoldOptimizer):
         one, two = group["betas"]
         g = tangent(w, g)
         state["step"] = state.get("step", 0) + 1
-        # The momentum is a tangent of the point before: its part along the new one is carried over.
+        # The momentum is tangent at the last point: project it onto the tangent space here.
         mean = g * (1 - one) if state["step"] == 1 else tangent(w, state["exp_avg"]).lerp(g, 1 - one)
-        # zero at the start: the division below by 1 - two ** step takes the bias out
+        # starts at 0; dividing by 1 - two ** step below removes the bias
         square = two * state.get("exp_avg_sq", torch.zeros((), device=g.device)) + (1 - two) * g.square().mean()
         state["exp_avg"], state["exp_avg_sq"] = mean, square
         size = (square / (1 - two ** state["step"])).sqrt() + group["eps"]
@@ -157,7 +157,7 @@ class RiemannianAdam(_ManifoldOptimizer):
 
 
 class Together(Optimizer):
-    """Several optimisers as one: their groups side by side, one step for all.
+    """Several optimisers joined to one: it has the groups of all, and a step is a step of each.
 
     Args:
         parts: optimisers of disjoint parameters.
@@ -171,7 +171,7 @@ class Together(Optimizer):
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
-        # The parts read the groups that schedules and users change: the same objects.
+        # Share the group objects, so that changes by schedules and users reach the parts.
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -180,7 +180,7 @@ class Together(Optimizer):
         """One step of every part."""
         loss = None if closure is None else closure()
         for part in self.parts:
-            part.step()  # the gradients are there already
+            part.step()  # without closure: the gradients are computed
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Together(Optimizer):
         return {"state": {}, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue every part, in place: the groups stay the same objects.
+        """Load the state of every part; the groups stay shared objects.
 
         Raises:
             OptionError: the state of another number of optimisers.
@@ -202,7 +202,7 @@ class Together(Optimizer):
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters of ``model`` in two lists: semi-orthogonal ones, for an optimiser of this file; others.
+    """The trained parameters of ``model`` in two lists: semi-orthogonal ones, for the optimisers here, and others.
 
     >>> from lipkit.layers import StiefelLinear
     >>> [len(part) for part in split(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]
@@ -210,5 +210,5 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """
     free = [m.free for m in model.modules() if isinstance(m, OnManifold)]
     first = [p for p in free if isinstance(p, nn.Parameter) and p.requires_grad]
-    known = {id(p) for p in first}  # parameters compare entry by entry
+    known = {id(p) for p in first}  # ids, because == compares entries
     return first, [p for p in model.parameters() if p.requires_grad and id(p) not in known]

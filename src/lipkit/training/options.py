@@ -1,4 +1,4 @@
-"""Every option of training, once: what ``fit`` takes, what a recipe's section ``train`` says, what a run records."""
+"""The options of training, for ``fit``, for the section ``train`` of a recipe and for the settings of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
 
 
-# Parameters in these have too few digits for a constraint; autocast ("mixed") leaves them in float32.
+# Parameters in these formats are too coarse for a constraint; autocast ("mixed") keeps parameters in float32.
 _LOW = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16", "nf4", "fp4", "int8")
 
 
@@ -55,7 +55,7 @@ def parse_number(value: Any) -> Any:
     """
     if isinstance(value, str):
         match = NUMBER.fullmatch(value)
-        denominator = float(match[2]) if match and match[2] else 1.0  # 36/255 is what Python makes of it
+        denominator = float(match[2]) if match and match[2] else 1.0  # so that "36/255" is exactly Python's 36 / 255
         if match and denominator != 0:
             return float(match[1]) / denominator
     elif isinstance(value, int | float) and not isinstance(value, bool):  # True is an int
@@ -80,7 +80,7 @@ bf16-mixed, got 'bf16-true': constraints do not hold in less
 
 
 def name_of(function: object) -> str | None:
-    """How settings record a function: its name and, for a partial or a dataclass, the options bound to it.
+    """The text that settings record for a function: its name and, for a partial or a dataclass, the bound options.
 
     >>> name_of(functools.partial(round, ndigits=2)), name_of(None)
     ('round(ndigits=2)', None)
@@ -102,9 +102,9 @@ Count = Annotated[StrictInt, Field(ge=1)]
 
 def _budget(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = f"{value}s"  # a bare number is of seconds
+        value = f"{value}s"  # a bare number means seconds
     if isinstance(value, str):
-        parse_budget(value)  # refuses here; the text is what a run records
+        parse_budget(value)  # only to refuse it; a run records the text
     return value
 
 
@@ -112,18 +112,18 @@ Budgeted = Annotated[StrictStr, BeforeValidator(_budget)]
 
 
 class Section(BaseModel):
-    """Named values: none but the declared ones, each in its range, unchanged afterwards."""
+    """Base of sections: immutable, with declared keys only, each checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
 def option(default: Any, description: str) -> Any:
-    """A key of a section: its default, and what `lipkit recipe show` says of it."""
+    """A key of a section: its default, and its description in `lipkit recipe show`."""
     return Field(default=default, description=description)
 
 
 class Numbers(Section):
-    """The options that a recipe can set. A new one is an entry here, and a line where it acts."""
+    """The options that a recipe can set. To add one, write an entry here and the code where it acts."""
 
     epochs: Count | None = option(None, "passes over the training data; null: until the budget is used")
     budget: Budgeted | None = option(
@@ -152,7 +152,7 @@ class Numbers(Section):
     ema: Annotated[Positive, Field(lt=1)] | None = option(
         None,
         "decay of a moving average of the parameters, such as 0.999, which is then evaluated "
-        "and exported in place of the last ones; null for none",
+        "and exported instead; null for none",
     )
     seed: Annotated[StrictInt, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
     evaluate_every: Count = option(1, "epochs between evaluations; the last epoch always has one")
@@ -164,7 +164,7 @@ class Numbers(Section):
         1, "epochs between checkpoints, of which the last two are kept; the last epoch has one"
     )
     checkpoint_seconds: Positive | None = option(
-        None, "seconds between checkpoints within an epoch, besides those; null for none there"
+        None, "seconds between further checkpoints within an epoch; null for none"
     )
     max_minutes: Positive | None = option(
         None, "minutes after which training stops at a checkpoint, to be resumed; null for none"
@@ -195,8 +195,8 @@ class Numbers(Section):
 
 
 PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
-"""Where, how long and how watched a run is: options that say nothing about its results."""
-# How a run is carried out, not what it computes: these may differ when it is resumed.
+"""Options of where, how long and with which monitoring a run is made; they do not affect its results."""
+# Options that may differ when a run is resumed: they do not affect its weights.
 _NOT_RECORDED = {
     *PLACEMENT,
     *("evaluate", "evaluate_every", "evaluate_samples", "post_step", "progress"),
@@ -205,7 +205,7 @@ _NOT_RECORDED = {
 
 
 class TrainOptions(Numbers):
-    """How ``lipkit.fit`` trains: the numbers that a recipe writes down, and functions.
+    """The options of ``lipkit.fit``: those that a recipe can set, and functions.
 
     Attributes:
         loss: a name of `losses.LOSSES`, or a function of (outputs, targets) that returns a mean.
@@ -213,14 +213,13 @@ class TrainOptions(Numbers):
         augment: a function of (x, generator), applied to each batch on the training device; the generator lives on
             the CPU.
         evaluate: called with the model, under no_grad and without effect on torch's random state, after every
-            ``evaluate_every``-th epoch and the last; the numbers it returns join the metrics.
-        post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step, the steps
-            counted from 1 and the layers' own work (`lipkit.layers.after_step`) done. It sees the averaged copy of
-            ``ema`` too, as at an epoch's end.
-        penalty: called with the model in training mode at each step; the number is added to the loss (see
-            `LipschitzPenalty`). Its value at the end of each epoch joins the metrics.
+            ``evaluate_every``-th epoch and the last; the numbers it returns are added to the metrics.
+        post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step (counted from
+            1) and `lipkit.layers.after_step`. With ``ema`` also called with the averaged copy and epoch_end True.
+        penalty: called with the model in training mode at each step; its result is added to the loss (see
+            `LipschitzPenalty`), and its value at the end of each epoch to the metrics.
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
-            augmentation; the step trains on what it returns (see `PgdAdversary`).
+            augmentation; the step trains on the examples that it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
         epochs, ..., channels_last: numbers and names, as ``lipkit recipe show`` describes the keys of ``train``.
 
@@ -248,7 +247,7 @@ class TrainOptions(Numbers):
             super().__init__(**values)
         except ValidationError as error:
             raise OptionError(_sentence(error, list(type(self).model_fields))) from None
-        # Names are looked up here, so that a wrong one is refused before anything is loaded.
+        # Look names up now, so that a wrong one is refused before anything is loaded.
         for build, named in ((losses.build, self.loss), (schedules.build, self.schedule)):
             if isinstance(named, str):
                 build(named)
@@ -258,16 +257,16 @@ class TrainOptions(Numbers):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
-        """The options that a run records: all that decides which weights come out of a training set of ``samples``."""
+        """The options that a run records: those that affect the weights, and the number of training ``samples``."""
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
         if not values["cuda_graph"]:
-            del values["cuda_graph"]  # runs from before there was one resume
+            del values["cuda_graph"]  # so that runs older than this option can be resumed
         named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
         return {**named, "samples": samples}
 
 
 def _sentence(error: ValidationError, known: list[str]) -> str:
-    """One sentence about the first thing that is wrong."""
+    """One sentence about the first error."""
     found = error.errors()[0]  # the others may follow from it
     key = str(found["loc"][0]) if found["loc"] else ""
     if found["type"] == "missing":
@@ -278,7 +277,7 @@ def _sentence(error: ValidationError, known: list[str]) -> str:
 
 
 def worded(key: str, message: str, got: Any) -> str:
-    """A message of pydantic as a sentence about ``key``, with the value that it got.
+    """A message of pydantic as a sentence about ``key``, with the value received.
 
     >>> worded("lr", "Input should be greater than 0", -1.0)
     'lr: expected greater than 0, got -1.0'

@@ -1,4 +1,4 @@
-"""Reports of training while it runs: loss and accuracy summed over steps and devices, pace and memory."""
+"""Progress of training: loss and accuracy summed over steps and devices, pace and memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
 
-# Losses are read back from the device once in this many steps, because a reading waits for all queued work.
+# Losses are read from the device once in this many steps, because reading waits for all queued work.
 READ_EVERY = 20
-# If steps are slow, a single process also reads after this many seconds. Several must read at the same step.
+# With slow steps, a single process also reads after this many seconds; several processes must read at the same step.
 READ_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands: sent every few steps and, with ``row``, at the end of each epoch.
+    """The state of training, reported every few steps and, with ``row``, at the end of each epoch.
 
     Attributes:
         epoch: the epoch in progress, counted from 1.
@@ -31,7 +31,7 @@ class Progress:
         step: steps done in this epoch.
         steps: steps of one epoch.
         loss: mean over the samples of this epoch so far.
-        accuracy: fraction of them classified correctly at the time; None for regression.
+        accuracy: fraction of them classified correctly when they were trained on; None for regression.
         row: the epoch's line of metrics, at its end; None before.
         samples_per_second: pace of this epoch so far, all devices together.
         seconds_left: of training at that pace, evaluations not counted.
@@ -53,9 +53,9 @@ class Divergence(RunError):
 
 
 class Totals:
-    """Loss and accuracy of one epoch, summed over steps and devices; stops at a loss that is not finite.
+    """Loss and accuracy of one epoch, summed over steps and devices; raises at a loss that is not finite.
 
-    ``epoch`` counts from 0; ``progress`` is told every few of its ``steps``; ``before`` is the `state` of an
+    ``epoch`` counts from 0; ``progress`` is called every few of its ``steps``; ``before`` is the `state` of an
     interrupted epoch that is continued.
     """
 
@@ -69,22 +69,22 @@ class Totals:
         before: Mapping[str, float] | None = None,
     ) -> None:
         self.fabric, self.epoch, self.steps = fabric, epoch, steps
-        self.epochs = epoch + 1  # of the training, estimated from the fraction done
+        self.epochs = epoch + 1  # estimate of all epochs, see `add`
         self.labelled, self.progress = False, progress
         sums = {"loss": 0.0, "correct": 0.0, "samples": 0, "seconds": 0.0, "cpu": 0.0} | dict(before or {})
         self.loss, self.correct, self.samples = sums["loss"], sums["correct"], int(sums["samples"])
         self.seconds_before, self.cpu_before = sums["seconds"], sums["cpu"]  # of the part before an interruption
         self.step, self.cpu = 0, time.process_time()
-        self.pending: list[Tensor] = []  # sums of the steps that still lie on the device
+        self.pending: list[Tensor] = []  # sums not yet read from the device
         self.samples_before, self.start = self.samples, time.perf_counter()
         self.read = self.start  # time of the last reading
 
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
-        """Add one step, counted from 1; True if the sums were read back from the device.
+        """Add one step, counted from 1; True if sums were read from the device.
 
-        ``sums`` (2,) are the sum of the losses and the number of correct answers in this process, of a batch of
-        ``size`` over all; ``labelled``: targets are labels, so that there is an accuracy; ``fraction`` of training is
-        done. A loss that is read back as NaN or infinite is a `Divergence` in all processes.
+        ``sums`` (2,) are the sum of losses and the number of correct predictions in this process; ``size`` is the
+        batch size of all processes together; ``labelled`` is True for labels, which have an accuracy; ``fraction`` of
+        training is done. A loss that is NaN or infinite when read is a `Divergence` in all processes.
         """
         self.labelled = labelled
         self.pending.append(sums)
@@ -103,7 +103,7 @@ class Totals:
 
     def _read(self, step: int) -> None:
         pending = torch.stack(self.pending)
-        if self.fabric.world_size > 1:  # a NaN on one device then shows on all, and all stop together
+        if self.fabric.world_size > 1:  # spreads a NaN on one device to all, so that all stop
             pending = self.fabric.all_reduce(pending, reduce_op="sum")
         first = step - len(self.pending) + 1  # the step of the oldest sums
         for number, (loss, correct) in enumerate(pending.tolist(), first):
@@ -117,7 +117,7 @@ class Totals:
         self.read = time.perf_counter()
 
     def seconds(self) -> float:
-        """Seconds of this epoch so far, those before an interruption included."""
+        """Seconds of this epoch so far, including those before an interruption."""
         return self.seconds_before + time.perf_counter() - self.start
 
     def pace(self) -> float:
@@ -138,12 +138,12 @@ class Totals:
         return self.cpu_before + time.process_time() - self.cpu
 
     def state(self) -> dict[str, float]:
-        """The numbers from which the epoch can continue. Call it right after a reading, when nothing is pending."""
+        """The numbers to continue the epoch from. Call it right after a reading, when no sums are pending."""
         counts = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
         return {**counts, "seconds": self.seconds(), "cpu": self._cpu_seconds()}
 
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
-        """Tell ``progress`` where training stands."""
+        """Call ``progress`` with the present state, in the first process."""
         if self.progress is None or not self.fabric.is_global_zero:
             return
         mean, pace = self.row(), float(row["samples_per_second"]) if row else self.pace()
@@ -155,7 +155,7 @@ class Totals:
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """Most memory taken so far, in MiB: of the CUDA device, or resident of this process; None where unknown.
+    """Peak memory so far in MiB, of the CUDA device or resident in this process; None if unknown.
 
     >>> memory = peak_memory(torch.device("cpu"))
     >>> memory is None or memory > 10
@@ -174,7 +174,7 @@ def peak_memory(device: torch.device) -> float | None:
 def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
     """Fabric's logger of TensorBoard events, in the run's ``folder``; nothing is written before the first numbers.
 
-    Events of epochs after ``epochs_done``, which a resume repeats, are hidden.
+    Events of epochs after ``epochs_done``, which a resumed run repeats, are hidden.
     """
     from lightning_fabric.loggers import TensorBoardLogger
 

@@ -1,7 +1,6 @@
-r"""Lipschitz regularisation: the logarithms of the layers' bounds, added to the loss.
+r"""Lipschitz regularisation: the sum of the logarithms of the layers' bounds, added to the loss.
 
-The bound of a chain is the product of those of its layers, so the sum of their logarithms is what to push down: the
-gradient in each layer does not depend on how large the others are.
+The sum is the logarithm of the bound of a chain. The gradient in each layer does not depend on the other bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lipkit.proof.roundoff import to_double
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _REFUSED = (nn.Conv3d, nn.ConvTranspose3d)
-# The logarithm of a layer of zeros, with a gradient of zero.
+# Bounds are clamped to this: a layer of zeros gets a finite logarithm and the gradient 0.
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -32,7 +31,7 @@ def _farnia(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
 
 PENALTIES: dict[str, Callable[..., Tensor]] = {**METHODS, "farnia_lower_estimate": _farnia}
-"""Norms of kernels that a penalty may take, ``method(kernel, *, groups=1) -> 0-d float64``: bounds, and an estimate."""
+"""The methods of penalties, ``method(kernel, *, groups=1) -> 0-d float64``: bounds of the norm, and one estimate."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class LipschitzPenalty:
 
     .. math:: l_1 \sum_i \|\theta_i\|_F + l_2 \sum_i \log \text{bound}(\theta_i)
 
-    over the convolutions (transposed ones too), dense layers and batch norms of any network, but for the last dense
-    layer: its size sets the scale of the logits, which the loss needs. A shared layer counts once; other modules, those
-    with a bound by construction among them, are left alone.
+    over the convolutions (transposed ones too), dense layers and batch norms of any network, except the last dense
+    layer, which sets the scale of the logits. A shared layer counts once. Other modules are not penalised, such as
+    layers with a bound by construction.
 
     Args:
         method: bound of a kernel, a name of `lipkit.bounds.METHODS`: "lipbound" as in the paper, "symbol_sup" is the
@@ -52,10 +51,10 @@ class LipschitzPenalty:
             1 x 1 kernel (its LipBound is its Frobenius norm). The bound of a batch norm is
             :math:`\max_c |\gamma_c| / \sqrt{v_c + \epsilon}` with the running variance v, a constant in the gradient.
         weight: :math:`l_2`, not negative. The paper: 0.008 on CIFAR-10, 0.0006 to 0.001 on ImageNet.
-        l1: :math:`l_1`, not negative; :math:`\theta_i` is the weight alone.
+        l1: :math:`l_1`, not negative; :math:`\theta_i` is the weight without bias.
 
     Guarantee:
-        None about the network: it is trained to have a small bound, and ``lipschitz`` or ``analyze`` say which.
+        None. The network is trained to have a small bound; ``lipschitz`` or ``analyze`` compute one.
 
     Raises:
         OptionError: an option outside its range; when called, no layer to regularise.
@@ -142,8 +141,8 @@ def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:
         return (scale if module.weight is None else scale * to_double(module.weight).abs()).amax()
     weight = module.weight
     assert isinstance(weight, Tensor)
-    # A dense layer is a 1 x 1 convolution, a row of pixels an image of height or width 1; a transposed convolution is
-    # the adjoint of the one with the same kernel.
+    # A dense layer is a 1 x 1 convolution, a sequence an image of width 1, and a transposed convolution the adjoint of
+    # the convolution with the same kernel.
     kernel = weight[(..., *[None] * (4 - weight.ndim))]
     groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
     return PENALTIES[method](kernel, groups=groups)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in training: what is in one, and how a run continues from it, bit for bit."""
+"""The content of checkpoints, and how a run continues from one, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def save(
     totals: Mapping[str, float] | None = None,
     generators: Generators | None = None,
 ) -> Path | None:
-    """Write a checkpoint; all processes must call it, and get its folder. None without a folder of the run.
+    """Write a checkpoint and return its folder, None if the run has no folder. All processes must call it.
 
-    ``step`` are steps done in the unfinished epoch after ``epoch`` whole ones, to which ``totals`` and ``generators``
-    belong. ``final``: training is over; optimiser and random numbers are left out, older checkpoints deleted.
+    ``step`` is the number of steps done in the unfinished epoch after ``epoch`` whole ones; ``totals`` and
+    ``generators`` belong to it. ``final``: training is over; optimiser and random numbers are left out, older
+    checkpoints deleted.
 
     Raises:
         Divergence: a weight is NaN or infinite; nothing is then written.
@@ -52,21 +53,21 @@ def save(
         state["optimizer"] = dict(session.optimizer.state_dict())
         state["precision"] = fabric.strategy.precision.state_dict()
         state["random"] = random_state(fabric, generators or {})
-    keep = {"keep": 1} if final else {}  # of a finished run nothing is continued
+    keep = {"keep": 1} if final else {}  # a finished run is not continued
     return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, session.model, state, step=step, **keep))
 
 
 def open_run(
     held: ExitStack, fabric: Any, model: nn.Module, folder: Path | None, resume: bool, settings: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Open the run's folder, locked until ``held`` ends: (epochs done, state, history), the weights in ``model``.
+    """Open and lock the run's folder until ``held`` ends, load ``model``; return (epochs done, state, history).
 
     Raises:
         RunError: raised in all processes if the first one fails; see `checkpoints`.
     """
     if folder is None:
         return 0, {}, []
-    if resume:  # before the lock, which would make a file in somebody's folder
+    if resume:  # before locking, which makes a file in a folder that may hold no run
         on_first(fabric, lambda: checkpoints.check_settings(folder, settings))
     on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
     if not resume:
@@ -93,7 +94,7 @@ def restore(session: Session, state: dict[str, Any]) -> None:
 def restore_random(session: Session, state: Mapping[str, Any], generators: Generators) -> None:
     """Continue the random numbers from a checkpoint's state.
 
-    A checkpoint of another number of processes cannot be continued: the random numbers of this epoch then start anew.
+    They start anew if the checkpoint was made with another number of processes.
     """
     random = state.get("random")
     if random is not None and len(random["rng_cpu"]) == session.fabric.world_size:

@@ -20,7 +20,7 @@ FACTORS = (0.0, 1.0, 1 / 20, 0.0)
 
 
 def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors: Sequence[float] = FACTORS) -> float:
-    """Linear between ``knots``, with the values ``factors`` there.
+    """Linear interpolation of the values ``factors`` at ``knots``.
 
     Args:
         fraction: of training done.
@@ -57,7 +57,7 @@ def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), ga
         raise OptionError(f"expected gamma > 0, got {gamma}")
     if list(milestones) != sorted(milestones) or any(not 0 < m < 1 for m in milestones):
         raise OptionError(f"expected ascending milestones in (0, 1), got {list(milestones)}")
-    return gamma ** sum(fraction >= m for m in milestones)  # a milestone counts from its own step on
+    return gamma ** sum(fraction >= m for m in milestones)  # a milestone counts at its own step
 
 
 def cosine(fraction: float, *, warmup: float = 0.0, floor: float = 0.0) -> float:
@@ -99,7 +99,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 
 
 def build(name: str, **options: Any) -> Schedule:
-    """The schedule of this name in `SCHEDULES`, its keyword arguments bound; a wrong one is refused now, not at a step.
+    """The schedule of this name in `SCHEDULES` with its keyword arguments bound; wrong ones are refused at once.
 
     >>> build("multistep", milestones=[0.5])(0.75)
     0.1
@@ -110,7 +110,7 @@ def build(name: str, **options: Any) -> Schedule:
 
 
 def named(kind: str, table: Mapping[str, Callable[..., Any]], name: str, options: Mapping[str, Any]) -> Any:
-    """The function of this name in a table of losses or schedules, its keywords bound; ``OptionError`` for others."""
+    """The function of this name in ``table`` with ``options`` bound; ``OptionError`` for unknown names or options."""
     if name not in table:
         raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
     # The keyword-only parameters are the options; the others are the fraction, or outputs and targets.

@@ -1,4 +1,4 @@
-"""One training: the network as it is stepped, with its optimiser, its average, its data and its clocks."""
+"""The state that all epochs of a training share: network, optimiser, average, data and clocks."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from lipkit.training.sources import Source, kept_random_state
 
 @dataclass(frozen=True)
 class Session:
-    """One training: the network as it is stepped, and what all its epochs share."""
+    """The network in training, and the other state that all epochs share."""
 
     fabric: Any  # launched
     options: TrainOptions
     data: Source
     folder: Path | None  # of the run; None writes nothing
-    model: nn.Module  # the network given, whose parameters the optimiser changes
-    wrapped: Any  # what the forward pass calls: ``model`` with the processes' wrapper, perhaps compiled
+    model: nn.Module  # the given network, whose parameters the optimiser changes
+    wrapped: Any  # ``model`` with Fabric's wrapper, perhaps compiled; for forward passes
     optimizer: Any  # Fabric's
-    peaks: tuple[float, ...]  # the largest learning rate of each of its groups
-    parameters: dict[str, nn.Parameter]  # those that the optimiser holds, by name
+    peaks: tuple[float, ...]  # peak learning rate of each group
+    parameters: dict[str, nn.Parameter]  # the trained ones, by name
     average: dict[str, Tensor] | None  # their moving averages; None without ``ema``
     loss: losses.Loss
     rate: schedules.Schedule
-    clock: Clock  # ends training, or asks for a checkpoint
+    clock: Clock  # requests a checkpoint, or the end of training
     budget: Budget
-    input_shape: Shape | None  # of one input as the model gets it, if a layer needs it after a step
+    input_shape: Shape | None  # of one augmented input, if `after_step` needs it
 
     @property
     def steps(self) -> int:
@@ -51,7 +51,7 @@ class Session:
     def fraction(self, number: int) -> float:
         """Fraction of training done after step ``number`` (from 1): by steps or by budget, whichever is larger.
 
-        All processes get the fraction of the first one: they must end together.
+        All processes use the fraction of the first one, because they must end together.
         """
         epochs = self.options.epochs
         by_steps = 0.0 if epochs is None else number / (epochs * self.steps)
@@ -61,7 +61,7 @@ class Session:
         return max(by_steps, fabric.broadcast(used, src=0) if fabric.world_size > 1 else used)
 
     def finish_step(self, model: nn.Module, number: int, last: bool) -> None:
-        """The work of the layers and of ``post_step`` after step ``number``; ``last`` of an epoch."""
+        """Call `after_step` and the user's ``post_step`` after step ``number``; ``last``: it ends the epoch."""
         if self.input_shape is not None:
             after_step(model, self.input_shape, None if last else number)
         if self.options.post_step is not None:
@@ -69,7 +69,7 @@ class Session:
                 self.options.post_step(model, number, last)
 
     def measured(self, epochs: int) -> nn.Module:
-        """The module that is evaluated: the network, or a copy with its averages, which no projection has seen."""
+        """The module to evaluate: the network, or with ``ema`` a copy with the averages, after `finish_step`."""
         if self.average is None:
             return self.model
         twin = copy.deepcopy(self.model).eval()  # its buffers are those of the network
@@ -92,11 +92,11 @@ class Session:
 def prepare(
     fabric: Any, model: nn.Module, options: TrainOptions, data: Source, folder: Path | None = None, used: float = 0.0
 ) -> Session:
-    """Place (in place), wrap and compile ``model``, and make its optimiser; ``used`` is what earlier parts took."""
-    if options.channels_last:  # before the optimiser's state takes the layout of the parameters
+    """Move ``model`` to the device in place, wrap and compile it, make its optimiser; ``used``: see `Budget`."""
+    if options.channels_last:  # first: the optimiser's state copies the layout of the parameters
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
-    optimizer = fabric.setup_optimizers(optimizer_of(options, model))  # after the model is where it stays
+    optimizer = fabric.setup_optimizers(optimizer_of(options, model))  # when the model is on its device
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return Session(
         fabric=fabric,
@@ -118,18 +118,18 @@ def prepare(
 
 
 def _input_shape(options: TrainOptions, data: Source, device: torch.device) -> Shape:
-    """The shape of one input as the model gets it: the first sample's, augmented."""
+    """The shape of one input after augmentation, from the first sample."""
     with kept_random_state(device):
-        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)  # where augmentation runs
+        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)  # augmentation runs there
         augmented = x if options.augment is None else options.augment(x, torch.Generator().manual_seed(0))
         return tuple(augmented.shape[1:])
 
 
 def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser that ``options`` name, of all trained parameters of ``model``.
+    """The optimiser named by ``options`` for all trained parameters of ``model``.
 
     Raises:
-        OptionError: an optimiser that would leave the manifold of Stiefel layers, or one for it without such layers.
+        OptionError: the network has Stiefel layers and the optimiser would leave their manifold, or the reverse.
     """
     inner, outer = optim.split(model)
     along = options.optimizer in ("spectral", "riemannian_adam")
@@ -144,18 +144,18 @@ def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimiz
         first: torch.optim.Optimizer = optim.SpectralDescent(inner, rate)
     else:
         first = optim.RiemannianAdam(inner, options.lr if options.manifold_lr is None else options.manifold_lr)
-    rest = [make_optimizer(options, outer)] if outer else []  # torch refuses an optimiser of nothing
+    rest = [make_optimizer(options, outer)] if outer else []  # torch refuses an empty optimiser
     return optim.Together([first, *rest])
 
 
 def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimizer:
-    """The optimiser that ``options`` name for unconstrained parameters, or groups of them.
+    """The optimiser named by ``options`` for unconstrained parameters, or groups of them.
 
-    A list of parameters on a CPU is changed in one call: torch's choice there is a dozen for each parameter.
+    On a CPU it is fused to one call for all parameters; torch's default makes a dozen calls for each.
     """
     lr, decay = options.lr, options.weight_decay
     on_cpu = all(isinstance(p, Tensor) and p.is_floating_point() and p.device.type == "cpu" for p in parameters)
-    fused = True if on_cpu else None  # None: torch's choice
+    fused = True if on_cpu else None  # None: torch's default
     if options.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=options.momentum, weight_decay=decay, fused=fused)
     adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
@@ -163,7 +163,7 @@ def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimi
 
 
 def check_whole(fabric: Any) -> None:
-    """Raise OptionError for a strategy that keeps parameters in parts: a constrained layer needs them whole."""
+    """Raise OptionError for a strategy that splits parameters, because constrained layers need them whole."""
     name = type(fabric.strategy).__name__
     if name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
         raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {name}")
@@ -174,9 +174,9 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     .. math:: a_s = d_s \, a_{s-1} + (1 - d_s) \, \theta_s, \qquad d_s = \min(d, (1 + s) / (10 + s))
 
-    Until :math:`d_s` reaches d = ``decay``, about step 9 / (1 - d), the average forgets its start faster, so that a
-    short run is not held at its initial values. Steps s count from 1. The price is one fused pass over the parameters,
-    without waiting for the device.
+    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster, so that it
+    does not stay near the initial values in a short run. Steps s count from 1. It costs one fused pass over the
+    parameters, without waiting for the device.
 
     >>> a = [torch.zeros(1)]
     >>> update(a, [torch.ones(1)], 0.9, step=8)

@@ -1,6 +1,6 @@
-"""Where batches come from, a Split, a pair of tensors or a Dataset, and which samples form them.
+"""The sources of batches (a Split, a pair of tensors, a Dataset), the samples of each batch, and random states.
 
-Random numbers depend on (seed, epoch) alone; torch's global random state is given back as it was found.
+Random numbers depend on (seed, epoch) only; torch's global random state is restored after training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lipkit.training.losses import LOSSES
 
 
 def derived_seed(seed: int, *stream: int) -> int:
-    """A 63-bit seed for one stream of random numbers: a function of ``seed`` and the stream's numbers alone.
+    """A 63-bit seed for one stream of random numbers, computed from ``seed`` and the stream's numbers only.
 
-    Neighbouring seeds and streams give unrelated numbers. With ``seed + epoch``, epoch 1 of seed 0 would repeat epoch
-    0 of seed 1.
+    Neighbouring seeds and streams give unrelated numbers. A plain ``seed + epoch`` would make epoch 1 of seed 0 repeat
+    epoch 0 of seed 1.
 
     >>> derived_seed(0, 1) == derived_seed(1, 0), derived_seed(0, 1) == derived_seed(0, 1)
     (False, True)
@@ -34,7 +34,7 @@ def derived_seed(seed: int, *stream: int) -> int:
     return int(state >> np.uint64(1))  # 63 bits: torch's seeds are int64
 
 
-# The streams of random numbers of an epoch; the network's (torch's global ones) are seeded once, at epoch 0.
+# Streams of random numbers of an epoch. NETWORK is torch's global state, seeded once, at epoch 0.
 SHUFFLE, AUGMENT, NETWORK, ATTACK = range(4)
 
 
@@ -72,9 +72,9 @@ def random_state(fabric: Any, generators: Mapping[str, torch.Generator]) -> dict
 
 
 def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mapping[str, torch.Generator]) -> None:
-    """Give each process its own row of what `random_state` gathered."""
+    """Restore in each process its row of the state from `random_state`."""
     rank, device = fabric.global_rank, fabric.device
-    torch.set_rng_state(state["rng_cpu"][rank].clone())  # a copy: torch crashes on a view
+    torch.set_rng_state(state["rng_cpu"][rank].clone())  # torch crashes on a view
     if device.type == "cuda" and "rng_cuda" in state:
         torch.cuda.set_rng_state(state["rng_cuda"][rank].clone(), device)
     for name, generator in generators.items():
@@ -82,9 +82,9 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
 
 
 def _rows(fabric: Any, own: Tensor) -> Tensor:
-    """A row for each process: a sum of tables with one row each."""
+    """The tensors of all processes as rows: the sum of tables with one row each."""
     table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
-    table[fabric.global_rank] = own.to(fabric.device)  # bytes: the sum with zeros is exact
+    table[fabric.global_rank] = own.to(fabric.device)  # adding zeros is exact
     return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()
 
 
@@ -92,7 +92,7 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Source(Protocol):
-    """Anything that the loop trains on: `data.Split` is one."""
+    """Training data: anything with these two methods, such as `data.Split`."""
 
     def __len__(self) -> int: ...
 
@@ -133,10 +133,10 @@ class DatasetSource:
 
 
 def source(train: object) -> Source:
-    """Wrap what ``fit`` was given, or raise DataError.
+    """The data given to ``fit`` as a `Source`; ``DataError`` for other types.
 
-    It is a `data.Split`; a pair (x, y) of tensors or arrays, see `data.as_split`; or a map-style torch Dataset of items
-    (x, y), read anew in every epoch, so that its own augmentation takes effect.
+    Takes a `data.Split`; a pair (x, y) of tensors or arrays, see `data.as_split`; or a map-style torch Dataset of items
+    (x, y), which is read anew in every epoch, so that its own augmentation takes effect.
 
     >>> len(source((torch.rand(5, 3), torch.arange(5))))
     5
@@ -157,7 +157,7 @@ def source(train: object) -> Source:
 
 
 def mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
-    """The likely cause of a failure of the network (``outputs`` is None) or the loss, in words; empty if unknown."""
+    """The likely cause of an error in the network (``outputs`` is None) or the loss, in words; empty if unknown."""
     if outputs is None:
         last = x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
         return f"expected (N, C, H, W), got {tuple(x.shape)} (channels last: x.permute(0, 3, 1, 2))" if last else ""
@@ -169,12 +169,11 @@ def mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
 
 
 def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
-    """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut in batches and among the ranks.
+    """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut into batches and divided among the ranks.
 
-    Every rank draws the same permutation and takes every ``ranks``-th index of each batch of ``batch_size``, so the
-    union over the ranks is the batch that one device would see, each index once; see `own_part`. If a last batch, which
-    may be smaller, has no index left for a rank, the rank gets its first index, uncounted: all ranks must take the same
-    number of steps.
+    Every rank draws the same permutation and takes every ``ranks``-th index of each batch of ``batch_size``, so all
+    ranks together have the batch that one device would have, each index once; see `own_part`. If a smaller last batch
+    has no index for a rank, the rank gets the first one, uncounted: all ranks must take the same number of steps.
 
     >>> [len(b) for b in batches(10, 4, seed=0, epoch=0)]
     [4, 4, 2]

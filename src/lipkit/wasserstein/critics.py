@@ -20,10 +20,10 @@ UNITS = 128
 def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Sequential:
     """A critic of one family's layers: dense for vectors, convolutional for images.
 
-    Vectors, and images whose sides are not even: dense layers of 64, 64 and 1 units. Images (C, H, W) of even sides:
-    a 3 x 3 convolution to 16 channels, one of stride 2 to 32 (smaller kernels where the family takes no others),
-    dense layers of 128 and 1 units. MaxMin between, or the family's own activation. ``options`` are those of the
-    family's convolution, or dense layer.
+    For vectors, and for images with an odd side: dense layers of 64, 64 and 1 units. For images (C, H, W) with even
+    sides: a 3 x 3 convolution to 16 channels, one of stride 2 to 32 (smaller kernels if the family needs them), dense
+    layers of 128 and 1 units. MaxMin between, or the family's own activation. ``options`` are those of the family's
+    convolution, or of its dense layer for vectors.
 
     Raises:
         OptionError: unknown family. ShapeError: sizes that are not positive.
@@ -39,7 +39,7 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
     channels, height, width = input_shape
     between: list[type[nn.Module]] = [] if made.own_activation else [MaxMin]
     wide, deep = CHANNELS
-    # The largest kernel up to 3 x 3 that the family takes at each size.
+    # The largest kernel up to 3 x 3 that the family accepts at each size.
     first, second = (next(k for k in (3, 2, 1) if made.accepts(k, height // s, width // s) or k == 1) for s in (1, 2))
     return nn.Sequential(
         made.conv(channels, wide, first, **options),

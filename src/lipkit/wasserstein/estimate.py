@@ -1,8 +1,8 @@
 r"""The distance :math:`W_1(P, Q) = \sup_{f\ 1\text{-Lipschitz}} E f(x) - E f(y)` from samples, bounded from below.
 
-A critic f of proved constant L, trained on one part of the samples, is a fixed function for the other part. So
-:math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained, and the held-out mean estimates the left-hand side
-without bias.
+A critic f of proved constant L, trained on one part of the samples, is independent of the other part. So
+:math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained, and the mean over the held-out part estimates the
+left-hand side without bias.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Estimate(Shown):
             l2 norm. Its expectation is at most W1.
         low, high: interval for that expectation, not for W1. ``low`` bounds W1 from below; ``high`` does **not** bound
             W1 from above: critics trained too briefly leave both below it.
-        confidence: of the interval, both sides together.
+        confidence: of the two-sided interval.
         method: "student" (asymptotic) or "bernstein" (proved for every sample size).
         constant: largest proved Lipschitz constant of the critics, by which their values were divided.
         critics: the critic of each fold, exported.
-        train_value: as ``value``, on the samples the critics were trained on: how much they overfit. NaN if they
+        train_value: like ``value``, on the training samples of the critics; the excess shows overfitting. NaN if they
             were not trained.
         steps: training steps of each critic.
         held_out: numbers of held-out samples of P and of Q, all folds together.
@@ -71,11 +71,11 @@ class Estimate(Shown):
 
     @property
     def proved(self) -> bool:
-        """True if the interval covers at this sample size (given the diameter), not only as samples grow."""
+        """True if the coverage is proved for this sample size (given the diameter), not only asymptotic."""
         return self.method == "bernstein"
 
     def describe(self) -> str:
-        """The estimate with its interval, and what it rests on."""
+        """The estimate with its interval and critics."""
         kind = "proved for this sample size, given the diameter" if self.proved else "asymptotic: Student's t"
         return (
             f"lower bound of W1: {self.value:.6g}, estimated on {self.held_out[0]} and {self.held_out[1]} "
@@ -111,11 +111,11 @@ def distance(
     (:math:`A_k, B_k`), exported, and evaluated in float64 on the k-th; :math:`L_k` is ``lipschitz`` of its export.
 
     Guarantee:
-        :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a trained critic does not know its
-        held-out samples. The interval: without ``diameter``, Welch's with Student's t, whose coverage is reached only
-        as the samples grow (f is unbounded where the supports are, so no interval from samples alone can be proved);
-        with ``diameter``, the empirical Bernstein bound, proved for every sample size because
-        :math:`|f(x) - f(y)| \le L D`. Neither says how far the critic is below W1; a warning says where it still rose.
+        :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a critic is independent of its held-out
+        samples. The interval without ``diameter`` is Welch's with Student's t, whose coverage is asymptotic (on
+        unbounded supports no interval from samples alone can be proved). With ``diameter`` it is the empirical
+        Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Neither tells how far the
+        critic is below W1; a warning is given if it was still rising.
 
     Cost:
         ``folds * steps`` training steps on ``2 * batch_size`` samples each.
@@ -125,8 +125,7 @@ def distance(
         y: samples of Q, (m, *shape).
         critic: acronym of a family for `critics.critic`, None for "cayley"; or a module with one output that
             ``export`` takes: a copy of it is trained for each fold.
-        steps: training steps. 0: the module is taken as it is and evaluated on all samples, of which it must be
-            independent.
+        steps: training steps. 0: the given module is evaluated as it is on all samples; it must be independent of them.
         batch_size: samples of each of P and Q in one step.
         lr: of Adam, at the start; it falls linearly to zero.
         loss: of (f(x), f(y)): `kr_loss`, or `hinge_kr_loss` with its options bound.
@@ -165,7 +164,7 @@ def distance(
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
     where = torch.device(device)
     shape = tuple(x.shape[1:])
-    parts = _parts(len(x), len(y), folds if steps else 0, seed)  # untrained: all is held out
+    parts = _parts(len(x), len(y), folds if steps else 0, seed)  # 0: hold out all samples
 
     exported: list[Network] = []
     constants: list[float] = []
@@ -181,7 +180,7 @@ def distance(
                 curves.append(fit(model, x[train[0]], y[train[1]], steps, batch_size, lr, loss, generator, where))
         network = export(model.eval(), shape)
         exact = float64_copy(network, where)
-        # Of what is measured, and of what is returned: transforms of Fourier layers are rounded to their own format.
+        # The larger constant of the measured float64 copy and the returned network: Fourier layers round differently.
         constant = max(prove_chain(exact, None).constant, float(lipschitz(network, shape)))
         if not 0 < constant < math.inf:
             raise OptionError(f"expected a critic of positive finite constant, got {constant}")
@@ -222,7 +221,7 @@ def fit(
 ) -> list[float]:
     """Train a critic in place: Adam, its rate falling linearly to zero, on batches drawn with replacement.
 
-    Returns the differences of its means on each batch. ``generator``, on the CPU, draws them.
+    Returns the difference of its means on each batch. ``generator``, on the CPU, draws the batches.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -247,7 +246,7 @@ def fit(
 
 def _rise(curves: Tensor) -> float:
     """Relative rise of the curves (folds, steps) from their second to their last third; 0 within their noise."""
-    third = curves.shape[1] // 3  # the first third is warming up
+    third = curves.shape[1] // 3  # the first third, a warm-up, is ignored
     before, after = curves[:, -2 * third : -third], curves[:, -third:]
     rise = (after - before).mean()
     noise = (before.var(1) + after.var(1)).sum().div(third).sqrt() / len(curves)
@@ -255,7 +254,7 @@ def _rise(curves: Tensor) -> float:
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
-    """One step of the optimiser at this rate, down the gradient of the loss."""
+    """One step of the optimiser on ``loss`` at the learning rate ``lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
@@ -277,7 +276,7 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
     if folds == 0:
         nothing = orders[0][:0]
         return [((nothing, nothing), (orders[0], orders[1]))]
-    first, second = (order.tensor_split(max(folds, 2)) for order in orders)  # one fold still needs two parts
+    first, second = (order.tensor_split(max(folds, 2)) for order in orders)  # one fold needs two parts, too
     if min(len(part) for part in (*first, *second)) < 2:
         raise DataError(f"expected at least {2 * max(folds, 2)} samples of each for {folds} folds, got {n} and {m}")
     rest = [[torch.cat(pieces[:k] + pieces[k + 1 :]) for pieces in (first, second)] for k in range(folds)]
@@ -296,9 +295,9 @@ def _evaluate(network: nn.Module, samples: Tensor, batch_size: int) -> Tensor:
 
 
 def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:
-    """Check the diameter by distances from one sample: necessary, not sufficient, but all pairs would cost n^2."""
+    """Refuse samples further than the diameter from the first one; checking all pairs would cost n^2."""
     first = x[:1].double()
     for name, samples in (("x", x), ("y", y)):
         far = max(float((part.double() - first).flatten(1).norm(dim=1).max()) for part in samples.split(4096))
-        if far > diameter * (1 + 1e-12):  # whoever computed it rounded, too
+        if far > diameter * (1 + 1e-12):  # the given diameter may be rounded
             raise DataError(f"expected samples within the diameter {diameter:g}, got one of {name} at distance {far:g}")

@@ -36,14 +36,14 @@ def moments(values: Tensor) -> Moments:
 
 
 def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
-    r"""Half the width of Welch's interval for the average of the differences of means of all K pairs (of folds).
+    r"""Half the width of Welch's interval for the average over K folds of the difference of two means.
 
     .. math:: \frac1K \sum_k t_{\nu_k,(1 + c)/2} \sqrt{\frac{v_k}{n_k} + \frac{w_k}{m_k}}
 
-    with Welch and Satterthwaite's degrees of freedom :math:`\nu_k`. The standard deviations of the folds are added, not
-    their squares: the errors of two folds are not independent, for each critic was trained on the other's samples. If
-    P = Q they even agree (both are the product of the two folds' random differences), and the root of the summed
-    squares would be too short by :math:`\sqrt2`.
+    with Welch and Satterthwaite's degrees of freedom :math:`\nu_k`. Standard deviations of folds are added, not their
+    squares, because the errors of two folds are dependent: each critic was trained on the other's samples. If P = Q
+    they even agree (both are the product of the two folds' random differences), and the root of summed squares would
+    be too small by a factor of :math:`\sqrt2`.
 
     Guarantee:
         None for a finite sample: the coverage is at least c in the limit of large samples (central limit theorem), if
@@ -61,24 +61,24 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
 
 
 def _welch(first: Moments, second: Moments, confidence: float) -> float:
-    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]  # and degrees of freedom of each
+    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]  # squared error, degrees of freedom
     total = sum(t for t, _ in terms)
     if total == 0:
         return 0.0
-    # Relative to the total, so that no square under- or overflows.
+    # Divide by the total first, so that no square under- or overflows.
     freedom = 1 / sum((t / total) ** 2 / df for t, df in terms)
     return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(total)
 
 
 def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: float) -> float:
-    r"""Half the width of an interval that is proved for every sample size, where g has a bounded range.
+    r"""Half the width of an interval that is proved for every sample size, if g has a bounded range.
 
     .. math:: \frac1K \sum_k \sum_{v \in \{v_k, w_k\}}
               \sqrt{\frac{2 v \ln(2/\delta)}{n}} + \frac{7 D \ln(2/\delta)}{3 (n - 1)},
               \qquad \delta = \frac{1 - c}{4 K}
 
-    Each of the 2 K means leaves its one-sided bound with probability at most delta on either side (Maurer and Pontil);
-    the union bound adds them up, so the folds need not be independent.
+    Each of the 2 K means exceeds its bound with probability at most delta on either side (Maurer and Pontil). The union
+    bound adds these probabilities, so the folds need not be independent.
 
     Guarantee:
         Covers :math:`E\,g(x) - E\,g(y)`, averaged over the folds, with probability at least c, whatever the

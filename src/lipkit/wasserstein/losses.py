@@ -35,12 +35,12 @@ def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
 
 
 def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float = 1.0) -> Tensor:
-    r"""The dual objective plus a hinge: the critic also tells P and Q apart by its sign, with a margin.
+    r"""The dual objective plus a hinge, which makes the sign of f separate P and Q by a margin.
 
     .. math:: \mathrm{mean}\, f(y) - \mathrm{mean}\, f(x)
               + \tfrac\alpha2 \big(\mathrm{mean}\, (m - f(x))_+ + \mathrm{mean}\, (m + f(y))_+\big)
 
-    With ``alpha = 0`` it is `kr_loss`. P and Q have the weight 1/2 each in the hinge, however many samples there are.
+    With ``alpha = 0`` it is `kr_loss`. P and Q have the weight 1/2 each in the hinge, whatever the numbers of samples.
 
     Args:
         fx, fy: of any shape.

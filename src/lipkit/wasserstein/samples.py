@@ -76,7 +76,7 @@ def assignment(x: Any, y: Any) -> float:
         over samples is at least W1(P, Q), and exceeds it by the order of :math:`n^{-1/d}` in d > 2 dimensions.
 
     Cost:
-        :math:`O(n^3)` time and :math:`8 n^2` bytes; a second for n = 2000.
+        :math:`O(n^3)` time and :math:`8 n^2` bytes; one second for n = 2000.
 
     Args:
         x: samples of P, tensor or array (n, *shape) with n <= MAX_SAMPLES, as in `distance`.
@@ -99,7 +99,7 @@ def assignment(x: Any, y: Any) -> float:
         raise OptionError(f"expected at most {MAX_SAMPLES} samples, got {len(x)}")
     a, b = (t.cpu().double().flatten(1).numpy() for t in (x, y))
     cost = np.empty((len(a), len(b)))
-    for i, row in enumerate(a):  # differences first: the expanded square would cancel for close samples
+    for i, row in enumerate(a):  # not by the expanded square, which cancels for close samples
         cost[i] = np.linalg.norm(b - row, axis=1)
     rows, columns = linear_sum_assignment(cost)
     return float(cost[rows, columns].mean())

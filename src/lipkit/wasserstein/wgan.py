@@ -34,9 +34,9 @@ class Wgan:
 
     Attributes:
         generator: maps (n, latent) to samples (n, *shape).
-        critic: the critic it was trained against, as the last step left it.
+        critic: the critic it was trained against, after the last step.
         latent: dimension of z.
-        history: for each generator step, the critic's mean on data minus that on generated samples (of one batch).
+        history: for each generator step, the critic's mean on data minus that on generated samples, on one batch.
     """
 
     generator: nn.Module
@@ -54,7 +54,7 @@ class Wgan:
 
 
 def generator(shape: Shape, latent: int) -> nn.Sequential:
-    """latent - 256 - 256 - shape with ReLU between; behind a sigmoid for images (C, H, W), which lie in [0, 1].
+    """latent - 256 - 256 - shape with ReLU between; then a sigmoid for images (C, H, W), which lie in [0, 1].
 
     >>> generator((1, 8, 8), 4)(torch.zeros(2, 4)).shape
     torch.Size([2, 1, 8, 8])
@@ -79,7 +79,7 @@ def train(
     device: torch.device | str = "cpu",
     progress: Callable[[int, float], None] | None = None,
 ) -> Wgan:
-    """Train a generator of samples like x.
+    """Train a generator whose samples are distributed like x.
 
     Each of ``steps`` generator steps follows ``critic_steps`` steps of the critic. Both use Adam with the betas
     (0.5, 0.9); the rates fall linearly to zero.
@@ -89,7 +89,7 @@ def train(
         latent: dimension of the normal z.
         generator: maps (n, latent) to (n, *shape); a copy is trained. None: `generator` of this module.
         critic: as in `wasserstein.distance`.
-        steps, critic_steps: see above.
+        steps, critic_steps: number of generator steps, and of critic steps before each.
         batch_size: samples of a step.
         lr, critic_lr: rates at the start, of the generator and of the critic.
         seed: of weights, batches and z. torch's global random state is left as it was.
@@ -117,7 +117,7 @@ def train(
     check_positive(lr=lr, critic_lr=critic_lr)
     where, shape = torch.device(device), tuple(data.shape[1:])
     with own_random_state(where, derived_seed(seed, 3)):
-        # The name of the function is hidden by the argument.
+        # globals(): the argument hides the function `generator`.
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
         judge = critics.instance(critic, shape)
         maker.to(where).train()
@@ -144,7 +144,7 @@ def train(
                 both = values(torch.cat([real, fake]))  # one pass for both
                 loss = kr_loss(both[:batch_size], both[batch_size:])
                 descend(judging, loss, critic_lr * left)
-                number = step * critic_steps + inner + 1  # of all critic steps, for layers with a schedule
+                number = step * critic_steps + inner + 1  # counts all critic steps, for `after_step`
                 after_step(judge, shape, number if number < steps * critic_steps else None)
                 found = -float(loss.detach())
             loss = -values(made()).mean()

@@ -1,1 +1,1 @@
-"""The tests of the laws, functions of a :class:`~lipkit.testing.case.Case`: what they measure, or ``LawBroken``."""
+"""The tests of the laws: each takes a :class:`~lipkit.testing.case.Case`; returns figures or raises ``LawBroken``."""

@@ -26,7 +26,7 @@ def true_norm(layer: nn.Module, case: Case, shape: Shape, dtype: torch.dtype) ->
 
 
 def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]:
-    """The chain of inequalities for a layer as it is now, at one input shape."""
+    """The inequalities norm <= export's bound <= layer's bound, for a layer as it is now, at one input shape."""
     eps = case.eps(shape)
     claimed = float(lipschitz(layer, shape).detach())
     require(math.isfinite(claimed), f"input {shape}: expected a finite lipschitz(layer), got {claimed}")
@@ -35,13 +35,13 @@ def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]
     require_bound(reached, claimed, eps, f"{place} a norm of at most lipschitz(layer)")
     network = export(layer, shape)
     proved = float(lipschitz(network))
-    # The proof adds its own rounding allowance, of the order n^2 u times the condition of a diagonal scaling.
+    # The proof adds a rounding allowance of the order n^2 u times the condition of a diagonal scaling.
     proof = tolerance(max(8, math.prod(shape)) ** 2, torch.float64, c=256.0)
     allowed = case.slack + eps + proof
     require_bound(proved, claimed, allowed, f"{place} lipschitz(export(layer)) of at most lipschitz(layer)")
     exported = true_norm(network, case, shape, case.dtype)
     require_bound(exported, proved, eps, f"{place} the exported layer to have a norm of at most its bound")
-    # The same numbers in float64 arithmetic: the bound must hold to float64 rounding, whatever dtype they had.
+    # In float64 arithmetic the bound of the same numbers must hold to float64 rounding.
     double = copy.deepcopy(network).double()
     exact, bound = true_norm(double, case, shape, torch.float64), float(lipschitz(double))
     allowed = tolerance(max(8, math.prod(shape)), torch.float64)
@@ -71,12 +71,12 @@ def attained(case: Case) -> dict[str, float]:
         for layer in states(case):
             claimed = float(lipschitz(layer, shape).detach())
             x = case.x(shape, batch=4)
-            # Far from the origin no bias decides on which side of its kink a unit is.
+            # Far from the origin the biases do not decide on which side of its kink a unit is.
             values = singular_values(operators(layer, torch.cat((x[:2], 30 * x[2:]))))
             low, high = float(values.min()), float(values.max())
             smallest, largest = min(smallest, low), max(largest, high)
             if case.claim == "orthogonal":
-                # A declared truncation may lower singular values by as much as it raises the bound.
+                # Declared truncation may lower singular values by as much as it raises the bound.
                 allowed = case.eps(shape) + min(max(claimed / case.gamma - 1, 0.0), case.slack)
                 require(
                     case.gamma * (1 - allowed) <= low and high <= case.gamma * (1 + allowed),
@@ -104,7 +104,7 @@ def trained(case: Case) -> dict[str, float]:
         for step in range(STEPS):
             optimiser.zero_grad()
             y = layer(case.x(extra=37 + step))
-            (-y.square().mean() + y.mean()).backward()  # outputs grow, and no symmetry keeps a gradient at zero
+            (-y.square().mean() + y.mean()).backward()  # outputs grow; the mean avoids gradients of zero by symmetry
             optimiser.step()
         broken = [name for name, p in layer.named_parameters() if not bool(torch.isfinite(p).all())]
         what = f"{STEPS} Adam steps of rate {RATE}"
@@ -207,7 +207,7 @@ def _right(layer: nn.Module, x: Tensor, where: str) -> None:
 
 
 def gradients(case: Case) -> dict[str, float]:
-    """Law 9, in float64: gradcheck at random weights and repeated singular values; finite there and at zero."""
+    """Law 9, in float64: gradcheck at random weights and repeated singular values; finite ones there and at zero."""
     x = case.x(batch=2, dtype=torch.float64)  # finite differences need float64
     for where, point in POINTS.items():
         layer = case.moved(case.layer(dtype=torch.float64))

@@ -24,7 +24,7 @@ def exported(case: Case) -> dict[str, float]:
         x, eps = case.x(shape), case.eps(shape)
         layer = case.moved(case.layer()).eval()
         y = forward(layer, x)
-        before = torch.get_rng_state()  # an export may look for norms, but not at random
+        before = torch.get_rng_state()  # a search for norms in an export must not draw random numbers
         network = export(layer, shape)
         drawn = not torch.equal(before, torch.get_rng_state())
         require(not drawn, "expected an export that leaves the random state as it is, got one that draws from it")
@@ -56,7 +56,7 @@ def exported(case: Case) -> dict[str, float]:
 def _observe(case: Case, option: str, value: Any) -> list[Tensor] | None:
     """Outputs and claims in both modes at one seed, or None if the value is refused."""
     try:
-        # Moved: the initial weights may be special (already orthogonal, say), so that options agree there.
+        # Moved, because options may agree at special initial weights, such as orthogonal ones.
         layer = case.moved(case.layer(**{option: value}))
         x = case.x(dtype=value if isinstance(value, torch.dtype) else None)
         seen = []
@@ -88,7 +88,7 @@ def options_act(case: Case) -> dict[str, float]:
 
 def refusals(case: Case) -> dict[str, float]:
     """Law 13: each bad argument raises its error, whose message has "expected ..., got ..." and both values."""
-    shape, other = case.shape, (*case.shape[:-1], case.shape[-1] + 1)  # an export is for one shape
+    shape, other = case.shape, (*case.shape[:-1], case.shape[-1] + 1)  # an export accepts one shape only
     what, words = f"the layer exported for {shape} called on {other}", (str(shape[-1]), str(other[-1]))
     other_size = Refusal(what, lambda make: export(make(), shape)(case.x(other)), ShapeError, words)
     table = (other_size, *case.refusals)

@@ -1,4 +1,4 @@
-"""Law 12: another dtype, device, compiler or transform of functions runs the same function."""
+"""Law 12: the function stays the same under another dtype, device, compiler or functional transform."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _parts(value: Any) -> list[Tensor]:
 
 @contextmanager
 def _recorded(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """The constrained objects that a forward pass makes."""
+    """Collect the constrained weights, kernels, symbols and generators that a forward pass makes."""
     made: list[Tensor] = []
 
     def recorder(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _recorded(layer: nn.Module) -> Iterator[list[Tensor]]:
         yield made
     finally:
         for module, name in touched:
-            delattr(module, name)  # the method of the class is there again
+            delattr(module, name)  # uncovers the method of the class
 
 
 def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -94,8 +94,8 @@ def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def _another_device(layer: nn.Module, x: Tensor, y: Tensor, case: Case) -> None:
-    # The meta device needs no hardware: a constant left behind on the CPU raises there too. It holds no values, so a
-    # step that looks at them (how many iterations, which entries) is refused: then only shapes are lost.
+    # The meta device needs no hardware, and a constant left on the CPU raises there, too. It holds no values, so a
+    # layer whose steps depend on values raises; only the check of shapes is lost then.
     try:
         z = copy.deepcopy(layer).to("meta")(x.to("meta"))
     except (NotImplementedError, OptionError):
@@ -116,7 +116,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _waves(like: Tensor) -> Tensor:
-    """Numbers between -1 and 1 that no symmetry of a layer favours."""
+    """Numbers between -1 and 1 without the symmetries of a layer."""
     return torch.cos(torch.arange(like.numel(), dtype=torch.float64)).reshape(like.shape).to(like)
 
 
@@ -144,7 +144,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
             f"and rules for vmap and jvp), got {type(error).__name__}: {line}"
         ) from None
     gap = require_same(each, y, eps, "torch.func.vmap over the samples")
-    # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
+    # Compare with the size of the output: for an orthogonal layer, gradients of a norm nearly cancel.
     size = float(to.norm() * max(1.0, float(y.norm())))
     there = sum(float((slope * way).sum()) for slope, way in zip(slopes, [*along.values(), _waves(x)], strict=True))
     require_small(abs(float((change * to).sum()) - there) / size, 32 * eps, "torch.func.jvp")
@@ -156,7 +156,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
 def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
     plain, compiled = copy.deepcopy(layer), copy.deepcopy(layer)
     x = x.clone().requires_grad_()
-    torch.compiler.reset()  # graphs of another layer of this class would be tried first
+    torch.compiler.reset()  # else graphs of other layers of this class are tried first
     with _quiet():
         z = torch.compile(compiled, backend=backend, fullgraph=case.fullgraph)(x)
         z.square().sum().backward()
@@ -167,7 +167,7 @@ def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
         if p.grad is not None:
             if q.grad is None:
                 raise LawBroken(f"torch.compile(backend={backend!r}): expected a gradient of {name}, got None")
-            # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
+            # Compare with the size of the output: for an orthogonal layer, gradients of a norm nearly cancel.
             size = max(float(p.grad.norm()), float(y.detach().norm()))
             off = float((p.grad - q.grad).norm()) / size
             require_small(off, 16 * case.eps(), f"torch.compile(backend={backend!r}), gradient of {name}")

@@ -41,7 +41,7 @@ def complete(case: Case) -> dict[str, float]:
         return {"parameters": 0.0}
     y = layer(case.x())
     with case.random(5):
-        direction = torch.randn_like(y)  # random: the gradient of a norm vanishes for orthogonal layers
+        direction = torch.randn_like(y)  # not the norm, whose gradient vanishes for orthogonal layers
     require(y.requires_grad, "expected an output that depends on the parameters, got one without a gradient")
     (y * direction).sum().backward()
     for name, p in layer.named_parameters():
@@ -103,14 +103,14 @@ def round_trips(case: Case) -> dict[str, float]:
     x, eps = case.x(), case.eps()
     layer = case.moved(case.layer())
     unused = copy.deepcopy(layer)
-    y = layer(x).detach()  # with a graph, as in training: a weight kept from it could not be copied
+    y = layer(x).detach()  # record a graph, as in training: deepcopy fails if the layer keeps a weight from it
     worst = require_same(forward(unused, x), y, eps, "deepcopy made before a forward pass")
     fresh = case.layer(extra=7)
     buffer = io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     fresh.load_state_dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
     worst = max(worst, require_same(forward(fresh, x), y, eps, "fresh layer with the saved state_dict"))
-    loaded = pickle.loads(pickle.dumps(layer))  # the bytes made here, in this process
+    loaded = pickle.loads(pickle.dumps(layer))  # safe: the bytes were made here
     for copied, what in ((copy.deepcopy(layer), "deepcopy"), (loaded, "pickled copy")):
         worst = max(worst, require_same(forward(copied, x), y, eps, what))
         _independent(case, copied, layer, what)
@@ -122,7 +122,7 @@ def round_trips(case: Case) -> dict[str, float]:
 def _ema(case: Case, layer: nn.Module) -> None:
     x, eps = case.x(), case.eps()
     average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    average.update_parameters(layer)  # the first one copies
+    average.update_parameters(layer)  # the first update copies
     y = forward(layer, x)
     first = {name: t.detach().clone() for name, t in layer.state_dict().items()}
     case.moved(layer, extra=13)
@@ -141,15 +141,15 @@ def _optimiser_step(case: Case, layer: nn.Module) -> None:
     optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
     with case.random(17):
         for p in layer.parameters():
-            # Whatever the loss says: every parameter moves, by about half of its size.
+            # Replace the gradient, so that every parameter moves by about half of its size.
             p.grad = torch.randn(p.shape, dtype=p.dtype).to(p.device) * (p.detach().square().mean().sqrt() + 0.1)
     optimiser.step()
-    optimiser.zero_grad()  # a gradient left behind would be state, too
+    optimiser.zero_grad()  # a remaining gradient would be state, too
 
 
 def _data(case: Case, layer: nn.Module) -> None:
     for p, q in zip(layer.parameters(), case.moved(case.layer(extra=29), extra=29).parameters(), strict=True):
-        p.data = q.data.clone()  # no version counter sees it
+        p.data = q.data.clone()  # not seen by the version counter
 
 
 CHANGES: dict[str, Callable[[Case, nn.Module], object]] = {
