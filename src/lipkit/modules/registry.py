@@ -249,9 +249,9 @@ def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
     """The result of the rule of ``kind``, with those of its modules that cannot be stored exported in turn."""
+    part = [type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1) for m in network]  # of a sample: not stored
     rows = [None if type(m) is kind else ROWS.get(type(m)) for m in network]
-    # Flatten is stored for whole samples only.
-    old = [row is not None and (row.stored is None or row.kind is nn.Flatten) for row in rows]
+    old = [row is not None and (row.stored is None or flat) for row, flat in zip(rows, part, strict=True)]
     if not any(old):
         return network
     modules, shape = list[nn.Module](), network.input_shape
