@@ -41,6 +41,12 @@ def test_a_convolution_is_its_definition(name: str, case: tuple) -> None:
     compared(name, layer, torch.randn(2, inputs, *size, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_so_it_is_without_a_bias(name: str) -> None:
+    torch.manual_seed(6)
+    compared(name, FAMILIES[name].conv(2, 4, 3, bias=False, dtype=torch.float64), torch.randn(2, 2, 6, 6).double())
+
+
 @pytest.mark.parametrize("sizes", [(3, 5), (5, 3), (40, 33)], ids=str)
 @pytest.mark.parametrize("name", ["cayley", "aol", "bro", "cholesky", "sll", "cpl", "sandwich"])
 def test_a_dense_layer_is_its_definition_on_one_pixel(name: str, sizes: tuple[int, int]) -> None:

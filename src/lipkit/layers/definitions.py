@@ -114,7 +114,7 @@ def bro(layer: Any, h: int, w: int) -> Tensor:
     """Lai et al., ICML 2025, section 4: I - 2 V (V* V)^-1 V* at each frequency, cut to the layer's channels."""
     v = symbol(layer.directions(), h, w)
     reflector = torch.eye(v.shape[-2]) - 2 * v @ torch.linalg.inv(v.mH @ v) @ v.mH
-    inputs, outputs = getattr(layer, "inner_channels", None) or layer.in_features, layer.bias.shape[0]
+    outputs, inputs = layer.shape[:2]  # of a weight
     return reflector[..., :outputs, :inputs]  # a part of an orthogonal matrix is a contraction
 
 
