@@ -145,6 +145,13 @@ def test_what_does_not_fit_is_refused() -> None:
         intervals.coverage(intervals.low.T)
 
 
+def test_outputs_that_are_not_vectors_are_refused() -> None:
+    torch.manual_seed(0)
+    net, x = Network([nn.Linear(5, 3)], (4, 5)), torch.rand(4, 4, 5)  # as many samples as positions: bounds would mix
+    with pytest.raises(ShapeError, match=r"expected outputs of shape \(N,\) or \(N, d\), got \(4, 4, 3\)"):
+        conformal.calibrate(net, x, torch.zeros(4, 4, 3))
+
+
 def test_a_proof_that_ignores_rounding_is_refused() -> None:
     net = Network([nn.Linear(1, 2)], (1,))
     with pytest.raises(OptionError, match="expected one with rounding='sound', got rounding='ignore'"):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lipkit
-from lipkit import certificates, conformal, interop, modules
+from lipkit import certificates, conformal, interop, layers, modules
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.bounds.dissipation import System, least_gain
 from lipkit.layers import families
@@ -204,6 +204,15 @@ def scores_of_both(folder: Path) -> None:
     certificates.auroc(network, torch.rand(4, 3).to(CUDA), torch.rand(4, 3), 0.1)
 
 
+def outputs_there(folder: Path) -> None:
+    # The constant of each output, with its scale, is found where the network lies.
+    network = there(nn.Sequential(nn.Linear(3, 2), layers.Rescale([2.0, 3.0], [0.0, 1.0])), 3)
+    x, y = torch.rand(9, 3).to(CUDA), torch.rand(9, 2).to(CUDA)
+    certificates.certify_regression(network, x, y, delta=0.1, device=CUDA)
+    found = conformal.calibrate(network, x, y, proof=certificates.prove(network, device=CUDA))
+    found.predict_interval(x, 0.5, 0.1)
+
+
 def box_there(folder: Path) -> None:
     box = torch.zeros(3).to(CUDA), torch.ones(3).to(CUDA)
     assert lipschitz_lower_bound(mlp().to(CUDA), box, input_shape=(3,), restarts=2, steps=2).lower > 0
@@ -222,7 +231,7 @@ def runtimes(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [tight, monotone, labels_there, scores_of_both, box_there, recurrent, runtimes],
+    [tight, monotone, labels_there, scores_of_both, outputs_there, box_there, recurrent, runtimes],
     ids=lambda f: f.__name__,
 )
 def test_uses(device: torch.device, tmp_path: Path, use: Callable[[Path], None]) -> None:

@@ -161,6 +161,15 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], kind: type[Exc
         dense(identity(3, 4), **given)  # type: ignore[arg-type]
 
 
+def test_labels_may_be_integers_of_any_size() -> None:
+    x, y = sample(3, 4, 5)
+    expected = dense(identity(4, 5), x, y, 0.1)
+    for kind in (torch.int8, torch.uint8, torch.int32):
+        assert torch.equal(dense(identity(4, 5), x, y.to(kind), 0.1).worst, expected.worst)
+    with pytest.raises(OptionError, match="expected labels from 0 to 3, got 156 to 156"):  # -100 as one byte
+        dense(identity(4, 5), x, torch.full_like(y, 156, dtype=torch.uint8), 0.1)
+
+
 def linear(rows: list[list[float]], shape: tuple[int, ...]) -> Network:
     layer = nn.Linear(len(rows[0]), len(rows), bias=False, dtype=torch.float64)
     with torch.no_grad():

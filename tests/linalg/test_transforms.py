@@ -89,6 +89,39 @@ def test_a_batch_of_gradients_through_one_graph(name: str) -> None:
     torch.testing.assert_close(together, one_by_one, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", MAPS)
+def test_saved_tensors_are_unpacked_once(name: str) -> None:
+    # A checkpoint makes them again at the first unpacking, and refuses a second one.
+    function, a = MAPS[name]
+    b = a.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(b).square().sum(), b)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], list.pop):
+        y = function(b).square().sum()
+    assert torch.equal(torch.autograd.grad(y, b)[0], expected)
+
+
+def test_saved_tensors_of_half_precision_are_unpacked_once() -> None:
+    kernel, x = random(4, 4, 3, 3).float().requires_grad_(), random(8, 4, 5, 4).bfloat16()
+    (expected,) = torch.autograd.grad(cayley_conv2d(kernel, x).float().square().sum(), kernel)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], list.pop):
+        y = cayley_conv2d(kernel, x).float().square().sum()
+    assert torch.equal(torch.autograd.grad(y, kernel)[0], expected)
+
+
+@pytest.mark.parametrize("name", [name for name in (*MAPS, "gram_norm") if name[0] not in "pt"])
+def test_second_derivatives_where_saved_tensors_have_hooks(name: str) -> None:
+    function, a = EVERYTHING[name]
+
+    def second() -> Tensor:
+        b = a.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(function(b).square().sum(), b, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), b)[0]
+
+    expected = second()
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone):  # as offloading does
+        assert torch.equal(second(), expected)
+
+
 @pytest.mark.parametrize("name", ORTHOGONALIZE)
 def test_a_batch_of_matrices_by_vmap(name: str) -> None:
     batch = random(3, 4, 2)

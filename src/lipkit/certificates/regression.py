@@ -266,6 +266,8 @@ def columns(values: Tensor) -> Tensor:
 def with_targets(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and targets of their shape, (N, d) float64."""
     outputs, target = columns(outputs), columns(y.detach().cpu().double())
+    if outputs.ndim != 2:
+        raise ShapeError(f"expected outputs of shape (N,) or (N, d), got {tuple(outputs.shape)}")
     if outputs.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
     return outputs, target

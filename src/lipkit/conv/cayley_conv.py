@@ -79,7 +79,8 @@ class _Solved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        inputs, constants, (y, *kept) = ctx.saved_tensors[:7], ctx.saved_tensors[7:13], ctx.saved_tensors[13:]
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
+        inputs, constants, (y, *kept) = saved[:7], saved[7:13], saved[13:]
         x, bias, scale, _, _, rest_real, rest_pair = inputs
         none = (None,) * len(constants)
         matrices = _transform(constants)
@@ -133,7 +134,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        inputs, (m_real, m_pair, w_real, w_pair, *kept) = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        *inputs, m_real, m_pair, w_real, w_pair, solved, further = ctx.saved_tensors
         x, _, scale, real = inputs[:4]
         size = x.shape[-2:]
         if torch.is_grad_enabled() or transformed():
@@ -145,7 +146,7 @@ class _Rounded(torch.autograd.Function):
             matrices = transform_matrices(*size, dtype=x.dtype, device=x.device)
             rest = None if w_real is None else Symbol(w_real, w_pair)
             asked, inverse = ctx.needs_input_grad[1:8], Symbol(m_real, m_pair)
-            found = backward_rounded(ctx.form, asked, x, scale, inverse, rest, (kept[0], kept[1]), g, matrices)
+            found = backward_rounded(ctx.form, asked, x, scale, inverse, rest, (solved, further), g, matrices)
         return None, *found, None, None
 
 

@@ -16,7 +16,7 @@ from lipkit.layers import definitions, export
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lipschitz_rule
 
 
@@ -60,11 +60,10 @@ class _Rescaled(torch.autograd.Function):
         return free * factor
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (free, scale, norm, factor) = grads, ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):  # a second derivative, or a batch of gradients
-            found: tuple[Tensor, Tensor] = torch.func.vjp(_plain_rescaled, free, scale)[1](g)
-            return found
+            return plain_gradients(_plain_rescaled, (free, scale), g)
         for_scale = (g * free).sum() / norm  # <g, V> / ||V||
         made = free * (for_scale / norm)  # in the memory order of ``free``, as its gradient is kept
         return torch.sub(g, made, out=made).mul_(factor), for_scale  # the part of g along V does not count

@@ -21,7 +21,7 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products
 from lipkit.linalg.gram_norm import SMALLEST, gram_norm
 from lipkit.linalg.precision import autocast_off, flushes
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 from lipkit.modules.taylor import TaylorConv2d
 from lipkit.proof.norms import quick_norm_estimate, quick_spectral_norm
@@ -89,7 +89,7 @@ class _QuickNorm(torch.autograd.Function):
         if g is None:
             return None, None
         if torch.is_grad_enabled() or transformed():  # a second derivative
-            return torch.func.vjp(gram_norm, matrix)[1](g)[0], None
+            return plain_gradients(gram_norm, (matrix,), g)[0], None
         factor = torch.where(bound > SMALLEST, g * ratio, 0.0)  # 0 where the bound is clamped
         return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype)), None
 

@@ -57,21 +57,21 @@ def transformed(gradient: Tensor | None = None) -> bool:
 def plain_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], g: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``function(*inputs)`` from the upstream ``g``, None for an input that is None.
+    """Gradients of ``function(*inputs)`` from the upstream ``g``, None for an input without one.
 
     They can be differentiated again, and batched, unlike those of a backward pass written by hand.
 
-    >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1), None), torch.ones(1))
-    (tensor([3.]), None)
+    >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1, requires_grad=True), None), torch.ones(1))
+    (tensor([3.]...), None)
     """
-    given = [t for t in inputs if t is not None]
-
-    def filled(*values: Tensor) -> Tensor:
-        left = iter(values)
-        return function(*(None if t is None else next(left) for t in inputs))
-
-    found = iter(torch.func.vjp(filled, *given)[1](g))
-    return tuple(None if t is None else next(found) for t in inputs)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views make autograd take the inputs as independent, also where one was made of another.
+        views = [None if t is None else t.view_as(t) for t in inputs]
+        asked = [view for view in views if view is not None and view.requires_grad]
+        # Not by torch.func.vjp, which refuses saved tensors with hooks: those of checkpoints and of offloading.
+        found = iter(torch.autograd.grad(function(*views), asked, g, create_graph=again, allow_unused=True))
+    return tuple(next(found) if view is not None and view.requires_grad else None for view in views)
 
 
 def differentiated(a: Tensor) -> bool:
