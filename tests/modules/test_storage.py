@@ -161,6 +161,7 @@ OTHERS: list[tuple[nn.Module, tuple[int, ...]]] = [
 def test_types_that_others_stand_for(module: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
     net, x = export(module, shape), torch.randn(3, *shape)
     assert {type(part) for part in net} <= set(stored_types()) - {type(module)} | {nn.Flatten}
+    assert all(type(part) is nn.Parameter for part in net.parameters())  # torch.export asks for them
     assert torch.equal(net(x), module(x))
     assert torch.equal(load(save(net, tmp_path))(x), net(x))
     assert float(lipschitz(net)) == pytest.approx(float(lipschitz(module, shape).detach()), rel=1e-9)

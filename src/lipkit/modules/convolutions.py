@@ -55,7 +55,8 @@ def on_row(module: Any) -> Any:
             vars(row)[key] = (neutral, size[-1] if isinstance(size, tuple | list) else size)
     if "weight" in module._parameters:
         weight = module.weight[:, :, None]  # a view, which hands on derivatives
-        weight = weight if weight.requires_grad else nn.Parameter(weight, requires_grad=False)
+        moves = weight.requires_grad and torch.is_grad_enabled()  # an export holds parameters
+        weight = weight if moves else nn.Parameter(weight, requires_grad=False)
         vars(row)["_parameters"] = {**module._parameters, "weight": weight}
         vars(row)["_reversed_padding_repeated_twice"] = [*module._reversed_padding_repeated_twice, 0, 0]
     return row
