@@ -203,6 +203,7 @@ def test_adaptive_max_pooling_picks_a_pixel_that_often(output: Any, size: tuple[
         nn.AdaptiveAvgPool1d(4),
         nn.AdaptiveMaxPool1d(3),
         nn.AdaptiveMaxPool1d((1,)),
+        nn.MaxPool1d(np.int64(3), np.int64(2), np.int64(1)),  # type: ignore[arg-type]
     ],
 )
 def test_pooling_of_signals_is_that_of_images_with_one_row(layer: nn.Module) -> None:

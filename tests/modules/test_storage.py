@@ -25,13 +25,16 @@ from lipkit.modules import (
     Blend,
     Enlarge,
     FourierConv2d,
+    GradientStep,
     Graph,
     GroupSort,
     MaxMin,
     Network,
     Recurrent,
     Reshape,
+    SandwichBlock,
     Shift2d,
+    SlopeResidual,
     SpreadConv2d,
     load,
     save,
@@ -158,9 +161,31 @@ OTHERS: list[tuple[nn.Module, tuple[int, ...]]] = [
 def test_types_that_others_stand_for(module: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
     net, x = export(module, shape), torch.randn(3, *shape)
     assert {type(part) for part in net} <= set(stored_types()) - {type(module)} | {nn.Flatten}
+    assert all(type(part) is nn.Parameter for part in net.parameters())  # torch.export asks for them
     assert torch.equal(net(x), module(x))
     assert torch.equal(load(save(net, tmp_path))(x), net(x))
     assert float(lipschitz(net)) == pytest.approx(float(lipschitz(module, shape).detach()), rel=1e-9)
+
+
+PARTS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (GradientStep(nn.Linear(4, 3), nn.ReLU6(), torch.tensor(0.3)), (2, 4)),
+    (SandwichBlock(nn.Linear(4, 3), nn.ReLU6(), nn.Linear(3, 4), torch.ones(3)), (2, 4)),
+    (SlopeResidual(nn.Conv1d(4, 3, 1), nn.ReLU6(), nn.Conv1d(3, 4, 1), torch.ones(3)), (4, 5)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), PARTS, ids=lambda part: str(part)[:12])
+def test_parts_that_others_stand_for(module: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
+    net, x = export(module, shape), 9 * torch.randn(3, *shape)
+    assert {type(part) for part in net.modules()} <= set(stored_types())
+    assert torch.equal(load(save(net, tmp_path))(x), module(x))
+    assert float(lipschitz(net)) == pytest.approx(float(lipschitz(module, shape).detach()), rel=1e-9)
+
+
+@pytest.mark.parametrize("dim", [True, 1.0, [1], 2])
+def test_flatten_of_anything_but_whole_samples_is_not_read(dim: Any) -> None:
+    with pytest.raises(DataError, match="Flatten: expected another value of start_dim"):
+        build({"type": "Flatten", "start_dim": dim, "end_dim": -1})
 
 
 @pytest.mark.parametrize("kind", list(EXAMPLES), ids=lambda k: k.__name__)

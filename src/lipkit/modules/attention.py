@@ -32,7 +32,7 @@ from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import entries, local_error, proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.ranges import within_one
-from lipkit.modules.registry import lipschitz, output_shape
+from lipkit.modules.registry import export_part, lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double, up
 
@@ -144,6 +144,13 @@ def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
     return up(curvature - 1, 1).clamp_min(1.0) if convex and bool(step >= 0) else up(1 + curvature, 1)
 
 
+def _export_gradient_step(module: GradientStep, input_shape: Shape) -> nn.Module:
+    first = export_part(module.first, input_shape)
+    force = export_part(module.force, output_shape(first, input_shape))
+    output_shape(module, input_shape)
+    return GradientStep(first, force, module.step)  # type: ignore[arg-type]
+
+
 def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
     back = nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
@@ -167,4 +174,4 @@ add_plain(Plain(Attraction, 1.0, _attraction_error, {"heads": COUNT}, within_one
 _stored = Stored(
     dict.fromkeys(("first", "force"), submodule), make=lambda first, force: GradientStep(first, force, torch.zeros(()))
 )
-add_plain(Plain(GradientStep, _gradient_step, _gradient_step_error, _stored))
+add_plain(Plain(GradientStep, _gradient_step, _gradient_step_error, _stored, export=_export_gradient_step))

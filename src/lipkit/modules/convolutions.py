@@ -50,11 +50,13 @@ def on_row(module: Any) -> Any:
     row, own = kind.__new__(kind), vars(module)
     vars(row).update({"divisor_override": None, **own})  # nn.AvgPool1d lacks it
     for key, neutral in _OF_A_ROW.items():
-        if isinstance(size := own.get(key), int | tuple):
-            vars(row)[key] = (neutral, size[-1] if isinstance(size, tuple) else size)
+        size = own.get(key)
+        if size is not None and not isinstance(size, str):  # integers of numpy, too
+            vars(row)[key] = (neutral, size[-1] if isinstance(size, tuple | list) else size)
     if "weight" in module._parameters:
         weight = module.weight[:, :, None]  # a view, which hands on derivatives
-        weight = weight if weight.requires_grad else nn.Parameter(weight, requires_grad=False)
+        moves = weight.requires_grad and torch.is_grad_enabled()  # an export holds parameters
+        weight = weight if moves else nn.Parameter(weight, requires_grad=False)
         vars(row)["_parameters"] = {**module._parameters, "weight": weight}
         vars(row)["_reversed_padding_repeated_twice"] = [*module._reversed_padding_repeated_twice, 0, 0]
     return row

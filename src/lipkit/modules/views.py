@@ -358,10 +358,10 @@ def _export_flat(module: nn.Flatten | nn.Unflatten, input_shape: Shape) -> nn.Mo
     return reshaped(output_shape(module, input_shape))
 
 
-_whole_sample = {"start_dim": lambda dim: dim == 1, "end_dim": lambda dim: dim == -1}
+_first, _last = (lambda dim: type(dim) is int and dim == 1), (lambda dim: type(dim) is int and dim == -1)
 add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
 add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
-add_plain(Plain(nn.Flatten, 1.0, exact, _whole_sample, one_sign, export=_export_flat))
+add_plain(Plain(nn.Flatten, 1.0, exact, {"start_dim": _first, "end_dim": _last}, one_sign, export=_export_flat))
 add_plain(Plain(nn.Unflatten, 1.0, export=_export_flat))
 for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
     add_plain(Plain(_pixels, 1.0, export=_export_pixels, dims=(3, 9)))
