@@ -459,9 +459,7 @@ def _advanced(
         return advance(given[0], step)
     joining = _joining(node)
     reaches = [reach(bound) for bound in given]
-    reached, number = joining.error(node, reaches), joining.number(node)
-    operations = joining.operations(node)
-    centre = node(*(bound.centre for bound in given))
+    reached, number, operations = joining.error(node, reaches), joining.number(node), joining.operations(node)
     floor = 4 * (operations + 1) * math.sqrt(entries(shape))  # units below the normal range, in every entry
 
     def own(machine: Arithmetic) -> Line:
@@ -474,7 +472,7 @@ def _advanced(
 
     before = joining.error(node, [Line(bound.centre_error, 0.0) for bound in given])
     return ErrorBound(
-        centre=centre,
+        centre=node(*(bound.centre for bound in given)),
         centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,  # at the sample: s = 0
         error=joining.error(node, [bound.error for bound in given]).plus(own(arithmetic)),
         move=given[0].move,
