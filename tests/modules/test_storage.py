@@ -184,7 +184,7 @@ def test_parts_that_others_stand_for(module: nn.Module, shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("dim", [True, 1.0, [1], 2])
 def test_flatten_of_anything_but_whole_samples_is_not_read(dim: Any) -> None:
-    with pytest.raises(DataError, match="Flatten: expected another value of start_dim"):
+    with pytest.raises(DataError, match="Flatten: expected a value that start_dim accepts"):
         build({"type": "Flatten", "start_dim": dim, "end_dim": -1})
 
 
