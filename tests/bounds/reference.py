@@ -78,7 +78,7 @@ def supremum(kernel: Tensor) -> float:
     w = np.stack(np.meshgrid(*(2 * np.pi * np.arange(s) / s for s in side), indexing="ij"), -1).reshape(-1, 2)
     values = symbol_norm(kernel, w)
     best = values.max()
-    for start in w[np.argsort(values)[-3:]]:
+    for start in w[np.argsort(values)[-8:]]:  # w and -w have the same norm
         found = minimize(
             lambda x: -symbol_norm(kernel, x[None])[0], start, method="Nelder-Mead", options={"xatol": 1e-6}
         )

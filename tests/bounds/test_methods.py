@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -110,6 +110,7 @@ def test_trained_kernels(trained_kernels: list[Tensor], mode: str) -> None:
     cout=st.integers(1, 6),
     seed=st.integers(0, 10**6),
 )
+@example(kind="random", kh=2, kw=2, cin=3, cout=5, seed=456)  # two peaks that differ by a thousandth
 def test_symbol_sup_is_within_one_percent(kind: str, kh: int, kw: int, cin: int, cout: int, seed: int) -> None:
     kernel = kernel_of(kind, cout, cin, kh, kw, seed=seed)
     exact = supremum(kernel)
