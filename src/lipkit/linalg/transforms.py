@@ -64,11 +64,14 @@ def plain_gradients(
     >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1, requires_grad=True), None), torch.ones(1))
     (tensor([3.]...), None)
     """
-    if transformed():  # of which an input may need a derivative that its requires_grad does not show
-        places = [i for i, t in enumerate(inputs) if t is not None]
-        filled = lambda *given: function(*map(dict(zip(places, given, strict=True)).get, range(len(inputs))))  # noqa: E731
-        made = dict(zip(places, torch.func.vjp(filled, *(inputs[i] for i in places))[1](g), strict=True))
-        return tuple(map(made.get, range(len(inputs))))
+    if transformed():  # an input may need a derivative that its requires_grad does not show
+
+        def filled(*given: Tensor) -> Tensor:
+            left = iter(given)
+            return function(*(None if t is None else next(left) for t in inputs))
+
+        made = iter(torch.func.vjp(filled, *(t for t in inputs if t is not None))[1](g))
+        return tuple(None if t is None else next(made) for t in inputs)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views make autograd take the inputs as independent, also where one was made of another.
