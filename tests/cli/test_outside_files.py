@@ -28,7 +28,6 @@ from lipkit.report import read_record
 from lipkit.report.curve import load_curve
 from lipkit.report.examples import load_examples
 from lipkit.report.record import read_any_record
-from lipkit.report.run_files import read_radii
 from lipkit.training.checkpoints import read_json, read_metrics
 
 RUN = Path(__file__).parents[1] / "experiments" / "run_of_schema_1"
@@ -37,7 +36,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "record": ("record.json", read_record),
     "any record": ("record.json", read_any_record),
     "recipe": ("recipe.yaml", load_recipe),
-    "radii": ("radii.csv", lambda path: read_radii(path.parent)),
     "metrics": ("metrics.jsonl", lambda path: read_metrics(path.parent)),
     "settings": ("settings.json", read_json),
     "examples": ("examples.safetensors", lambda path: load_examples(path.parent)),
@@ -99,7 +97,7 @@ def test_only_regular_files_are_read(run: Path, reader: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["record.json", "recipe.yaml", "metrics.jsonl", "radii.csv", "settings.json", "network/config.json"]
+    "name", ["record.json", "recipe.yaml", "metrics.jsonl", "settings.json", "network/config.json"]
 )
 def test_a_text_without_end_is_refused_before_it_is_read(run: Path, name: str) -> None:
     path = run / name

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 # What a finished run holds; tests/experiments/test_run.py sees that it does.
 RUN = {
     "recipe.yaml", "settings.json", "metrics.jsonl", "checkpoints/", "network/", "record.json",
-    "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html",
+    "certificate.jsonl", "examples.safetensors", "report.html",
 }  # fmt: skip
 
 

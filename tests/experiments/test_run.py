@@ -32,7 +32,7 @@ QUICK = [
 ]  # fmt: skip
 FILES = {
     "recipe.yaml", "settings.json", "metrics.jsonl", "checkpoints", "network", "record.json",
-    "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html", "lipkit_check.py", ".lock",
+    "certificate.jsonl", "examples.safetensors", "report.html", "lipkit_check.py", ".lock",
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def slide(page: sync_api.Page, value: int) -> None:
 
 def test_the_slider_changes_verdict_picture_and_cursor(page: sync_api.Page, runs: list[ExploredRun]) -> None:
     run = runs[0]
-    both = runs[0].radii.correct & runs[1].radii.correct & (runs[0].radii.radius > 0.05) & (runs[1].radii.radius > 0.05)
+    both = runs[0].certificate.certified(0.05) & runs[1].certificate.certified(0.05)
     chosen = int(both.nonzero()[0][0])
     page.fill("#index", str(chosen))
     page.locator("#index").press("Enter")
@@ -67,7 +67,7 @@ def test_the_slider_changes_verdict_picture_and_cursor(page: sync_api.Page, runs
     for step in (17, 1):
         slide(page, step)
         legend = page.locator("#legend").inner_text()
-        assert f"{100 * float((run.radii.correct & (run.radii.radius > step / 255)).mean()):.1f} % certified" in legend
+        assert f"{100 * run.certificate.accuracy(step / 255):.1f} % certified" in legend
 
     slide(page, int(page.locator("#radius").get_attribute("max") or 0))
     assert "an adversarial example exists" in verdict.inner_text()
@@ -78,7 +78,7 @@ def test_the_slider_changes_verdict_picture_and_cursor(page: sync_api.Page, runs
     assert float(page.locator("#cursor").get_attribute("x1") or 0) > float(before or 0)
     assert page.locator("#legend").inner_text() != legend
     norm = float(page.locator("#run-0 .norm").inner_text())
-    assert norm >= float(run.radii.radius[chosen]) * 0.999
+    assert norm >= float(run.certificate.radius[chosen]) * 0.999
     assert "an adversarial example exists" in page.locator("#run-1 .verdict").inner_text()
 
     slide(page, 0)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import torch
 
-from lipkit.errors import LipkitError, OptionError, RunError
+from lipkit.errors import DataError, LipkitError, OptionError, RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
@@ -176,8 +176,8 @@ def test_samples_attacks_and_the_curve_agree_with_the_certificate(runs: list[Exp
     # A point for each position of the slider: between two points the page would show more than is proved.
     assert curve["eps"] == [step / 255 for step in range(round(255 * summary["largest"]) + 1)]
     for eps, share in zip(curve["eps"], curve["certified"], strict=True):
-        assert share == pytest.approx(float((run.radii.correct & (run.radii.radius > eps)).mean()), abs=1e-12)
-    chosen = int((run.radii.correct & (run.radii.radius > 0.05)).nonzero()[0][0])
+        assert share == pytest.approx(run.certificate.accuracy(eps), abs=1e-12)
+    chosen = int((run.certificate.correct & (run.certificate.radius > 0.05)).nonzero()[0][0])
     sample = get(runs, f"/api/runs/0/samples/{chosen}").json()
     x, y = run.split.batch(torch.tensor([chosen]))
     with torch.no_grad():
@@ -188,17 +188,17 @@ def test_samples_attacks_and_the_curve_agree_with_the_certificate(runs: list[Exp
     assert sample["image"].startswith("data:image/png;base64,")
     below = get(runs, f"/api/runs/0/samples/{chosen}/attack", None).status_code
     assert below == 422  # no radius
-    inside = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps={run.radii.radius[chosen].item() * 0.99}").json()
+    inside = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps={run.certificate.radius[chosen].item() * 0.99}").json()
     assert (inside["verdict"], inside["found"]) == ("certified", False)
     far = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps=3").json()
     assert (far["verdict"], far["found"], far["certified"]) == ("broken", True, False)
-    assert run.radii.radius[chosen].item() <= far["norm"] <= 3
+    assert run.certificate.radius[chosen].item() <= far["norm"] <= 3
     assert far["prediction"] != sample["label"]
     assert get(runs, f"/api/runs/0/samples/{chosen}/attack?eps=0").json()["verdict"] == "certified"
 
 
 def test_a_misclassified_sample_is_called_wrong(runs: list[ExploredRun]) -> None:
-    (wrong,) = (~runs[0].radii.correct).nonzero()
+    wrong = (~runs[0].certificate.correct).nonzero()[:, 0]
     assert len(wrong), "two epochs leave errors"
     assert runs[0].attack(int(wrong[0]), 0.5)["verdict"] == "wrong"
 
@@ -252,12 +252,12 @@ def test_runs_that_do_not_fit_are_refused(folders: list[Path], runs: list[Explor
     shutil.copytree(folders[1] / "network", copied / "network")
     with pytest.raises(RunError, match="expected the network of its record, got another"):
         open_runs([(copied, data.test, data.classes)])
-    (copied / "radii.csv").write_text("index,label\n0,1\n")
+    (copied / "certificate.jsonl").write_text("index,label\n0,1\n")
     shutil.rmtree(copied / "network")
     shutil.copytree(folders[0] / "network", copied / "network")
-    with pytest.raises(RunError, match="expected columns correct, prediction"):
+    with pytest.raises(DataError, match="line 1: expected JSON"):
         open_runs([(copied, data.test, data.classes)])
-    (copied / "radii.csv").unlink()
+    (copied / "certificate.jsonl").unlink()
     with pytest.raises(RunError, match="run lipkit certify"):
         open_runs([(copied, data.test, data.classes)])
     (copied / "record.json").unlink()

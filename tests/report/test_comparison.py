@@ -26,7 +26,7 @@ def _run(folder: Path, name: str, clean: float, seed: int = 0, **recipe: Any) ->
     changes = {"name": name, "seed": seed, "clean": share, "recipe": record.recipe | recipe | {"train": {"seed": seed}}}
     (folder / name).mkdir(parents=True)
     write_record(record.model_copy(update=changes), folder / name / RECORD)
-    (folder / name / "radii.csv").write_bytes((OLD / "radii.csv").read_bytes())
+    (folder / name / "certificate.jsonl").write_bytes((OLD / "certificate.jsonl").read_bytes())
     return folder / name
 
 

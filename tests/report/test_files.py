@@ -16,7 +16,7 @@ from lipkit.certificates import Certificate, certify
 from lipkit.data import Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.report.examples import EXAMPLES, choose, data_uri, load_examples, png, save_examples
-from lipkit.report.run_files import RADII, read_radii, read_series
+from lipkit.report.run_files import certificate_in, certified_curve, read_series
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (3, 5, 7), (1, 1, 1), (3, 64, 1)])
@@ -79,37 +79,14 @@ def test_examples_absent_or_corrupt(tmp_path: Path) -> None:
         load_examples(tmp_path)
 
 
-def test_radii_give_the_certified_accuracy(certified: tuple[Certificate, Split], tmp_path: Path) -> None:
+def test_the_curve_of_a_certificate_is_its_certified_accuracy(
+    certified: tuple[Certificate, Split], tmp_path: Path
+) -> None:
     certificate, _ = certified
-    assert read_radii(tmp_path) is None
-    certificate.save_csv(tmp_path / RADII)
-    radii = read_radii(tmp_path)
-    assert radii is not None
-    for name in ("correct", "prediction", "radius", "margin"):
-        assert getattr(radii, name).tolist() == getattr(certificate, name).tolist()
+    assert certificate_in(tmp_path) is None
     grid = np.concatenate([np.linspace(0, 2, 50), certificate.radius.numpy()])
-    np.testing.assert_allclose(radii.certified(grid), [certificate.accuracy(eps) for eps in grid], rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "index,label\n0,1\n",
-        "correct,radius\n1,0.1\n",
-        "correct,prediction,radius,margin\n1,3,far,1\n",
-        "correct,prediction,radius,margin\n1,3.5,0.1,1\n",
-        "correct,prediction,radius,margin\n2,3,0.1,1\n",
-        f"correct,prediction,radius,margin\n1,{10**30},0.1,1\n",
-        "correct,prediction,radius,margin\n1,3,nan,1\n",
-        "correct,prediction,radius,margin\n1,3,-0.1,1\n",
-        "correct,prediction,radius,margin\n1\n",
-        "correct,prediction,radius,margin\n1,3,\xe9,1\n",
-    ],
-)
-def test_corrupt_radii(tmp_path: Path, content: str) -> None:
-    (tmp_path / RADII).write_text(content, encoding="latin-1")
-    with pytest.raises(RunError, match=r"radii\.csv: expected"):
-        read_radii(tmp_path)
+    want = [certificate.accuracy(eps) for eps in grid]
+    np.testing.assert_allclose(certified_curve(certificate, grid), want, rtol=1e-12)
 
 
 def test_series_skip_what_is_no_number(tmp_path: Path) -> None:

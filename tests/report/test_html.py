@@ -23,7 +23,7 @@ from lipkit.report import save_evaluation, write_report
 from lipkit.report.html import flatten
 from lipkit.report.plots import _accuracy, accuracy_curve, training_curves
 from lipkit.report.record import Record, from_evaluation, read_record, write_record
-from lipkit.report.run_files import read_radii
+from lipkit.report.run_files import certificate_in
 from lipkit.report.schema import ShareRecord
 from lipkit.report.tables import accuracy_rows, class_rows, summary
 from lipkit.text import table
@@ -47,7 +47,7 @@ def make_run(folder: Path, *, shape: tuple[int, ...] = (1, 4, 4), metrics: bool 
     record = from_evaluation(
         result, name=EVIL, data=EVIL, classes=classes, recipe={EVIL: EVIL, "model": {"width": 2}}, seed=0
     )
-    save_evaluation(folder, result, data, record)
+    save_evaluation(folder, result, network, data, record)
     if metrics:
         rows = [{"epoch": e, "loss": 1.0 / e, "accuracy": 1 - 0.5 / e, EVIL + " loss": 2.0} for e in range(1, 5)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -165,7 +165,7 @@ def test_inputs_that_are_no_images_and_no_training(tmp_path: Path, shape: tuple[
 
 def test_the_record_is_enough(tmp_path: Path) -> None:
     make_run(tmp_path, metrics=False)
-    (tmp_path / "radii.csv").unlink()
+    (tmp_path / "certificate.jsonl").unlink()
     (tmp_path / "examples.safetensors").unlink()
     assert Page(write_report(tmp_path).read_text("utf-8")).tags.count("svg") == 2
 
@@ -179,7 +179,7 @@ def test_no_run(tmp_path: Path) -> None:
 
 def test_plots_are_svg_with_the_page_s_colours(run: Path) -> None:
     record = read_record(run)
-    curve = accuracy_curve(record, read_radii(run))
+    curve = accuracy_curve(record, certificate_in(run))
     training = training_curves({"loss": [(1, 2.0), (2, 1.0)], "certified(36/255)": [(1, 0.5)]})
     identifiers = []
     for svg in (curve, training):
@@ -189,7 +189,7 @@ def test_plots_are_svg_with_the_page_s_colours(run: Path) -> None:
         assert "#0102" not in svg
         assert "var(--plot-1" in svg
     assert len(identifiers) == len(set(identifiers))
-    assert curve == accuracy_curve(record, read_radii(run))
+    assert curve == accuracy_curve(record, certificate_in(run))
     assert "36/255" in curve
     assert "certified-curve" in curve
 
@@ -253,7 +253,7 @@ def test_a_part_that_was_attacked_is_counted_beside_all(run: Path) -> None:
 
 def test_no_line_joins_the_points_of_an_attack(run: Path) -> None:
     record = read_record(run)
-    for radii in (None, read_radii(run)):
+    for radii in (None, certificate_in(run)):
         lines = [line for line in _accuracy(record, radii, False).axes[0].lines if line.get_marker() == "o"]
         assert lines
         assert {line.get_linestyle() for line in lines} == {"None"}

@@ -11,7 +11,6 @@ import torch
 
 import lipkit
 from lipkit import modules
-from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import Data, Split
 from lipkit.evaluation import Attack, evaluate, evaluate_regression, latency
 from lipkit.experiments.recipe import Recipe, to_yaml
@@ -56,7 +55,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
+RECIPE, AGAIN = "recipe.yaml", "certify"
 CHECKER = "lipkit_check.py"  # a module outside the package; every folder with a certificate gets a copy
 
 
@@ -108,8 +107,7 @@ def finish(
         attacked = min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
         # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
-        x, y = split.batch(slice(None))
-        split = Split(x, y)
+        split = Split(*split.batch(slice(None)))
         attack = Attack(
             eps=section.attack_eps, steps=section.attack_steps, restarts=section.attack_restarts,
             samples=section.attack_samples, box=data.input_range, seed=recipe.train.seed,
@@ -121,9 +119,8 @@ def finish(
         )  # fmt: skip
         target, name = place(folder, recipe)
         record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
-        write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
         write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
-        save_evaluation(target, evaluation, split, record)
+        save_evaluation(target, evaluation, network, split, record)
     write_report(target)  # from the files just written, so that anybody can repeat it
     return Outcome(target, record.metrics(), record)
 

@@ -4,7 +4,7 @@ RUN/
   recipe.yaml, settings.json, metrics.jsonl, checkpoints/     see lipkit.training.checkpoints
   network/                                                    the exported network (lipkit.modules)
   record.json, report.html                                    see lipkit.report
-  certificate.jsonl, radii.csv, examples.safetensors          of a classification; `lipkit check` verifies the first
+  certificate.jsonl, examples.safetensors                     of a classification; `lipkit check` verifies the first
   lipkit_check.py                           and so does this, without lipkit: `python lipkit_check.py .`
   predictions.csv, curve.safetensors                          of a regression
   certify-001/, ...                                           the same files of each later `lipkit certify`

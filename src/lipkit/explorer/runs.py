@@ -17,13 +17,13 @@ from lipkit import modules
 from lipkit.attacks import pgd
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.balls import norms
-from lipkit.certificates import format_radius
+from lipkit.certificates import Certificate, format_radius
 from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
 from lipkit.report.examples import class_name, data_uri, is_image
-from lipkit.report.run_files import NETWORK, RADII, Radii, read_radii
+from lipkit.report.run_files import CERTIFICATE, NETWORK, certificate_in, certified_curve
 from lipkit.text import printable
 
 # Gradient steps of one attack: a fraction of a second on a small network.
@@ -40,15 +40,15 @@ class ExploredRun:
     exact: modules.Network  # its float64 copy, which confirms examples
     split: Split  # the test samples
     classes: tuple[str, ...]
-    radii: Radii  # certified radii of the samples
+    certificate: Certificate  # of these samples
 
     def __len__(self) -> int:
-        return len(self.radii)
+        return len(self.certificate)
 
     @property
     def largest(self) -> float:
         """End of the radius slider, a multiple of 1/255 above every certified radius and every radius of the record."""
-        finite = self.radii.radius[np.isfinite(self.radii.radius)]
+        finite = self.certificate.radius[self.certificate.radius.isfinite()]
         top = max([*(row.eps for row in self.record.certified), *finite.tolist(), 1 / 255])
         return math.ceil(top * 1.25 * 255) / 255  # the slider moves in steps of 1/255
 
@@ -59,22 +59,22 @@ class ExploredRun:
             "name": self.name,
             "data": printable(self.record.data.name),
             "samples": len(self),
-            "clean": float(self.radii.correct.mean()),
+            "clean": self.certificate.clean_accuracy,
             "constant": self.record.lipschitz.computed,
-            "curve": {"eps": eps.tolist(), "certified": self.radii.certified(eps).tolist()},
+            "curve": {"eps": eps.tolist(), "certified": certified_curve(self.certificate, eps).tolist()},
         }
 
     def sample(self, index: int) -> dict[str, Any]:
         """One test sample: picture, label, prediction, margin and certified radius."""
         x, y = self._at(index)
-        radius = float(self.radii.radius[index])
+        radius = float(self.certificate.radius[index])
         return {
             "index": index,
             "image": data_uri(x[0]),
             "label": class_name(self.classes, int(y[0])),
-            "prediction": class_name(self.classes, int(self.radii.prediction[index])),
-            "correct": bool(self.radii.correct[index]),
-            "margin": float(self.radii.margin[index]),
+            "prediction": class_name(self.classes, int(self.certificate.prediction[index])),
+            "correct": bool(self.certificate.correct[index]),
+            "margin": float(self.certificate.margin[index]),
             "radius": _finite(radius),
             "radius_text": format_radius(radius),
         }
@@ -84,8 +84,8 @@ class ExploredRun:
         x, y = self._at(index)
         if not (0 <= eps <= 1e6):
             raise OptionError(f"expected a radius between 0 and 1000000, got {eps}")
-        correct = bool(self.radii.correct[index])
-        certified = correct and float(self.radii.radius[index]) > eps
+        correct = bool(self.certificate.correct[index])
+        certified = correct and float(self.certificate.radius[index]) > eps
         result = {"index": index, "eps": eps, "eps_text": format_radius(eps), "certified": certified, "found": False}
         if not correct:
             return result | {"verdict": "wrong"}
@@ -120,7 +120,7 @@ class ExploredRun:
         if not shown:
             return []
         x, _ = self.split.batch(torch.tensor(shown))
-        correct, radius = self.radii.correct.tolist(), self.radii.radius.tolist()
+        correct, radius = self.certificate.correct.tolist(), self.certificate.radius.tolist()
         return [
             {"index": i, "image": data_uri(image), "correct": correct[i], "radius": _finite(radius[i])}
             for i, image in zip(shown, x, strict=True)
@@ -143,11 +143,11 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
     network = modules.load(folder / NETWORK if (folder / NETWORK).is_dir() else folder.parent / NETWORK)
     if modules.sha256(network) != record.network_sha256:
         raise RunError(f"{folder}: expected the network of its record, got another: {again}")
-    radii = read_radii(folder)
-    if radii is None:
-        raise RunError(f"{folder}: expected a certified run with {RADII}: {again}")
-    if len(radii) != len(split):
-        raise RunError(f"{folder}: expected radii of {len(split)} test samples, got {len(radii)}")
+    certificate = certificate_in(folder)
+    if certificate is None:
+        raise RunError(f"{folder}: expected a certified run with {CERTIFICATE}: {again}")
+    if len(certificate) != len(split):
+        raise RunError(f"{folder}: expected radii of {len(split)} test samples, got {len(certificate)}")
     return ExploredRun(
         name=printable(record.name),
         record=record,
@@ -155,7 +155,7 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
         exact=float64_copy(network),
         split=split,
         classes=tuple(map(printable, classes)),
-        radii=radii,
+        certificate=certificate,
     )
 
 

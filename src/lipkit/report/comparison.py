@@ -15,7 +15,7 @@ from lipkit.errors import RunError
 from lipkit.report import plots
 from lipkit.report.html import environment, flatten
 from lipkit.report.record import RECORD, read_record
-from lipkit.report.run_files import read_radii
+from lipkit.report.run_files import certificate_in, certified_curve
 from lipkit.report.schema import AnyRecord
 from lipkit.shown import upper
 from lipkit.text import csv_text, table
@@ -142,14 +142,16 @@ def _latex(cell: str) -> str:
 
 def to_html(found: Sequence[Setting]) -> str:
     """The table and the curves of certified accuracy as a page that loads nothing."""
-    curves = {}  # name of the setting -> radii of its runs, and where the curve ends
+    curves = {}  # name of the setting -> certificates of its runs, and where the curve ends
     for one in found:
-        radii = [each for each in map(read_radii, filter(Path.is_dir, one.runs)) if each is not None]
-        if radii:
+        made = [each for each in map(certificate_in, filter(Path.is_dir, one.runs)) if each is not None]
+        if made:
             name = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in one.keys.items())
-            curves[name] = (radii, max(float(np.quantile(r.radius, 0.99)) for r in radii))
+            curves[name] = (made, max(float(each.radius.quantile(0.99)) for each in made))
     eps = np.linspace(0, max((end for _, end in curves.values()), default=1.0), 300)
-    lines = {name: (eps, np.mean([r.certified(eps) for r in radii], axis=0)) for name, (radii, _) in curves.items()}
+    lines = {
+        name: (eps, np.mean([certified_curve(c, eps) for c in made], axis=0)) for name, (made, _) in curves.items()
+    }
     picture = markupsafe.Markup(plots.certified_curves(lines) if lines else "")
     header, body = rows(found)
     runs = [(run, record) for one in found for run, record in zip(one.runs, one.records, strict=True)]

@@ -17,7 +17,7 @@ from lipkit.report import plots, tables
 from lipkit.report.curve import curve_plot, load_curve
 from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_examples
 from lipkit.report.record import read_record
-from lipkit.report.run_files import read_radii, read_series
+from lipkit.report.run_files import certificate_in, read_series
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord
 from lipkit.shown import upper
 from lipkit.text import printable, visible
@@ -28,12 +28,12 @@ REPORT = "report.html"
 def write_report(folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    Reads ``record.json`` and, if present, ``radii.csv``, ``metrics.jsonl``, ``examples.safetensors`` and, for a
+    Reads ``record.json`` and, if present, ``certificate.jsonl``, ``metrics.jsonl``, ``examples.safetensors`` and, for a
     regression, ``curve.safetensors``.
     The page holds its pictures and styles, and its content policy forbids it to load anything else.
 
     Raises:
-        RunError: the folder has no record, or a file in it cannot be read.
+        RunError, DataError: the folder has no record, or a file in it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -98,7 +98,7 @@ def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:
         curve = "" if graph is None else curve_plot(record, graph)
         return {"curve": markupsafe.Markup(curve), "outputs": tables.output_rows(record)}
     return {
-        "curve": markupsafe.Markup(plots.accuracy_curve(record, read_radii(folder))),
+        "curve": markupsafe.Markup(plots.accuracy_curve(record, certificate_in(folder))),
         "accuracy": tables.accuracy_rows(record),
         "groups": _groups(folder, record),
     }

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from lipkit.certificates import Certificate
 from lipkit.certificates.intervals import format_radius
-from lipkit.report.run_files import Radii
+from lipkit.report.run_files import certified_curve
 from lipkit.report.schema import Record
 from lipkit.text import printable
 
@@ -110,27 +111,29 @@ def svg(figure: Figure, name: str) -> str:
 _ACCURACY = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
 
 
-def accuracy_curve(record: Record, radii: Radii | None = None) -> str:
-    """Certified accuracy against the l2 radius as a curve (from all radii), PGD accuracy as points at its radii.
+def accuracy_curve(record: Record, certificate: Certificate | None = None) -> str:
+    """Certified accuracy against the l2 radius as a curve (of ``certificate``), PGD accuracy as points at its radii.
 
     Bars are Clopper-Pearson intervals. The true robust accuracy of the network lies between the two.
     """
-    return both(lambda narrow: _accuracy(record, radii, narrow), "accuracy")
+    return both(lambda narrow: _accuracy(record, certificate, narrow), "accuracy")
 
 
-def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
+def _accuracy(record: Record, certificate: Certificate | None, narrow: bool) -> Figure:
     figure, (axis,) = figure_of(1, narrow)
     marked = [row.eps for row in record.certified] + [row.eps for row in record.attacked]
     right = 1.15 * max([*marked, 1e-3])  # the end of the axis
-    if radii is not None and radii.correct.any():
-        finite = radii.radius[radii.correct & np.isfinite(radii.radius)]
+    if certificate is not None and certificate.correct.any():
+        finite = certificate.radius[certificate.correct & certificate.radius.isfinite()]
         # Up to the end of the curve, unless a few huge radii would squeeze the rest.
-        longest = float(np.quantile(finite, 0.999)) if len(finite) else right
+        longest = float(finite.quantile(0.999)) if len(finite) else right
         right = max(right, min(1.02 * longest, 3 * right))
         eps = np.linspace(0, right, 400)
-        axis.plot(eps, radii.certified(eps), color=SERIES[0], label="certified (proved)", gid="certified-curve")
+        axis.plot(
+            eps, certified_curve(certificate, eps), color=SERIES[0], label="certified (proved)", gid="certified-curve"
+        )
     points: Sequence[tuple[str, str, Sequence]] = (
-        ("certified" if radii is None else "", SERIES[0], record.certified),
+        ("certified" if certificate is None else "", SERIES[0], record.certified),
         (f"PGD ({max([0, *(r.share.total for r in record.attacked)])} attacked)", SERIES[1], record.attacked),
     )
     for label, colour, rows in points:

@@ -20,12 +20,13 @@ from pydantic import ValidationError
 
 import lipkit
 from lipkit import modules
+from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
 from lipkit.files import write_atomic
 from lipkit.report.curve import curve_of, save_curve
 from lipkit.report.examples import save_examples
-from lipkit.report.run_files import RADII
+from lipkit.report.run_files import CERTIFICATE
 from lipkit.report.schema import AnyRecord, HardwareRecord, MeasurementRecord, Record, RegressionRecord, SeenRecord
 from lipkit.training.checkpoints import read_json
 
@@ -240,13 +241,19 @@ def _processor() -> str:
 
 
 def save_evaluation(
-    folder: str | os.PathLike[str], evaluation: Evaluation, split: Split, record: Record, *, examples: int = 8
+    folder: str | os.PathLike[str],
+    evaluation: Evaluation,
+    network: modules.Network,
+    split: Split,
+    record: Record,
+    *,
+    examples: int = 8,
 ) -> None:
-    """Write ``radii.csv``, ``examples.safetensors`` and, last, ``record.json`` into a run folder.
+    """Write ``certificate.jsonl``, ``examples.safetensors`` and, last, ``record.json`` into a run folder.
 
     Args:
         folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate`, of the samples of ``split``.
+        evaluation: from `lipkit.evaluation.evaluate`, of ``network`` on the samples of ``split``.
         record: from `lipkit.report.record.from_evaluation`.
         examples: images kept of each group.
 
@@ -254,7 +261,8 @@ def save_evaluation(
         RunError: the folder does not exist.
     """
     folder = _existing(folder)
-    evaluation.certificate.save_csv(folder / RADII)
+    file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
+    write_certificate(file, folder / CERTIFICATE)
     save_examples(folder, evaluation.certificate, split, examples)
     write_record(record, folder / RECORD)
 
