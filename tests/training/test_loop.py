@@ -73,7 +73,7 @@ def test_sgd_equals_a_loop_written_out_in_numpy():
     )  # fmt: skip
     step = 0
     for epoch in range(epochs):
-        for index in batches(20, 8, seed=5, epoch=epoch):
+        for index, _, _ in batches(20, 8, seed=5, epoch=epoch):
             step += 1
             rate = lr * np.interp(step / (epochs * steps), [0, 0.4, 0.8, 1], [0, 1, 0.05, 0])
             xs, ys = x[index].double().numpy(), y[index].double().numpy()

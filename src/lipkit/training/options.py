@@ -247,10 +247,9 @@ class TrainOptions(Numbers):
             super().__init__(**values)
         except ValidationError as error:
             raise OptionError(_sentence(error, list(type(self).model_fields))) from None
-        # Look names up now, so that a wrong one is refused before anything is loaded.
-        for build, named in ((losses.build, self.loss), (schedules.build, self.schedule)):
-            if isinstance(named, str):
-                build(named)
+        for kind, known in (("loss", losses.LOSSES), ("schedule", schedules.SCHEDULES)):
+            if isinstance(name := getattr(self, kind), str) and name not in known:
+                raise OptionError(f"expected {kind} as one of {', '.join(known)}, got {name!r}")
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some options replaced, checked again."""

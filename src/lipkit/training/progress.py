@@ -60,13 +60,7 @@ class Totals:
     """
 
     def __init__(
-        self,
-        fabric: Any,
-        epoch: int,
-        steps: int,
-        *,
-        progress: Callable[[Progress], None] | None,
-        before: Mapping[str, float] | None = None,
+        self, fabric: Any, epoch: int, steps: int, progress: Callable[[Progress], None] | None, before: Any = None
     ) -> None:
         self.fabric, self.epoch, self.steps = fabric, epoch, steps
         self.epochs = epoch + 1  # estimate of all epochs, see `add`
