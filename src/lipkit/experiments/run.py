@@ -38,9 +38,9 @@ from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
-from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop, losses, schedules
+from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
-from lipkit.training.options import PLACEMENT, Numbers
+from lipkit.training.options import PLACEMENT, Numbers, chosen
 
 
 def train(
@@ -134,8 +134,8 @@ def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], 
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,
-        loss=losses.build(recipe.loss.name, **recipe.loss.options),
-        schedule=schedules.build(section.schedule.name, **section.schedule.options),
+        loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
+        schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
         augment=augmentation(recipe.augment, data),
         evaluate=_monitor(recipe, data),
         penalty=None if penalty is None else LipschitzPenalty(penalty.method, penalty.weight, penalty.l1),
