@@ -174,11 +174,9 @@ def _options(function: Callable[..., Any], given: tuple[str, ...]) -> list[str]:
 def commented(content: Mapping[str, Any]) -> str:
     """A whole recipe as YAML with a comment behind every key.
 
-    >>> from lipkit.experiments.recipe import check, load_recipe
-    >>> import yaml
-    >>> recipe = load_recipe("digits_cayley")
-    >>> check(yaml.safe_load(commented(recipe.plain())), "shown") == recipe
-    True
+    >>> from lipkit.experiments.recipe import load_recipe
+    >>> print(commented(load_recipe("digits_cayley").plain()).splitlines()[2])
+    task: classification                            # what the targets are (classification | regression)
     """
     lines: list[tuple[str, str]] = []
     for key in keys():

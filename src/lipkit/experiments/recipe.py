@@ -77,14 +77,6 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     content = functools.reduce(_merged, reversed(chain))
     for override in overrides:
         _override(content, override)
-    return check(content, origin)
-
-
-def check(content: dict[str, Any], origin: str) -> Recipe:
-    """Check the content of a recipe, nested mappings as read from YAML; ``origin`` names it in an error.
-
-    The ``RecipeError`` describes the first wrong value, and names all missing keys.
-    """
     try:
         return Recipe.model_validate(_expanded(content))
     except ValidationError as error:
@@ -269,4 +261,4 @@ def _short(value: Any) -> str:
     return printable(repr(value), 80)
 
 
-__all__ = ["DEFAULT", "Recipe", "check", "load_recipe", "names", "to_yaml"]
+__all__ = ["DEFAULT", "Recipe", "load_recipe", "names", "to_yaml"]

@@ -258,7 +258,7 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
     pace = totals.pace()  # without evaluation
     session.check_finite(f"at the end of epoch {session.epoch}")  # after a finite loss the last step may still make NaN
     rate = float(session.optimizer.param_groups[0]["lr"])
-    row: dict[str, Any] = {"epoch": session.epoch, **totals.row(), **totals.seen(), "lr": rate}
+    row: dict[str, Any] = {"epoch": session.epoch, **totals.row(), "lr": rate}
     if options.penalty is not None:
         row["penalty"] = float(options.penalty(session.model).detach())
     if evaluated and options.evaluate is not None:

@@ -277,10 +277,15 @@ class TrainOptions(Numbers):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise OptionError(_sentence(error, list(type(self).model_fields))) from None
-        for kind, known in TABLES.items():
-            if isinstance(name := getattr(self, kind), str) and name not in known:
-                raise OptionError(f"expected {kind} as one of {', '.join(known)}, got {name!r}")
+            found, known = error.errors()[0], list(type(self).model_fields)  # the other errors may follow from it
+            key = str(found["loc"][0]) if found["loc"] else ""
+            if found["type"] == "extra_forbidden":
+                hint = suggestion(key, known) or f", expected one of {', '.join(known)}"
+                raise OptionError(f"unknown option {key!r}{hint}") from None
+            raise OptionError(worded(key, found["msg"], found["input"])) from None
+        for kind, table in TABLES.items():
+            if isinstance(name := getattr(self, kind), str) and name not in table:
+                raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some options replaced, checked again."""
@@ -293,17 +298,6 @@ class TrainOptions(Numbers):
             del values["cuda_graph"]  # so that runs older than this option can be resumed
         named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
         return {**named, "samples": samples}
-
-
-def _sentence(error: ValidationError, known: list[str]) -> str:
-    """One sentence about the first error."""
-    found = error.errors()[0]  # the others may follow from it
-    key = str(found["loc"][0]) if found["loc"] else ""
-    if found["type"] == "missing":
-        return f"expected the option {key}, got none"
-    if found["type"] == "extra_forbidden":
-        return f"unknown option {key!r}" + (suggestion(key, known) or f", expected one of {', '.join(known)}")
-    return worded(key, found["msg"], found["input"])
 
 
 def worded(key: str, message: str, got: Any) -> str:
