@@ -13,7 +13,6 @@ import click
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
 
 WIDTH = 110
 
@@ -57,22 +56,24 @@ def keys() -> list[Key]:
     >>> [(k.values, k.default) for k in keys() if k.path == ("train", "lr")]
     [('number > 0', '0.001')]
     """
-    from lipkit.experiments import recipe_schema
+    from lipkit.experiments.recipe_schema import keys as schema_keys
 
-    found = list(recipe_schema.keys())
-    schemas = {owner: owner.model_json_schema()["properties"] for owner in {owner for _, owner, _, _ in found}}
-    return [_key(path, field, section, schemas[owner][path[-1]]) for path, owner, field, section in found]
-
-
-def _key(path: tuple[str, ...], field: FieldInfo, section: type[BaseModel] | None, schema: Mapping[str, Any]) -> Key:
-    text = field.description or ""
-    if section is None:
-        default = None if field.is_required() else _plain(field.get_default(call_default_factory=True))
-        return Key(path, _values(schema), default, text, False)
-    short = [line for line in (inspect.getdoc(section) or "").split(". ") if line.startswith("A plain string")]
-    nullable = type(None) in typing.get_args(field.annotation)
-    values = "null, or keys" if nullable else "keys"
-    return Key(path, values, "null" if nullable else None, ". ".join([text, *short]), True)
+    schemas: dict[type[BaseModel], dict[str, Any]] = {}
+    found = []
+    for path, owner, field, section in schema_keys():
+        text, default = field.description or "", None
+        if section is None:
+            if owner not in schemas:
+                schemas[owner] = owner.model_json_schema()["properties"]
+            values = _values(schemas[owner][path[-1]])
+            default = None if field.is_required() else _plain(field.get_default(call_default_factory=True))
+        else:
+            lines = (inspect.getdoc(section) or "").split(". ")
+            text = ". ".join([text, *(line for line in lines if line.startswith("A plain string"))])
+            nullable = type(None) in typing.get_args(field.annotation)
+            values, default = ("null, or keys", "null") if nullable else ("keys", None)
+        found.append(Key(path, values, default, text, section is not None))
+    return found
 
 
 # Limits of numbers: names of pydantic and of JSON Schema.

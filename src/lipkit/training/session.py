@@ -57,8 +57,7 @@ class Session:
         self.optimizer = fabric.setup_optimizers(optim.build(options, model))  # when the model is on its device
         self.peaks = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        copies = {name: p.detach().clone() for name, p in self.parameters.items()} if options.ema is not None else None
-        self.average = copies
+        self.average = None if options.ema is None else {n: p.detach().clone() for n, p in self.parameters.items()}
         self.loss = losses.LOSSES[options.loss] if isinstance(options.loss, str) else options.loss
         self.rate = schedules.SCHEDULES[options.schedule] if isinstance(options.schedule, str) else options.schedule
         self.clock = Clock(fabric, options.budget, options.max_minutes, options.checkpoint_seconds)
@@ -86,22 +85,19 @@ class Session:
         self.folder = folder
         found = on_first(self.fabric, lambda: checkpoints.load_checkpoint(folder)) if resume else None
         if found is not None:
-            self.epoch, weights, self._state = found
+            self.epoch, weights, state = found
             checkpoints.load_weights(self.model, weights, origin=folder)
-            self._restore(self._state)
+            # Checkpoints of finished runs and of older versions lack some of these.
+            self.step, self.clock.used, self._state = int(state.get("step", 0)), state.get("used", 0.0), state
+            if "optimizer" in state:
+                self.optimizer.load_state_dict(state["optimizer"])
+            if state.get("precision"):
+                self.fabric.strategy.precision.load_state_dict(state["precision"])
+            if "average" in state and self.average is not None:
+                for name, value in self.average.items():
+                    value.copy_(state["average"][name])
         if resume:
             self.history = on_first(self.fabric, lambda: checkpoints.truncate_metrics(folder, self.epoch))
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Continue optimiser, averages, precision and budget. Older checkpoints lack some."""
-        self.step, self.clock.used = int(state.get("step", 0)), state.get("used", 0.0)
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        if state.get("precision"):
-            self.fabric.strategy.precision.load_state_dict(state["precision"])
-        if "average" in state and self.average is not None:
-            for name, value in self.average.items():
-                value.copy_(state["average"][name])
 
     def save(self, final: bool = False) -> None:
         """Write a checkpoint. ``final``: training is over, so optimiser and random numbers are left out.
