@@ -12,6 +12,7 @@ RUN/
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -28,7 +29,7 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import augmentation, build_model, load_data, outputs
+from lipkit.experiments.build import augment, build_model, load_data, outputs
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
@@ -130,13 +131,13 @@ def train(
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
     """The options of ``lipkit.fit`` that a recipe describes."""
-    section, penalty, adversary = recipe.train, recipe.penalty, recipe.adversary
+    section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,
         loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
         schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
-        augment=augmentation(recipe.augment, data),
+        augment=functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None,
         evaluate=_monitor(recipe, data),
         penalty=None if penalty is None else LipschitzPenalty(penalty.method, penalty.weight, penalty.l1),
         adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
