@@ -214,6 +214,18 @@ def test_a_finished_run_resumes_to_itself(tmp_path):
     assert again.history == first.history
 
 
+def test_a_resume_in_double_precision_loses_no_bit(tmp_path):
+    def run(**options):
+        return training.fit(network(), blobs(), epochs=2, lr=0.05, precision="64-true", ema=0.9, **COMMON, **options)
+
+    whole = run()
+    assert not run(run_dir=tmp_path, max_minutes=1e-9).finished
+    resumed = run(run_dir=tmp_path, resume=True)
+    assert resumed.model[1].weight.dtype == torch.float64
+    assert same(whole.model, resumed.model)
+    assert same(whole.average, resumed.average)
+
+
 def test_a_run_folder_is_not_overwritten_and_not_resumed_otherwise(tmp_path):
     training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, **COMMON)
     with pytest.raises(RunError, match="expected a new run folder"):

@@ -44,6 +44,7 @@ class Session:
         epoch, step: epochs done, and steps done of the next one.
         history: one row for each epoch done.
         totals, generators: sums and random numbers of the epoch in progress, see `begin_epoch`.
+        resumed: the state in the checkpoint that the run continues from, until the epoch there has begun.
     """
 
     totals: Totals
@@ -70,7 +71,7 @@ class Session:
         self.folder: Path | None = None
         self.epoch, self.step = 0, 0
         self.history: list[dict[str, Any]] = []
-        self._state: dict[str, Any] = {}  # of the checkpoint that the run continues from, until its epoch has begun
+        self.resumed: dict[str, Any] = {}
 
     def open(self, held: ExitStack, folder: Path, resume: bool) -> None:
         """Lock the run's folder until ``held`` ends; start a run in it, or with ``resume`` continue the one there.
@@ -88,7 +89,7 @@ class Session:
             self.epoch, weights, state = found
             checkpoints.load_weights(self.model, weights, origin=folder)
             # Checkpoints of finished runs and of older versions lack some of these.
-            self.step, self.clock.used, self._state = int(state.get("step", 0)), state.get("used", 0.0), state
+            self.step, self.clock.used, self.resumed = int(state.get("step", 0)), state.get("used", 0.0), state
             if "optimizer" in state:
                 self.optimizer.load_state_dict(state["optimizer"])
             if state.get("precision"):
@@ -124,7 +125,7 @@ class Session:
 
         Random numbers start anew if the checkpoint was made with another number of processes.
         """
-        rank, seed, (state, self._state) = self.fabric.global_rank, self.options.seed, (self._state, {})
+        rank, seed, (state, self.resumed) = self.fabric.global_rank, self.options.seed, (self.resumed, {})
         streams = {"augment": AUGMENT, "attack": ATTACK}
         self.generators = {name: generator(seed, self.epoch, stream, rank) for name, stream in streams.items()}
         random = state.get("random")
