@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
@@ -141,6 +142,21 @@ def test_checkpoints_do_not_pile_up_and_a_finished_run_keeps_its_weights_alone(t
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["epoch-0004"]
     epoch, weights, state = run_folder.load_checkpoint(tmp_path)
     assert (epoch, "optimizer" in state, len(weights)) == (4, False, 4)
+
+
+def test_checkpoints_within_an_epoch_keep_their_distance(tmp_path, monkeypatch):
+    steps, save = [], run_folder.save_checkpoint
+
+    def saved(*args, step, **options):
+        steps.append(step)
+        return save(*args, step=step, **options)
+
+    monkeypatch.setattr("lipkit.training.progress.READ_SECONDS", 0.0)  # asks the clock after each step
+    monkeypatch.setattr("time.monotonic", itertools.count().__next__)
+    monkeypatch.setattr(run_folder, "save_checkpoint", saved)
+    fit(run_dir=tmp_path, epochs=1, checkpoint_seconds=10)
+    assert 2 <= len(steps) <= 4
+    assert steps[1] - steps[0] > 5
 
 
 def test_checkpoints_every_few_epochs(tmp_path):
