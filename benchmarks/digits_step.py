@@ -19,9 +19,8 @@ from lipkit.experiments.build import build_model, load_data
 from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.run import training_options
 from lipkit.memory import keep_freed_memory
-from lipkit.training import session
-from lipkit.training.devices import make_fabric
-from lipkit.training.epoch import take_step
+from lipkit.training.loop import prepare
+from lipkit.training.step import take_step
 
 STEPS = 20
 
@@ -45,9 +44,7 @@ def main(rounds: int) -> None:
     recipe = load_recipe("digits_cayley")
     data = load_data(recipe)
     torch.manual_seed(0)
-    network = session.prepare(
-        make_fabric(recipe.train), build_model(recipe, data).train(), training_options(recipe, data), data.train
-    )
+    network = prepare(build_model(recipe, data).train(), data.train, training_options(recipe, data))
     size = recipe.train.batch_size
     x, y = data.train.batch(torch.arange(size))
 

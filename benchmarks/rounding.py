@@ -22,7 +22,7 @@ from lipkit.certificates.evaluators import machine
 from lipkit.data import Data, load
 from lipkit.errors import LipkitError
 from lipkit.text import table
-from lipkit.training import losses
+from lipkit.training.options import chosen
 
 EPS = 36 / 255
 STATEMENTS: dict[str, dict[str, str]] = {
@@ -38,7 +38,7 @@ def trained(name: str, data: Data, samples: int, epochs: int, batch_size: int) -
     """The recipe's model after ``epochs`` passes over the first ``samples`` training images."""
     torch.manual_seed(0)
     model = models.small(input_shape=(1, 28, 28)) if name == "mnist" else models.kwlarge()
-    loss_of = losses.build("hinge", eps0=0.5)
+    loss_of = chosen("loss", "hinge", eps0=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     steps = epochs * max(1, samples // batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

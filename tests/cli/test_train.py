@@ -74,7 +74,8 @@ def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
     assert not (folder / "network").exists()
     assert run_folder.newest_checkpoint(folder).name == "epoch-0000-step-000020"
 
-    with run_folder.locked(folder), ThreadPoolExecutor(1) as other:
+    settings = run_folder.read_json(folder / "settings.json")
+    with run_folder.opened(folder, settings, resume=True), ThreadPoolExecutor(1) as other:
         assert other.submit(main, ["train", "--resume", str(folder)]).result() == 2
     expected = f"lipkit: expected a run that no process trains, got {folder}, which another process holds"
     assert expected in capsys.readouterr().err

@@ -263,7 +263,7 @@ def test_names_are_compared_along_the_whole_chain_of_bases(tmp_path: Path, monke
         "other": "base: middle\nmodel: {name: kwlarge, options: {dense: [8]}}\nloss: hinge\n",
     }
     monkeypatch.setattr(recipes, "names", lambda: sorted(files))
-    monkeypatch.setattr(recipes, "_read", lambda name: (name, yaml.safe_load(files[name])))
+    monkeypatch.setattr(recipes, "_read", lambda name: recipes._expanded(yaml.safe_load(files[name])))
     assert load_recipe("middle").model.options == {"width": 1, "layer": "soc"}
     other = load_recipe("other")
     assert other.model.options == {"dense": [8]}

@@ -269,9 +269,10 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
         ("data=mnist", DataError, "mnist|MNIST"),
         ("data=nothing", OptionError, "expected a data set"),
         (f"data={mine}:line", RecipeError, "expected data for task classification, got .* which is for regression"),
+        (f"data={mine}:points", RecipeError, r"expected images \(C, H, W\) to augment, got samples of shape \(2,\)"),
     ):
         with pytest.raises(error, match=message):
-            pipeline.train(quick(override, f"data.root={tmp_path}"), out=tmp_path / "runs")
+            pipeline.train(quick(override, f"data.root={tmp_path}", "augment.flip=true"), out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -341,10 +342,10 @@ def test_initial_weights_come_from_the_seed_alone():
 def test_augmentation_is_that_of_the_recipe():
     data = build.load_data(quick())
     x = data.test.batch(torch.arange(8))[0]
-    assert build.augmentation(quick().augment, data) is None
-    crop = build.augmentation(quick("augment.crop=2").augment, data)
+    assert pipeline.training_options(quick(), data).augment is None
+    crop = pipeline.training_options(quick("augment.crop=2"), data).augment
     assert not torch.equal(crop(x, torch.Generator().manual_seed(0)), x)
-    flip = build.augmentation(quick("augment.flip=true").augment, data)
+    flip = pipeline.training_options(quick("augment.flip=true"), data).augment
     seen = {
         (torch.equal(a, b), torch.equal(a, b.flip(-1)))
         for a, b in zip(flip(x, torch.Generator().manual_seed(0)), x, strict=True)

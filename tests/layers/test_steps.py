@@ -118,14 +118,14 @@ def test_fit_knows_the_size_after_augmentation():
 def test_the_command_line(tmp_path):
     quick = ["data.limit=60", "train.epochs=2", "train.lr=0.05", "train.evaluate_samples=2"]
     recipe = load_recipe("digits_svcm", quick)
-    runs = []
+    runs, train = [], pipeline.loop.train
 
-    def fit(model, *args, **options):
-        runs.append(lipkit.fit(model, *args, **options))
+    def trained(session):
+        runs.append(train(session))
         return runs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "fit", fit)
+        patch.setattr(pipeline.loop, "train", trained)
         patch.setattr(pipeline, "finish", lambda *args: None)  # training is what is tested
         pipeline.train(recipe, out=tmp_path)
     assert largest(runs[0].result, (1, 8, 8)) <= 1 + TOLERANCE

@@ -75,6 +75,12 @@ def test_the_rate_follows_the_time_and_training_ends_with_it() -> None:
     assert [row["epoch"] for row in run.history] == [1, 2] == list(range(1, run.epochs_done + 1))
 
 
+def test_checkpoints_take_no_time_of_the_budget(tmp_path: Path) -> None:
+    rates: list[float] = []
+    train(rates, budget="75s", run_dir=tmp_path, checkpoint_seconds=1e-9)  # writing one reads the clock
+    assert rates == [step / 75 for step in range(75)]
+
+
 def test_epochs_end_training_before_the_budget() -> None:
     rates: list[float] = []
     assert train(rates, budget="1000s", epochs=1).epochs_done == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
@@ -143,6 +144,21 @@ def test_checkpoints_do_not_pile_up_and_a_finished_run_keeps_its_weights_alone(t
     assert (epoch, "optimizer" in state, len(weights)) == (4, False, 4)
 
 
+def test_checkpoints_within_an_epoch_keep_their_distance(tmp_path, monkeypatch):
+    steps, save = [], run_folder.save_checkpoint
+
+    def saved(*args, step, **options):
+        steps.append(step)
+        return save(*args, step=step, **options)
+
+    monkeypatch.setattr("lipkit.training.progress.READ_SECONDS", 0.0)  # asks the clock after each step
+    monkeypatch.setattr("time.monotonic", itertools.count().__next__)
+    monkeypatch.setattr(run_folder, "save_checkpoint", saved)
+    fit(run_dir=tmp_path, epochs=1, checkpoint_seconds=10)
+    assert 2 <= len(steps) <= 4
+    assert steps[1] - steps[0] > 5
+
+
 def test_checkpoints_every_few_epochs(tmp_path):
     names = []
 
@@ -280,10 +296,25 @@ def test_refusals(change, message):
 
 
 def test_the_clock():
-    now = Clock(None, None)
-    assert now.own_request() == ""
-    assert Clock(1e-9, None).own_request() == "stop"
-    assert Clock(100, 1e-9).own_request() == "save"
-    clock = Clock(None, 1000)
-    clock.saved()
-    assert clock.own_request() == ""
+    alone = types.SimpleNamespace(world_size=1)
+    assert Clock(alone, None, None, None).due() == ""
+    assert Clock(alone, None, 1e-9, None).due() == "stop"
+    assert Clock(alone, None, 100, 1e-9).due() == "save"
+    assert Clock(alone, None, None, 1000).due() == ""
+    # In several processes the first one's clock decides.
+    led = types.SimpleNamespace(world_size=2, broadcast=lambda value, src: "stop")
+    assert Clock(led, None, 100, None).due() == "stop"
+
+
+def test_the_budget():
+    clock = Clock(types.SimpleNamespace(world_size=1), "10s wall", None, None)
+    clock.used, clock.now = 4.0, iter([0.0, 1.0, 5.0, 5.5]).__next__
+    clock.start()
+    clock.spend(7)
+    assert (clock.used, clock.fraction(), clock.fraction(7)) == (5.0, 0.5, 0.5)
+    clock.start()  # what lay between is free
+    clock.spend(7)
+    assert clock.used == 5.5
+    samples = Clock(types.SimpleNamespace(world_size=1), "20 images", None, None)
+    samples.spend(5)
+    assert (samples.timed, samples.fraction(), samples.fraction(5), samples.fraction(50)) == (False, 0.25, 0.5, 1.0)

@@ -73,7 +73,7 @@ def test_sgd_equals_a_loop_written_out_in_numpy():
     )  # fmt: skip
     step = 0
     for epoch in range(epochs):
-        for index in batches(20, 8, seed=5, epoch=epoch):
+        for index, _, _ in batches(20, 8, seed=5, epoch=epoch):
             step += 1
             rate = lr * np.interp(step / (epochs * steps), [0, 0.4, 0.8, 1], [0, 1, 0.05, 0])
             xs, ys = x[index].double().numpy(), y[index].double().numpy()
@@ -212,6 +212,18 @@ def test_a_finished_run_resumes_to_itself(tmp_path):
     again = training.fit(network(7), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
     assert same(first.model, again.model)
     assert again.history == first.history
+
+
+def test_a_resume_in_double_precision_loses_no_bit(tmp_path):
+    def run(**options):
+        return training.fit(network(), blobs(), epochs=2, lr=0.05, precision="64-true", ema=0.9, **COMMON, **options)
+
+    whole = run()
+    assert not run(run_dir=tmp_path, max_minutes=1e-9).finished
+    resumed = run(run_dir=tmp_path, resume=True)
+    assert resumed.model[1].weight.dtype == torch.float64
+    assert same(whole.model, resumed.model)
+    assert same(whole.average, resumed.average)
 
 
 def test_a_run_folder_is_not_overwritten_and_not_resumed_otherwise(tmp_path):

@@ -9,6 +9,7 @@ import torch
 import lipkit
 from lipkit.errors import OptionError
 from lipkit.training import losses
+from lipkit.training.options import chosen
 
 
 @pytest.fixture
@@ -55,9 +56,9 @@ def test_label_smoothing_equals_its_formula() -> None:
     t = torch.tensor([0, 2])
     logs = (y - y.exp().sum(1, keepdim=True).log()).numpy()
     expected = -np.mean([0.9 * row[label] + 0.1 * row.mean() for row, label in zip(logs, t, strict=True)])
-    assert losses.build("cross_entropy", smoothing=0.1)(y, t).item() == pytest.approx(expected, rel=1e-12)
+    assert chosen("loss", "cross_entropy", smoothing=0.1)(y, t).item() == pytest.approx(expected, rel=1e-12)
     with pytest.raises(OptionError, match=r"smoothing: expected a number in \[0, 1\), got 1"):
-        losses.build("cross_entropy", smoothing=1.0)
+        chosen("loss", "cross_entropy", smoothing=1.0)
 
 
 def test_offset_cross_entropy_without_offset_is_cross_entropy(batch):
@@ -196,7 +197,7 @@ def test_trades_equals_its_formula(batch):
 @pytest.mark.parametrize("name", sorted({*losses.LOSSES} - {"emma", "mse"}))
 def test_gradients_are_those_of_finite_differences(batch, name):
     y, t = batch
-    loss = losses.build(name)
+    loss = chosen("loss", name)
     assert torch.autograd.gradcheck(lambda x: loss(x, t[:6]), (0.3 * y[:6]).requires_grad_())
 
 
@@ -224,14 +225,14 @@ def test_losses_of_peers(batch, expression):
         y, t = y[:, :1], (t > 2).long()
         target = t[:, None].double()
     expected = theirs(y, target)
-    assert losses.build(name, **options)(y, t).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert chosen("loss", name, **options)(y, t).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_every_loss_has_a_finite_gradient(batch):
     y, t = batch
     for name in losses.LOSSES:
         leaf = y.clone().requires_grad_()
-        losses.build(name)(leaf, y.flip(0) if name in losses.REGRESSION else t).backward()
+        chosen("loss", name)(leaf, y.flip(0) if name in losses.REGRESSION else t).backward()
         assert torch.isfinite(leaf.grad).all(), name
         assert leaf.grad.abs().max() > 0, name
 
@@ -258,7 +259,7 @@ def test_mse_refuses_shapes_that_would_broadcast():
 )
 def test_build_refuses(name, options, message):
     with pytest.raises(OptionError, match=message):
-        losses.build(name, **options)
+        chosen("loss", name, **options)
 
 
 def test_gloro_equals_its_formula() -> None:

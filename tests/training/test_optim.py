@@ -16,7 +16,6 @@ from lipkit.linalg import orthogonality_residual
 from lipkit.linalg.stiefel import spectral_step
 from lipkit.lowering import lipschitz
 from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, TrainOptions, fit, optim
-from lipkit.training.session import make_optimizer
 
 OPTIMISERS = {"spectral": lambda p: SpectralDescent(p, 0.05), "riemannian": lambda p: RiemannianAdam(p, 0.05)}
 
@@ -168,14 +167,14 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
 def test_one_call_for_all_parameters_takes_the_same_step(name: str) -> None:
-    def parameters() -> list[nn.Parameter]:
-        return [nn.Parameter(torch.arange(6.0).reshape(2, 3)), nn.Parameter(torch.tensor(-2.0))]
+    def parameters() -> nn.ParameterList:
+        return nn.ParameterList([torch.arange(6.0).reshape(2, 3), torch.tensor(-2.0)])
 
     ours, theirs = parameters(), parameters()
     options = TrainOptions(epochs=1, optimizer=name, lr=0.1, weight_decay=0.01, momentum=0.9)
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     more = {"momentum": 0.9} if name == "sgd" else {}
-    one = make_optimizer(options, ours)
+    one = optim.build(options, ours)
     two = kinds[name](theirs, lr=0.1, weight_decay=0.01, fused=False, foreach=False, **more)
     for step in range(5):
         for p, q in zip(ours, theirs, strict=True):

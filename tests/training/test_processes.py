@@ -17,7 +17,7 @@ from lipkit import training
 from lipkit.errors import OptionError
 from lipkit.lowering import lipschitz
 from lipkit.training import checkpoints as run_folder
-from lipkit.training import devices, session
+from lipkit.training import devices
 
 pytestmark = pytest.mark.thorough
 
@@ -163,9 +163,11 @@ def test_what_the_first_process_refuses_all_refuse(found):
 
 
 def test_a_strategy_that_keeps_parameters_in_parts_is_refused():
-    sharded = SimpleNamespace(strategy=ModelParallelStrategy(lambda model, mesh: model))
+    plain = SimpleNamespace(precision="32-true")
+    sharded = SimpleNamespace(strategy=ModelParallelStrategy(lambda model, mesh: model), world_size=1)
+    sharded.strategy.precision = plain
     with pytest.raises(OptionError, match="leaves parameters whole, got Fabric's ModelParallelStrategy"):
-        session.check_whole(sharded)
+        training.fit(torch.nn.Linear(2, 2), (torch.rand(8, 2), torch.arange(8) % 2), epochs=1, fabric=sharded)
 
 
 def test_the_process_group_ends_before_the_interpreter(found):

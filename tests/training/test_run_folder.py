@@ -37,14 +37,18 @@ def test_a_deleted_run_does_not_give_its_number_away(tmp_path):
 
 
 def test_a_started_run_is_not_overwritten(tmp_path):
-    run_folder.write_settings(tmp_path, {"lr": 0.1})
+    def opened(lr, resume, folder=tmp_path):
+        with run_folder.opened(folder, {"lr": lr}, resume):
+            return json.loads((folder / "settings.json").read_text())
+
+    assert opened(0.1, False) == opened(0.1, True) == {"lr": 0.1}
     with pytest.raises(RunError, match="expected a new run folder, got"):
-        run_folder.write_settings(tmp_path, {"lr": 0.1})
-    run_folder.check_settings(tmp_path, {"lr": 0.1})
+        opened(0.1, False)
     with pytest.raises(RunError, match=r"expected lr = 0.1, as the run in .* was started, got 0.2"):
-        run_folder.check_settings(tmp_path, {"lr": 0.2})
+        opened(0.2, True)
     with pytest.raises(RunError, match=r"expected a run folder with settings.json, got none at"):
-        run_folder.check_settings(tmp_path / "other", {"lr": 0.1})
+        opened(0.1, True, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_one_at_a_time_trains_in_a_folder(tmp_path):
@@ -54,13 +58,15 @@ def test_one_at_a_time_trains_in_a_folder(tmp_path):
         return training.fit(nn.Linear(2, 2), data, epochs=1, run_dir=tmp_path / "run", accelerator="cpu", **options)
 
     def meanwhile(model):
-        with ThreadPoolExecutor(1) as other, pytest.raises(RunError, match=r"got .*run, which another process holds"):
-            other.submit(fit, resume=True).result()
-        refused.append(True)
+        with ThreadPoolExecutor(1) as other:
+            for again in (lambda: other.submit(fit, resume=True).result(), lambda: fit(resume=True)):
+                with pytest.raises(RunError, match=r"got .*run, which another process holds"):
+                    again()
+                refused.append(True)
         return {}
 
     fit(evaluate=meanwhile)
-    assert refused == [True]
+    assert refused == [True, True]
     assert fit(resume=True).finished  # the lock is free again
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from lipkit.errors import OptionError
 from lipkit.training import schedules
+from lipkit.training.options import chosen
 
 
 def test_default_is_the_papers_schedule_in_epochs():
@@ -22,7 +23,7 @@ def test_multistep_drops_at_the_milestones():
 
 
 def test_cosine_with_warmup_and_floor():
-    rate = schedules.build("cosine", warmup=0.1, floor=0.2)
+    rate = chosen("schedule", "cosine", warmup=0.1, floor=0.2)
     assert rate(0.05) == pytest.approx(0.5)
     assert rate(0.1) == pytest.approx(1)
     assert rate(0.55) == pytest.approx(0.6)
@@ -32,7 +33,7 @@ def test_cosine_with_warmup_and_floor():
 
 def test_every_schedule_stays_in_0_1():
     for name in schedules.SCHEDULES:
-        rate = schedules.build(name)
+        rate = chosen("schedule", name)
         assert all(0 <= rate(i / 97) <= 1 for i in range(98)), name
         assert max(rate(i / 1000) for i in range(1001)) == pytest.approx(1), name
 
@@ -55,4 +56,4 @@ def test_every_schedule_stays_in_0_1():
 )
 def test_build_refuses(name, options, message):
     with pytest.raises(OptionError, match=message):
-        schedules.build(name, **options)
+        chosen("schedule", name, **options)

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data import Split
 from lipkit.errors import DataError
-from lipkit.training.sources import AUGMENT, batches, derived_seed, generator, own_part, source
+from lipkit.training.sources import AUGMENT, batches, derived_seed, generator, source
 
 
 class Noisy(Dataset):
@@ -26,7 +26,7 @@ class Noisy(Dataset):
 
 def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
     def epoch(**kwargs):
-        return torch.cat(list(batches(103, 10, **kwargs)))
+        return torch.cat([index for index, _, _ in batches(103, 10, **kwargs)])
 
     first = epoch(seed=0, epoch=0)
     assert sorted(first.tolist()) == list(range(103))
@@ -40,16 +40,17 @@ def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
 def test_ranks_cut_the_batches_that_one_device_sees(ranks):
     whole = list(batches(41, 12, seed=3, epoch=2))
     parts = [list(batches(41, 12, seed=3, epoch=2, rank=r, ranks=ranks)) for r in range(ranks)]
-    for number, batch in enumerate(whole):
+    for number, (batch, size, own) in enumerate(whole):
         pieces = [part[number] for part in parts]
-        assert sorted(torch.cat(pieces).tolist()) == sorted(batch.tolist())
-        assert [len(p) for p in pieces] == [own_part(len(batch), rank=r, ranks=ranks) for r in range(ranks)]
+        assert sorted(torch.cat([index for index, _, _ in pieces]).tolist()) == sorted(batch.tolist())
+        assert {size, own, len(batch)} == {size for _, size, _ in pieces} == {41 % 12 if number == 3 else 12}
+        assert [len(index) for index, _, _ in pieces] == [own for _, _, own in pieces]
 
 
 def test_a_rank_without_a_sample_takes_one_for_company():
     last = [list(batches(9, 8, seed=0, epoch=0, rank=r, ranks=4))[-1] for r in range(4)]
-    assert len({tuple(p.tolist()) for p in last}) == 1
-    assert [own_part(1, rank=r, ranks=4) for r in range(4)] == [1, 0, 0, 0]
+    assert len({tuple(index.tolist()) for index, _, _ in last}) == 1
+    assert [(size, own) for _, size, own in last] == [(1, 1), (1, 0), (1, 0), (1, 0)]
 
 
 def test_a_dataset_that_fetches_many_at_once_is_asked_to():

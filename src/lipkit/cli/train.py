@@ -115,8 +115,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def result(outcome: Outcome) -> str:
     """The text printed at the end of a run."""
-    if outcome.record is None:
-        return "\n".join([*(f"{k} {v:.6g}" for k, v in outcome.metrics.items()), f"run     {outcome.folder}"])
     from lipkit.report.html import REPORT
     from lipkit.report.tables import summary
 

@@ -17,7 +17,6 @@ from lipkit.certificates.intervals import check_radii
 from lipkit.data.registry import imported, is_code
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
 from lipkit.experiments.recipe import Recipe
-from lipkit.experiments.recipe_schema import AugmentSection
 from lipkit.lowering import export, lipschitz
 
 
@@ -27,13 +26,15 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
     Raises:
         DataError, OptionError: see `lipkit.data.load`; or a radius is implausible for these data, see
             `lipkit.certificates.intervals.check_radii` (``large_eps`` accepts large ones).
-        RecipeError: the data are not for the recipe's task.
+        RecipeError: the data are not for the recipe's task, or no images for its augmentation.
     """
     section = recipe.data
     root = None if section.root is None else Path(section.root)
     data = datasets.load(section.spec, root=root, limit=section.limit, limits=section.range)
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
+    if (recipe.augment.crop or recipe.augment.flip) and len(data.input_shape) != 3:
+        raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     if large_eps is not None:
         certify, adversary = recipe.certify, recipe.adversary
         radii: dict[str, Sequence[float]] = {"certify.delta": [certify.delta]}
@@ -78,15 +79,6 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
         model = network_of(name, factory, {**accepted, **options})
         _check_model(model, name, data.input_shape, outputs(data))
     return model
-
-
-def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tensor, torch.Generator], Tensor] | None:
-    """The recipe's augmentation as one function of (x, generator), or None; ``RecipeError`` for data without images."""
-    if not section.crop and not section.flip:
-        return None
-    if len(data.input_shape) != 3:
-        raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
-    return functools.partial(augment, crop=section.crop, flip=section.flip)
 
 
 def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> Tensor:

@@ -71,7 +71,7 @@ class Outcome(Shown):
 
     folder: Path
     metrics: Mapping[str, float]
-    record: Record | RegressionRecord | None
+    record: Record | RegressionRecord
 
     def describe(self) -> str:
         """The figures and their folder."""

@@ -66,18 +66,17 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     Traceback (most recent call last):
     lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
     """
-    origin, content = _read(name_or_path)
-    content = _on_base(content, origin)
+    origin = str(name_or_path)
+    seen, chain = [origin], [_read(name_or_path)]
+    while (base := chain[-1].pop("base", None)) is not None:
+        if base in seen or base not in names():
+            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
+        seen.append(base)
+        chain.append(_read(base))
+    # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
+    content = functools.reduce(_merged, reversed(chain))
     for override in overrides:
         _override(content, override)
-    return check(content, origin)
-
-
-def check(content: dict[str, Any], origin: str) -> Recipe:
-    """Check the content of a recipe, nested mappings as read from YAML; ``origin`` names it in an error.
-
-    The ``RecipeError`` describes the first wrong value, and names all missing keys.
-    """
     try:
         return Recipe.model_validate(_expanded(content))
     except ValidationError as error:
@@ -96,18 +95,6 @@ def to_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The content, merged into the recipe that its ``base`` names, if any."""
-    seen, chain = [origin], [_expanded(content)]
-    while (base := chain[-1].pop("base", None)) is not None:
-        if base in seen or base not in names():
-            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
-        seen.append(base)
-        chain.append(_expanded(_read(base)[1]))
-    # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
-    return functools.reduce(_merged, reversed(chain))
-
-
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
@@ -120,75 +107,69 @@ def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] 
     return out
 
 
-def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
+def _read(name_or_path: str | Path) -> dict[str, Any]:
+    """The content of one file, without that of its base."""
     text = str(name_or_path)
-    is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
-    if is_path or text.endswith((".yaml", ".yml", ".json")):
+    if isinstance(name_or_path, Path) or "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json")):
         try:
-            return text, _parse(read_bytes(text, MOST_BYTES), text)
+            content = read_bytes(text, MOST_BYTES)
         except OSError as error:
             raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
-    if text not in names():
-        hint = suggestion(text, names())
-        rest = (
-            " lipkit list recipes shows all" if hint else f"; known: {', '.join(names())}, or the path of a YAML file"
-        )
-        raise RecipeError(f"unknown recipe {text!r}{hint}{rest}")
-    packaged = importlib.resources.files("lipkit.recipes") / f"{text}.yaml"
-    return text, _parse(packaged.read_bytes(), text)
-
-
-def _parse(content: bytes, origin: str) -> dict[str, Any]:
-    parsed = _load(content, f"recipe {origin}")
+    elif text in (known := names()):
+        content = (importlib.resources.files("lipkit.recipes") / f"{text}.yaml").read_bytes()
+    else:
+        rest = f"; known: {', '.join(known)}, or the path of a YAML file"
+        hint = suggestion(text, known)
+        raise RecipeError(f"unknown recipe {text!r}{f'{hint} lipkit list recipes shows all' if hint else rest}")
+    parsed = _load(content, f"recipe {text}")
     if not isinstance(parsed, dict):
-        raise RecipeError(f"recipe {origin}: expected keys and values, got {type(parsed).__name__}")
-    return parsed
+        raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
+    return _expanded(parsed)
 
 
 def _load(content: str | bytes, origin: str) -> Any:
-    """The value of a YAML text; refused if it has more than MOST_VALUES values with its aliases written out."""
+    """The value of a YAML text, checked by `_count` before anything is built: a merge key copies its mapping."""
     try:
-        loader = _Loader(content)  # a SafeLoader: builds plain values only
+        loader = yaml.SafeLoader(content)  # builds plain values only
         node = loader.get_single_node()
         if node is None:
             return None  # an empty text
-        _written_out(node, {}, set())  # count before anything is built: a merge key copies its mapping
+        _count(node, {}, set())
         return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise RecipeError(f"{origin}: expected YAML, got: {' '.join(str(error).split())}") from None
 
 
-def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
-    """The number of values below a node, each alias counted as often as it is used."""
+def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+    """The number of values below a node, each alias counted as often as it is used.
+
+    Raises:
+        ValueError: more than MOST_VALUES; an anchor that holds itself; a key written twice, of which YAML would
+            silently keep the last; a text that YAML reads in a surprising way.
+    """
     if id(node) in above:
         raise ValueError("expected values, got an anchor that holds itself")
     if id(node) not in known:
         inner: list[yaml.Node] = []
+        line = f"line {node.start_mark.line + 1}"
         if isinstance(node, yaml.SequenceNode):
             inner = node.value
         elif isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]  # keys are values, too
+            seen: set[str] = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    raise ValueError(f"key {key.value!r} twice, on line {key.start_mark.line + 1} again")
+                seen.add(key.value)
         elif (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
-            read, line = json.dumps(yaml.safe_load(text)), node.start_mark.line + 1
-            raise ValueError(f"line {line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
+            read = json.dumps(yaml.safe_load(text))
+            raise ValueError(f"{line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
         above.add(id(node))  # `above` holds the nodes on the path; one that recurs contains itself
-        known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
+        known[id(node)] = 1 + sum(_count(part, known, above) for part in inner)
         above.remove(id(node))
     if known[id(node)] > MOST_VALUES:
         raise ValueError(f"expected at most {MOST_VALUES} values, got more: its aliases multiply")
     return known[id(node)]
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice; YAML would silently keep the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep=deep)
 
 
 def _override(content: dict[str, Any], override: str) -> None:
@@ -280,4 +261,4 @@ def _short(value: Any) -> str:
     return printable(repr(value), 80)
 
 
-__all__ = ["DEFAULT", "Recipe", "check", "load_recipe", "names", "to_yaml"]
+__all__ = ["DEFAULT", "Recipe", "load_recipe", "names", "to_yaml"]

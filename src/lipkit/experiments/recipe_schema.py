@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +14,7 @@ from lipkit import models
 from lipkit.data.registry import is_code
 from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
-from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, option, parse_number
+from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, chosen, option, parse_number
 from lipkit.training.regularisation import PENALTIES
 
 
@@ -110,7 +111,7 @@ class LossSection(Section):
     name: StrictStr = option("hinge", f"one of {', '.join(losses.LOSSES)}")
     options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
 
-    _known = _checked_by(losses.build)
+    _known = _checked_by(functools.partial(chosen, "loss"))
 
 
 class PenaltySection(Section):
@@ -145,7 +146,7 @@ class ScheduleSection(Section):
     name: StrictStr = option("piecewise_linear", f"one of {', '.join(schedules.SCHEDULES)}")
     options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
 
-    _known = _checked_by(schedules.build)
+    _known = _checked_by(functools.partial(chosen, "schedule"))
 
 
 class TrainSection(Numbers):
@@ -192,17 +193,14 @@ class Recipe(Section):
     certify: CertifySection = option(CertifySection(), "what is certified and attacked")
 
     @model_validator(mode="after")
-    def _loss_of_task(self) -> Self:
-        if (self.loss.name in losses.REGRESSION) != (self.task == "regression"):
-            fitting = sorted(n for n in losses.LOSSES if (n in losses.REGRESSION) == (self.task == "regression"))
+    def _fits_task(self) -> Self:
+        regression = self.task == "regression"
+        fitting = sorted(name for name in losses.LOSSES if (name in losses.REGRESSION) == regression)
+        if self.loss.name not in fitting:
             raise ValueError(
                 f"expected for task {self.task} a loss.name among {', '.join(fitting)}, got {self.loss.name}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adversary_of_task(self) -> Self:
-        if self.adversary is not None and self.task != "classification":
+        if self.adversary is not None and regression:
             raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
         return self
 

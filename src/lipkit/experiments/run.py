@@ -12,6 +12,7 @@ RUN/
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -28,7 +29,7 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import augmentation, build_model, load_data, outputs
+from lipkit.experiments.build import augment, build_model, load_data, outputs
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
@@ -38,10 +39,9 @@ from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
-from lipkit.training import LipschitzPenalty, PgdAdversary, TrainOptions, checkpoints, fit, losses, schedules
+from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
-from lipkit.training.loop import check
-from lipkit.training.options import PLACEMENT, Numbers
+from lipkit.training.options import PLACEMENT, Numbers, chosen
 
 
 def train(
@@ -79,32 +79,25 @@ def train(
     data = load_data(recipe, large_eps)
     model = build_model(recipe, data)
     fabric = fabric or make_fabric(recipe.train)
-    options = training_options(recipe, data).changed(progress=display.progress)
-    if resume is None:
-        check(model, options, fabric)  # refuse before a folder is made
-    folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
-    if resume is not None and (folder / RECORD).exists():
-        if not fabric.is_global_zero:
-            return None
-        display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
-        record = read_record(folder)
-        if not (folder / REPORT).exists():
-            write_report(folder)
-        return Outcome(folder, record.metrics(), record)
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if resume is not None:
+        if unplaced(read_recipe(resume, allow_code=True)) != unplaced(recipe):
+            raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
+        if (Path(resume) / RECORD).exists():
+            return _ended(Path(resume), display) if fabric.is_global_zero else None
+    # All is checked before a folder is made.
+    session = loop.prepare(model, data.train, training_options(recipe, data, display.progress), fabric)
+    folder = on_first(fabric, lambda: _new_folder(recipe, out, folder)) if resume is None else Path(resume)
+    section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
     if fabric.is_global_zero:
-        display.note(
-            f"{folder}: {recipe.name}, {len(data.train)} training samples, {count} parameters, {fabric.device}"
-        )
-
-    section = recipe.train
+        samples = f"{len(data.train)} training samples, {count} parameters"
+        display.note(f"{folder}: {recipe.name}, {samples}, {fabric.device}")
     again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
     with ExitStack() as held:
-        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))  # until all is written
+        session.open(held, folder, resume is not None)  # until all is written
         held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
         start = time.perf_counter()
         try:
-            run = fit(model, data.train, options, run_dir=folder, resume=resume is not None, fabric=fabric)
+            run = loop.train(session)
         except KeyboardInterrupt:
             display.note(f"interrupted: {again} continues")
             raise
@@ -136,18 +129,19 @@ def train(
         return finish(folder, recipe, network, data, facts, display, fabric.device)
 
 
-def training_options(recipe: Recipe, data: Data) -> TrainOptions:
+def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
     """The options of ``lipkit.fit`` that a recipe describes."""
-    section, penalty, adversary = recipe.train, recipe.penalty, recipe.adversary
+    section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,
-        loss=losses.build(recipe.loss.name, **recipe.loss.options),
-        schedule=schedules.build(section.schedule.name, **section.schedule.options),
-        augment=augmentation(recipe.augment, data),
+        loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
+        schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
+        augment=functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None,
         evaluate=_monitor(recipe, data),
         penalty=None if penalty is None else LipschitzPenalty(penalty.method, penalty.weight, penalty.l1),
         adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
+        progress=progress,
     )
 
 
@@ -254,20 +248,25 @@ def read_recipe(
     return recipe
 
 
-def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
-    if resume is not None:
-        if unplaced(read_recipe(resume, allow_code=True)) != unplaced(recipe):
-            raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
-        return resume
-
-    def make() -> Path:
-        folder = checkpoints.create(out, run_name(recipe)) if asked is None else Path(asked)
+def _new_folder(recipe: Recipe, out: str | Path, asked: str | Path | None) -> Path:
+    """The folder ``asked`` for, which must not hold a run, else a new one in ``out``; with the recipe in it."""
+    if asked is None:
+        folder = checkpoints.create(Path(out), run_name(recipe))
+    else:
+        folder = Path(asked)
         checkpoints.check_new(folder, NETWORK, RECORD)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / RECIPE, to_yaml(recipe).encode())
-        return folder
+    write_atomic(folder / RECIPE, to_yaml(recipe).encode())
+    return folder
 
-    return on_first(fabric, make)
+
+def _ended(folder: Path, display: Display) -> Outcome:
+    """The outcome of a run that has ended, from its record."""
+    display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
+    record = read_record(folder)
+    if not (folder / REPORT).exists():
+        write_report(folder)
+    return Outcome(folder, record.metrics(), record)
 
 
 def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:
@@ -330,9 +329,9 @@ def changed(recipe: Recipe) -> dict[str, str]:
     """
     if recipe.name not in names():
         return {}
-    # Make seed, device and limits equal: the other differences change the result.
-    before, now = (dict(flatten(unplaced(seeded(r, 0)).plain())) for r in (load_recipe(recipe.name), recipe))
-    return {key: value for key, value in now.items() if before.get(key) != value and key != "data.root"}
+    before, now = (dict(flatten(r.plain())) for r in (load_recipe(recipe.name), recipe))
+    unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
+    return {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
 
 
 def run_name(recipe: Recipe) -> str:

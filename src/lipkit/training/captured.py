@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, first_line, lacks_memory
-from lipkit.training.epoch import Step
 from lipkit.training.options import TrainOptions
 from lipkit.training.session import Session
+from lipkit.training.step import Step
 
 # Number of ordinary steps of each kind before recording: they create the optimiser's state and choose algorithms.
 WARM = 3
@@ -33,7 +33,7 @@ def check_recordable(fabric: Any, options: TrainOptions) -> None:
 
 
 class CapturedStep:
-    """A step of `lipkit.training.epoch`, recorded once and replayed on new batches.
+    """A step of `lipkit.training.step`, recorded once and replayed on new batches.
 
     A graph is a fixed list of kernels at fixed addresses. So batches are copied to the addresses of the recorded one,
     learning rates are tensors on the device, and each shape of a batch and each phase of `SpectralDescent`, which moves

@@ -61,38 +61,39 @@ def create(parent: Path, name: str) -> Path:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder, so that no other process or thread trains in it; ``RunError`` if one holds the lock."""
-    try:  # a singleton: `fit` inside a run can take it again
-        lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
+def opened(folder: Path, settings: Mapping[str, Any], resume: bool = False) -> Iterator[None]:
+    """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
+
+    Raises:
+        RunError: another process, thread or call holds it; a new run in a folder that holds one; a resume without
+            a run, or with other settings.
+    """
+    if resume:  # before locking, which makes a file in a folder that may hold no run
+        before = read_json(folder / SETTINGS)
+        now = json.loads(json.dumps(dict(settings)))  # as read from a file: tuples become lists
+        for key in sorted({*before, *now}):
+            if before.get(key) != now.get(key):
+                raise RunError(
+                    f"expected {key} = {before.get(key)!r}, as the run in {folder} was started, got {now.get(key)!r}"
+                )
+    lock = FileLock(folder / ".lock")  # each call its own: a thread that holds it does not get it twice
+    try:
+        lock.acquire(timeout=0)
     except Timeout:
         raise RunError(f"expected a run that no process trains, got {folder}, which another process holds") from None
-    with lock:
+    try:
+        if not resume:
+            check_new(folder)
+            write_json(folder / SETTINGS, settings)
         yield
-
-
-def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Start a run in ``folder`` by writing its settings; ``RunError`` if it holds a run."""
-    check_new(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / SETTINGS, dict(settings))
+    finally:
+        lock.release()
 
 
 def check_new(folder: Path, *names: str) -> None:
     """Raise RunError if ``folder`` holds a run or one of the files ``names``."""
     if any((folder / name).exists() for name in (SETTINGS, METRICS, CHECKPOINTS, *names)):
         raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
-
-
-def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise RunError unless a run was started in ``folder``, with these settings."""
-    before = read_json(folder / SETTINGS)
-    now = json.loads(json.dumps(dict(settings)))  # as read from a file: tuples become lists
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            raise RunError(
-                f"expected {key} = {before.get(key)!r}, as the run in {folder} was started, got {now.get(key)!r}"
-            )
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:

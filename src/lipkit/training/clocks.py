@@ -1,4 +1,4 @@
-"""The clocks of training: limits of one call, and a budget of time or samples that the schedule follows."""
+"""The clock of training: a budget of time or samples that the schedule follows, and the limits of one call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from typing import Any, Literal
 
 from lipkit.text import printable
+
+Request = Literal["", "save", "stop"]
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*(cpu|wall)?", re.ASCII)
@@ -35,87 +37,51 @@ def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
     raise ValueError(f"expected a time such as {examples}, got {printable(repr(text), 80)}")
 
 
-class Budget:
-    """Time or samples that training may use, resumes included. The used fraction sets the rate; 1 ends training.
+class Clock:
+    """Limits of time and samples: the budget that the schedule follows, and when to save or stop.
 
-    Time counts between `start` and `charge` only, so evaluations and checkpoints are free. Steps that an interruption
-    lost do not count, because they are made again.
+    A budget of time counts between `start` and `spend` only, so evaluations and checkpoints are free. Steps that an
+    interruption lost do not count, because they are made again. The first process' clock counts for all, because they
+    must save and stop together.
 
-    ``text`` is read by `parse_budget`, None is no limit; ``used`` is the amount used before a resume; ``now`` replaces
-    the clock (in seconds) that ``text`` names.
-
-    >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
-    >>> budget.start()
-    >>> budget.charge()
-    >>> budget.fraction
-    0.5
+    Attributes:
+        used: of the budget, in its unit, resumes included; the same in all processes. 0 without a budget.
+        timed: True for a budget of time, of which a step's share is known after it only.
     """
 
-    def __init__(self, text: str | None, used: float = 0.0, now: Any = None) -> None:
-        self.amount, self.unit = (math.inf, "") if text is None else parse_budget(text)
-        self.used = used  # 0 without a limit
-        self._now = now or (time.process_time if self.unit == "cpu" else time.monotonic)
-        self._since = 0.0
-
-    @property
-    def timed(self) -> bool:
-        """True for a budget of time: the fraction used at the end of a step is not known before it."""
-        return self.unit in ("cpu", "wall")
+    def __init__(
+        self, fabric: Any, budget: str | None, max_minutes: float | None, checkpoint_seconds: float | None
+    ) -> None:
+        self.fabric = fabric
+        self.amount, self.unit = (math.inf, "") if budget is None else parse_budget(budget)
+        self.timed, self.used, self.since = self.unit in ("cpu", "wall"), 0.0, 0.0
+        self.now = time.process_time if self.unit == "cpu" else time.monotonic
+        self.saved = time.monotonic()  # when the last checkpoint was written
+        self.end = math.inf if max_minutes is None else self.saved + 60 * max_minutes
+        self.pause = math.inf if checkpoint_seconds is None else checkpoint_seconds
 
     def start(self) -> None:
-        """Count the time from now."""
-        self._since = self._now()
+        """Count time from now."""
+        self.since = self.now()
 
-    def begin_step(self, samples: int) -> None:
-        """Count the samples of a step before it is made: its rate is that at its end, as without a budget."""
+    def spend(self, samples: int) -> None:
+        """Count a step of so many samples, and the time since `start` or the last step."""
         if self.unit == "samples":
             self.used += samples
+        elif self.timed:
+            before, self.since = self.since, self.now()
+            self.used = self._of_first(self.used + self.since - before)
 
-    def charge(self) -> None:
-        """Count the time that has passed since the last call."""
-        if self.timed:
-            now = self._now()
-            self.used, self._since = self.used + now - self._since, now
+    def fraction(self, samples: int = 0) -> float:
+        """Fraction of the budget used, at most 1; of a budget of samples, when ``samples`` more will have been seen."""
+        return min(1.0, (self.used + (samples if self.unit == "samples" else 0)) / self.amount)
 
-    @property
-    def fraction(self) -> float:
-        """The used fraction of the budget, at most 1."""
-        return min(1.0, self.used / self.amount)
-
-
-Request = Literal["", "save", "stop"]
-
-
-class Clock:
-    """Wall-clock limits of one call of ``fit``; the first process decides for all.
-
-    ``max_minutes`` is the time after which training ends at a checkpoint, ``checkpoint_seconds`` the time between
-    checkpoints; None is no limit.
-
-    >>> Clock(max_minutes=None, checkpoint_seconds=60).own_request()
-    ''
-    """
-
-    def __init__(self, max_minutes: float | None, checkpoint_seconds: float | None) -> None:
-        self._limited = max_minutes is not None or checkpoint_seconds is not None
-        self._end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._pause = math.inf if checkpoint_seconds is None else checkpoint_seconds
-        self._saved = time.monotonic()
-
-    def own_request(self) -> Request:
-        """The action due by this process' clock: ``"stop"``, ``"save"`` or ``""``."""
-        now = time.monotonic()
-        if now >= self._end:
-            return "stop"
-        return "save" if now - self._saved >= self._pause else ""
-
-    def request(self, fabric: Any) -> Request:
-        """The first process' `own_request`, in all processes: they must save and stop together."""
-        if not self._limited:
+    def due(self) -> Request:
+        """``"stop"`` after ``max_minutes``, ``"save"`` if ``checkpoint_seconds`` have passed, else ``""``."""
+        if min(self.end, self.pause) == math.inf:
             return ""  # saves a broadcast
-        mine = self.own_request()
-        return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
+        now = time.monotonic()
+        return self._of_first("stop" if now >= self.end else "save" if now - self.saved >= self.pause else "")
 
-    def saved(self) -> None:
-        """Restart the time between checkpoints."""
-        self._saved = time.monotonic()
+    def _of_first(self, value: Any) -> Any:
+        return self.fabric.broadcast(value, src=0) if self.fabric.world_size > 1 else value

@@ -21,10 +21,20 @@ def make_fabric(options: Numbers) -> Any:
     """A launched Fabric; options that it refuses are an OptionError.
 
     Under torchrun, which decides the number of processes, ``devices`` and ``nodes`` may be left at 1.
+
+    The process group that it makes is destroyed when the process ends: a thread of gloo that still holds a tensor when
+    the interpreter shuts down aborts the process, so a finished run would report failure. Destroying the group joins
+    these threads before. A group that the caller made is left alone.
     """
+    import torch.distributed as dist
     from lightning_fabric import Fabric  # takes two seconds to import, so only for training
 
-    devices, nodes, strategy = under_torchrun(options.devices, options.nodes, options.strategy)
+    devices, nodes, strategy = options.devices, options.nodes, options.strategy
+    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE"):  # torchrun's values for defaults
+        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        devices = local if devices in (1, "1", "auto") else devices
+        nodes = world // local if nodes == 1 else nodes
+        strategy = "ddp" if strategy == "auto" and world > 1 else strategy
     chosen: dict[str, Any] = {
         "accelerator": options.accelerator, "devices": devices, "num_nodes": nodes, "strategy": strategy,
         "precision": options.precision,
@@ -34,8 +44,18 @@ def make_fabric(options: Numbers) -> Any:
     except (ValueError, TypeError, RuntimeError) as error:
         got = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
         raise OptionError(f"expected devices that Lightning Fabric can use, got {got}: {error}") from error
-    launch(fabric)
+    given = dist.is_available() and dist.is_initialized()  # the caller made a group
+    fabric.launch()
+    if not given and dist.is_available() and dist.is_initialized():
+        atexit.register(_end_group)
     return fabric
+
+
+def _end_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # the caller may have destroyed it
+        dist.destroy_process_group()
 
 
 # Below this number of parameters a second thread does not speed up matrix products.
@@ -67,39 +87,6 @@ def device_here(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"expected a device of this machine, got {name!r}: {first_line(error)}") from error
     return device
-
-
-def launch(fabric: Any) -> None:
-    """``fabric.launch()``; the process group that it makes is destroyed when the process ends.
-
-    A thread of gloo that still holds a tensor when the interpreter shuts down aborts the process, so a finished run
-    would report failure. Destroying the group joins these threads before. A group that the caller made is left alone.
-    """
-    import torch.distributed as dist
-
-    given = dist.is_available() and dist.is_initialized()  # the caller made a group
-    fabric.launch()
-    if not given and dist.is_available() and dist.is_initialized():
-        atexit.register(_end_group)
-
-
-def _end_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():  # the caller may have destroyed it
-        dist.destroy_process_group()
-
-
-def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) -> tuple[int | str | list[int], int, str]:
-    """(devices, nodes, strategy), with torchrun's values in place of the defaults 1, 1, "auto"."""
-    if not (os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE")):
-        return devices, nodes, strategy
-    local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    if devices in (1, "1", "auto"):  # left at the default
-        devices = local
-    if nodes == 1:
-        nodes = world // local
-    return devices, nodes, "ddp" if strategy == "auto" and world > 1 else strategy
 
 
 def on_first(fabric: Any, act: Callable[[], T]) -> T:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch import nn
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.shown import Shown, axes
-from lipkit.training import checkpoints, saving
+from lipkit.training import checkpoints
 from lipkit.training.captured import CapturedStep, check_recordable
 from lipkit.training.devices import make_fabric, on_first
-from lipkit.training.epoch import Step, run_epoch, take_step
 from lipkit.training.options import TrainOptions, check_precision
-from lipkit.training.progress import Divergence, Totals, finite, peak_memory, tensorboard
-from lipkit.training.session import Session, check_whole, optimizer_of, prepare
-from lipkit.training.sources import NETWORK, Source, derived_seed, kept_random_state, own_random_state, source
+from lipkit.training.progress import Divergence, finite, peak_memory, tensorboard
+from lipkit.training.session import Session, update
+from lipkit.training.sources import NETWORK, batches, derived_seed, own_random_state, source
+from lipkit.training.step import Step, take_step
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,32 +146,28 @@ def fit(
     for given, kind in ((model, nn.Module), (options, TrainOptions | None)):
         if not isinstance(given, kind):
             raise OptionError(f"expected fit(module, (x, y), epochs=10), options by name, got {type(given).__name__}")
-    options = TrainOptions(**changes) if options is None else options.changed(**changes)
+    if options is None or changes:
+        options = TrainOptions(**changes) if options is None else options.changed(**changes)
     for name, wanted in (("resume", resume), ("tensorboard", options.tensorboard)):
         if wanted and run_dir is None:
             raise OptionError(f"expected run_dir with {name}=True, got None")
-    train = source(data)
-    if changes.get("batch_size", 0) > len(train):
-        warnings.warn(f"batch_size: {options.batch_size} for {len(train)} samples is one step an epoch", stacklevel=2)
-    fabric = fabric or make_fabric(options)
-    check(model, options, fabric)
-    train = _near(train, fabric.device)
-    folder = None if run_dir is None else Path(run_dir)
+    session = prepare(model, data, options, fabric)
+    if changes.get("batch_size", 0) > (count := len(session.data)):
+        warnings.warn(f"batch_size: {options.batch_size} for {count} samples is one step an epoch", stacklevel=2)
     with ExitStack() as held:
-        done, state, history = saving.open_run(held, fabric, model, folder, resume, options.settings(len(train)))
-        seed = derived_seed(options.seed, 0, NETWORK, fabric.global_rank)
-        held.enter_context(own_random_state(fabric.device, seed))
-        session = prepare(fabric, model, options, train, folder, state.get("used", 0.0))
-        saving.restore(session, state)
-        take = CapturedStep(take_step, session) if options.cuda_graph else take_step
-        done, stopped = _epochs(session, take, done, state, history)
-        average = None if options.ema is None else session.measured(done)
-    model.eval()
-    return Run(model, history, folder, done, average, not stopped)
+        if run_dir is not None:
+            session.open(held, Path(run_dir), resume)
+        return train(session)
 
 
-def check(model: nn.Module, options: TrainOptions, fabric: Any) -> None:
-    """Raise OptionError for a model or options that `fit` refuses, before a run's folder is made."""
+def prepare(model: nn.Module, data: object, options: TrainOptions, fabric: Any = None) -> Session:
+    """The state of a run before its first step, with ``model`` on its device. It writes nothing.
+
+    Raises:
+        OptionError, DataError: all that `fit` refuses, except for its folder.
+    """
+    samples = source(data)
+    fabric = fabric or make_fabric(options)
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
     if options.tensorboard:
@@ -179,39 +175,26 @@ def check(model: nn.Module, options: TrainOptions, fabric: Any) -> None:
     check_precision(fabric.strategy.precision.precision)
     if options.batch_size < fabric.world_size:
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
-    check_whole(fabric)
+    strategy = type(fabric.strategy).__name__
+    if strategy in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):  # constraints need whole parameters
+        raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {strategy}")
     if options.cuda_graph:
         check_recordable(fabric, options)
-    optimizer_of(options, model)  # a trial; `prepare` makes the real one on the device
+    free = torch.cuda.mem_get_info(fabric.device)[0] if fabric.device.type == "cuda" else 0
+    if isinstance(samples, Split) and isinstance(samples.x, torch.Tensor) and 4 * samples.x.nbytes < free:
+        samples = samples.to(fabric.device)  # so that the GPU gathers the batches
+    return Session(fabric, model, options, samples)
 
 
-def _epochs(
-    session: Session, take: Step, done: int, state: Mapping[str, Any], history: list[dict[str, Any]]
-) -> tuple[int, bool]:
-    """Train from epoch ``done`` to the end, adding rows to ``history``: (epochs done, whether the clock ended it)."""
+def train(session: Session) -> Run:
+    """Train to the end, or until the clock stops it at a checkpoint."""
     fabric, options, folder = session.fabric, session.options, session.folder
-    events = tensorboard(folder, done) if options.tensorboard and folder is not None else None
+    events = tensorboard(folder, session.epoch) if options.tensorboard and folder is not None else None
+    seed = derived_seed(options.seed, 0, NETWORK, fabric.global_rank)
     try:
-        last = session.fraction(done * session.steps) >= 1
-        while not last:
-            totals, ended = run_epoch(session, take, done, state)
-            state = {}  # later epochs start at their first step
-            if ended == "stop":
-                return done, True
-            done, last = done + 1, ended == "end"
-            row = _row(session, done, totals, last or done % options.evaluate_every == 0)
-            history.append(row)
-            if folder is not None and fabric.is_global_zero:
-                checkpoints.append_metrics(folder, row)
-                if events is not None:
-                    events.log_metrics(finite(row), done)
-            request = session.clock.request(fabric)
-            if last or done % options.checkpoint_every == 0 or request:
-                saving.save(session, epoch=done, final=last)
-                session.clock.saved()
-            totals.report(session.steps, row)
-            if request == "stop" and not last:
-                return done, True
+        with own_random_state(fabric.device, seed):
+            finished = _steps(session, CapturedStep(take_step, session) if options.cuda_graph else take_step, events)
+            average = None if session.average is None else session.measured()
     except Divergence as error:
         newest = None if folder is None else checkpoints.newest_checkpoint(folder)
         kept = "no checkpoint was written" if newest is None else f"the last good checkpoint is kept in {newest}"
@@ -219,24 +202,70 @@ def _epochs(
     finally:
         if events is not None:
             events.finalize("")
-    return done, False
+    session.model.eval()
+    return Run(session.model, session.history, folder, session.epoch, average, finished)
 
 
-def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
-    """The line of metrics of ``epoch``, counted from 1."""
-    fabric, pace, options = session.fabric, totals.pace(), session.options  # pace without evaluation
-    nonfinite = session.nonfinite_parameter()  # after a finite loss the last step may still make NaN
-    if nonfinite is not None:
-        raise Divergence(f"expected finite weights, got NaN or infinity in {nonfinite} at the end of epoch {epoch}")
+def _steps(session: Session, take: Step, events: Any) -> bool:
+    """Steps, epochs and checkpoints; False if the clock stopped them before the end."""
+    fabric, options, clock = session.fabric, session.options, session.clock
+    ranks = {"rank": fabric.global_rank, "ranks": fabric.world_size}
+    while session.fraction() < 1:
+        session.begin_epoch()
+        totals, generators = session.totals, session.generators
+        indices = batches(len(session.data), options.batch_size, seed=options.seed, epoch=session.epoch, **ranks)
+        clock.start()
+        for index, size, own in islice(indices, session.step, None):
+            session.set_rate(session.fraction(size))
+            x, y = session.batch(index, generators["augment"])
+            sums = take(session, x, y, size=size, counted=own, attack=generators["attack"])
+            clock.spend(size)
+            session.step += 1
+            fraction = session.fraction()
+            last = session.step == session.steps or fraction >= 1
+            session.finish_step(session.model, last)
+            if session.average is not None and options.ema is not None:
+                update([*session.average.values()], [*session.parameters.values()], options.ema, session.number)
+            read = totals.add(session.step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)
+            if last:
+                break
+            due = clock.due() if read else ""  # equal in all processes, which read at the same steps
+            if due == "stop" or (due and session.folder is not None):
+                session.save()
+                if due == "stop":
+                    return False
+                clock.start()  # the checkpoint is free
+        session.epoch, session.step = session.epoch + 1, 0
+        complete = session.fraction() >= 1
+        row = _row(session, complete or session.epoch % options.evaluate_every == 0)
+        session.history.append(row)
+        if session.folder is not None and fabric.is_global_zero:
+            checkpoints.append_metrics(session.folder, row)
+            if events is not None:
+                events.log_metrics(finite(row), session.epoch)
+        due = clock.due()
+        if complete or session.epoch % options.checkpoint_every == 0 or due:
+            session.save(final=complete)
+        totals.report(session.steps, row)
+        if due == "stop" and not complete:
+            return False
+    return True
+
+
+def _row(session: Session, evaluated: bool) -> dict[str, Any]:
+    """The line of metrics of the epoch that has ended."""
+    fabric, options, totals = session.fabric, session.options, session.totals
+    pace = totals.pace()  # without evaluation
+    session.check_finite(f"at the end of epoch {session.epoch}")  # after a finite loss the last step may still make NaN
     rate = float(session.optimizer.param_groups[0]["lr"])
-    row: dict[str, Any] = {"epoch": epoch, **totals.row(), **totals.seen(), "lr": rate}
+    row: dict[str, Any] = {"epoch": session.epoch, **totals.row(), "lr": rate}
     if options.penalty is not None:
         row["penalty"] = float(options.penalty(session.model).detach())
     if evaluated and options.evaluate is not None:
-        measured, evaluate = session.measured(epoch), options.evaluate
+        measured, evaluate = session.measured(), options.evaluate
 
         def values() -> dict[str, float]:
-            with torch.no_grad(), kept_random_state(fabric.device):  # evaluation must not change the training
+            with torch.no_grad(), own_random_state(fabric.device):  # evaluation must not change the training
                 return {name: float(value) for name, value in evaluate(measured).items()}
 
         row |= on_first(fabric, values)
@@ -244,11 +273,3 @@ def _row(session: Session, epoch: int, totals: Totals, evaluated: bool) -> dict[
     row["samples_per_second"] = round(pace, 1)
     memory = peak_memory(fabric.device)
     return row if memory is None else row | {"memory_mib": round(memory)}
-
-
-def _near(data: Source, device: torch.device) -> Source:
-    """The data, moved to the GPU if they take less than a quarter of its free memory, so that it gathers batches."""
-    held = getattr(data, "x", None)  # image files have no tensor
-    if device.type != "cuda" or not isinstance(data, Split) or not isinstance(held, torch.Tensor):
-        return data
-    return data.to(device) if 4 * held.nbytes < torch.cuda.mem_get_info(device)[0] else data

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.training.schedules import named
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,7 +35,7 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
 
     Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021, Sec. 5.
     """
-    _positive(eps0=eps0, lipschitz=lipschitz)
+    _check("> 0", eps0=eps0, lipschitz=lipschitz)
     return F.multi_margin_loss(outputs, targets, margin=math.sqrt(2) * lipschitz * eps0)
 
 
@@ -48,7 +47,7 @@ def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipsch
 
     Source: Crammer, Singer, JMLR 2001; deel-torchlip's CategoricalHingeLoss with ``min_margin = sqrt(2) L eps0``.
     """
-    _positive(eps0=eps0, lipschitz=lipschitz)
+    _check("> 0", eps0=eps0, lipschitz=lipschitz)
     return F.relu(math.sqrt(2) * lipschitz * eps0 - _margins(outputs, targets)).mean()
 
 
@@ -77,8 +76,8 @@ def offset_cross_entropy(
     Source: Prach, Lampert, "Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz Networks", ECCV 2022; and
     Wang, Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023 (T = 1/4, u = 1.5 sqrt 2).
     """
-    _positive(temperature=temperature)
-    _not_negative(offset=offset)
+    _check("> 0", temperature=temperature)
+    _check(">= 0", offset=offset)
     if outputs.shape[-1] == 1:
         outputs = F.pad(outputs, (1, 0))  # a class 0 whose output is 0
     shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
@@ -114,8 +113,8 @@ def certificate_regularized_cross_entropy(
     Source: Singla, Singla, Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022
     (certificate regularization).
     """
-    _positive(lipschitz=lipschitz)
-    _not_negative(weight=weight)
+    _check("> 0", lipschitz=lipschitz)
+    _check(">= 0", weight=weight)
     radius = F.relu(_margins(outputs, targets)) / (math.sqrt(2) * lipschitz)
     return F.cross_entropy(outputs, targets) - weight * radius.mean()
 
@@ -138,7 +137,7 @@ def emma(
     Source: Hu, Zou, Wang, Leino, Fredrikson, "Unlocking Deterministic Robustness Certification on ImageNet", NeurIPS
     2023 (there with the distances of the rows of the last layer in place of sqrt(2)).
     """
-    _positive(eps=eps, temperature=temperature, lipschitz=lipschitz)
+    _check("> 0", eps=eps, temperature=temperature, lipschitz=lipschitz)
     reach = math.sqrt(2) * lipschitz * eps
     raised = ((outputs.gather(1, targets[:, None]) - outputs) / reach).clamp(0.01, 1).detach()
     raised = raised.scatter(1, targets[:, None], 0.0)
@@ -165,7 +164,7 @@ def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz:
     Source: Leino, Wang, Fredrikson, "Globally-Robust Neural Networks", ICML 2021, section 3 (there with a constant
     for each pair of classes in place of sqrt(2) L).
     """
-    _positive(eps=eps, lipschitz=float(torch.as_tensor(lipschitz).detach()))
+    _check("> 0", eps=eps, lipschitz=float(torch.as_tensor(lipschitz).detach()))
     two = outputs.topk(2, dim=1).values
     rival = two[:, 1:] + (math.sqrt(2) * eps * lipschitz)
     return F.cross_entropy(torch.cat((outputs, rival.to(outputs.dtype)), 1), targets)
@@ -190,8 +189,8 @@ def logit_annealing(
     Source: Lai et al., "Enhancing Certified Robustness via Block Reflector Orthogonal Layers and Logit Annealing
     Loss", ICML 2025 (T = 0.75, xi = 2, beta = 5).
     """
-    _positive(temperature=temperature)
-    _not_negative(offset=offset, power=power)
+    _check("> 0", temperature=temperature)
+    _check(">= 0", offset=offset, power=power)
     shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
     logs = F.log_softmax((outputs - shift) / temperature, dim=1).gather(1, targets[:, None])[:, 0]
     # 1 - p, without cancellation for p near 1, and not 0, where its power below 1 has no derivative
@@ -216,8 +215,8 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
     Source: Serrurier et al., "Achieving Robustness in Classification Using Optimal Transport with Hinge
     Regularization", CVPR 2021; weights and halves as in deel-torchlip.
     """
-    _positive(min_margin=min_margin)
-    _share(alpha=alpha)
+    _check("> 0", min_margin=min_margin)
+    _check("in [0, 1]", alpha=alpha)
     classes = outputs.shape[-1]
     own = F.one_hot(targets, classes) > 0 if classes > 1 else targets[:, None] > 0  # (N, K)
     sides = (own, ~own)
@@ -247,8 +246,8 @@ def soft_hkr(
     Source: Serrurier et al., "On the explainable properties of 1-Lipschitz neural networks", NeurIPS 2023. Where
     deel-torchlip keeps a running mean of |y|, this is the mean of the batch, so no state is kept between calls.
     """
-    _positive(min_margin=min_margin, temperature=temperature)
-    _share(alpha=alpha)
+    _check("> 0", min_margin=min_margin, temperature=temperature)
+    _check("in [0, 1]", alpha=alpha)
     own = F.one_hot(targets, outputs.shape[-1]) > 0
     with torch.no_grad():
         inverse = temperature * min_margin / outputs.abs().mean().clamp_min(min_margin)
@@ -285,8 +284,8 @@ def lse_hkr(
 
     Source: deel-torchlip 1.0's LseHKRMulticlassLoss.
     """
-    _positive(min_margin=min_margin, temperature=temperature, penalty=penalty)
-    _share(alpha=alpha)
+    _check("> 0", min_margin=min_margin, temperature=temperature, penalty=penalty)
+    _check("in [0, 1]", alpha=alpha)
     outputs = temperature * outputs
     rivals = outputs.scatter(1, targets[:, None], -math.inf)
     # c; for two classes log(1) would divide by zero
@@ -313,8 +312,8 @@ def cosine(
 
     Source: orthogonium 0.0's CosineLoss and Cosine_VRA_Loss (its "classwise" constant L is sqrt(2) L here).
     """
-    _positive(eps=eps, lipschitz=lipschitz)
-    _share(share=share)
+    _check("> 0", eps=eps, lipschitz=lipschitz)
+    _check("in [0, 1]", share=share)
     own = outputs.gather(1, targets[:, None])
     missing = F.relu(eps - (own - outputs) / (math.sqrt(2) * lipschitz))
     others = F.one_hot(targets, outputs.shape[-1]) == 0
@@ -341,7 +340,7 @@ def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
 
     Source: Zhang et al., "Theoretically Principled Trade-off between Robustness and Accuracy", ICML 2019, eq. (5).
     """
-    _not_negative(beta=beta)
+    _check(">= 0", beta=beta)
     if len(outputs) % 2:
         raise OptionError(
             f"trades: expected samples and as many adversarial examples after them, got {len(outputs)} outputs: set "
@@ -382,34 +381,14 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 REGRESSION = frozenset({"mse"})
 
 
-def build(name: str, **options: float) -> Loss:
-    """The loss of this name in `LOSSES` with its keyword arguments bound; wrong ones are refused at once.
-
-    >>> build("hinge", eps0=36 / 255)(torch.tensor([[1.0, 0.0]]), torch.tensor([0])).item()
-    0.0
-    """
-    bound: Loss = named("loss", LOSSES, name, options)
-    for option, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise OptionError(f"expected {option} of loss {name!r} as a finite number, got {value!r}")
-    sample = torch.zeros(2, 3)
-    bound(sample, sample if name in REGRESSION else torch.zeros(2, dtype=torch.int64))  # runs the range checks
-    return bound
+RULES: dict[str, Callable[[float], bool]] = {  # NaN is refused by each
+    "> 0": lambda value: value > 0,
+    ">= 0": lambda value: value >= 0,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+}
 
 
-def _positive(**values: float) -> None:
+def _check(rule: str, **values: float) -> None:
     for name, value in values.items():
-        if not value > 0:  # NaN is refused, too
-            raise OptionError(f"expected {name} > 0, got {value}")
-
-
-def _share(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise OptionError(f"expected {name} in [0, 1], got {value}")
-
-
-def _not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise OptionError(f"expected {name} >= 0, got {value}")
+        if not RULES[rule](value):
+            raise OptionError(f"expected {name} {rule}, got {value}")

@@ -1,4 +1,4 @@
-"""Optimisers of semi-orthogonal parameters, and one that joins several optimisers."""
+"""The optimiser of a run; optimisers of semi-orthogonal parameters, and one that joins several optimisers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.steps import OnManifold
 from lipkit.linalg.stiefel import retract, spectral_step, tangent
+from lipkit.training.options import Numbers
 
 
 class _ManifoldOptimizer(Optimizer):
@@ -199,6 +200,35 @@ class Together(Optimizer):
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def build(options: Numbers, model: nn.Module) -> Optimizer:
+    """The optimiser named by ``options`` for all trained parameters of ``model``, which is on its device.
+
+    Raises:
+        OptionError: the network has Stiefel layers and the optimiser would leave their manifold, or the reverse.
+    """
+    inner, outer = split(model)
+    along, lr = options.optimizer in ("spectral", "riemannian_adam"), options.lr
+    if along != bool(inner):
+        wanted = "optimizer spectral or riemannian_adam for Stiefel layers"
+        wanted = wanted if inner else f"Stiefel layers for optimizer {options.optimizer}"
+        raise OptionError(f"expected {wanted}, got {options.optimizer if inner else type(model).__name__}")
+    parts: list[Optimizer] = []
+    if options.optimizer == "spectral":  # its rate is in radians a step, whatever lr is
+        parts = [SpectralDescent(inner, 0.02 if options.manifold_lr is None else options.manifold_lr)]
+    elif options.optimizer == "riemannian_adam":
+        parts = [RiemannianAdam(inner, lr if options.manifold_lr is None else options.manifold_lr)]
+    if outer:  # torch refuses an empty optimiser
+        # On a CPU one call for all parameters; torch's default makes a dozen calls for each.
+        on_cpu = all(p.is_floating_point() and p.device.type == "cpu" for p in outer)
+        common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, "fused": True if on_cpu else None}
+        if options.optimizer == "sgd":
+            parts.append(torch.optim.SGD(outer, momentum=options.momentum, **common))
+        else:
+            adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+            parts.append(adam(outer, **common))
+    return Together(parts) if along else parts[0]
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

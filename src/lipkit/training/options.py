@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -77,6 +80,34 @@ bf16-mixed, got 'bf16-true': constraints do not hold in less
             "expected parameters in float32 or float64, such as precision 32-true, 64-true or bf16-mixed, "
             f"got {precision!r}: constraints do not hold in less"
         )
+
+
+TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {"loss": losses.LOSSES, "schedule": schedules.SCHEDULES}
+
+
+def chosen(kind: Literal["loss", "schedule"], name: str, **options: Any) -> Any:
+    """The loss or schedule of this name with its keyword arguments bound; wrong ones are refused at once.
+
+    >>> chosen("schedule", "multistep", milestones=[0.5])(0.75)
+    0.1
+    """
+    table = TABLES[kind]
+    if name not in table:
+        raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
+    # The keyword-only parameters are the options; the others are the fraction, or outputs and targets.
+    known = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option, value in options.items():
+        if option not in known:
+            among = ", ".join(known) or "(none)"
+            raise OptionError(f"expected options of {kind} {name!r} among {among}, got {option!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if kind == "loss" and not number:
+            raise OptionError(f"expected {option} of loss {name!r} as a finite number, got {value!r}")
+    bound = functools.partial(table[name], **options)
+    outputs = torch.zeros(2, 3)
+    targets = outputs if name in losses.REGRESSION else torch.zeros(2, dtype=torch.int64)
+    bound(*((outputs, targets) if kind == "loss" else (0.5,)))  # runs the range checks
+    return bound
 
 
 def name_of(function: object) -> str | None:
@@ -246,11 +277,15 @@ class TrainOptions(Numbers):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise OptionError(_sentence(error, list(type(self).model_fields))) from None
-        # Look names up now, so that a wrong one is refused before anything is loaded.
-        for build, named in ((losses.build, self.loss), (schedules.build, self.schedule)):
-            if isinstance(named, str):
-                build(named)
+            found, known = error.errors()[0], list(type(self).model_fields)  # the other errors may follow from it
+            key = str(found["loc"][0]) if found["loc"] else ""
+            if found["type"] == "extra_forbidden":
+                hint = suggestion(key, known) or f", expected one of {', '.join(known)}"
+                raise OptionError(f"unknown option {key!r}{hint}") from None
+            raise OptionError(worded(key, found["msg"], found["input"])) from None
+        for kind, table in TABLES.items():
+            if isinstance(name := getattr(self, kind), str) and name not in table:
+                raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some options replaced, checked again."""
@@ -263,17 +298,6 @@ class TrainOptions(Numbers):
             del values["cuda_graph"]  # so that runs older than this option can be resumed
         named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
         return {**named, "samples": samples}
-
-
-def _sentence(error: ValidationError, known: list[str]) -> str:
-    """One sentence about the first error."""
-    found = error.errors()[0]  # the others may follow from it
-    key = str(found["loc"][0]) if found["loc"] else ""
-    if found["type"] == "missing":
-        return f"expected the option {key}, got none"
-    if found["type"] == "extra_forbidden":
-        return f"unknown option {key!r}" + (suggestion(key, known) or f", expected one of {', '.join(known)}")
-    return worded(key, found["msg"], found["input"])
 
 
 def worded(key: str, message: str, got: Any) -> str:

@@ -60,13 +60,7 @@ class Totals:
     """
 
     def __init__(
-        self,
-        fabric: Any,
-        epoch: int,
-        steps: int,
-        *,
-        progress: Callable[[Progress], None] | None,
-        before: Mapping[str, float] | None = None,
+        self, fabric: Any, epoch: int, steps: int, progress: Callable[[Progress], None] | None, before: Any = None
     ) -> None:
         self.fabric, self.epoch, self.steps = fabric, epoch, steps
         self.epochs = epoch + 1  # estimate of all epochs, see `add`
@@ -126,32 +120,26 @@ class Totals:
         return (self.samples - self.samples_before) / max(time.perf_counter() - self.start, 1e-9)
 
     def row(self) -> dict[str, float]:
-        """Mean loss and, with labels, accuracy of the samples read so far."""
+        """Mean loss, with labels accuracy, and the steps, samples and CPU seconds of this process so far."""
         accuracy = {"accuracy": self.correct / self.samples} if self.labelled else {}
-        return {"loss": self.loss / self.samples, **accuracy}
-
-    def seen(self) -> dict[str, float]:
-        """Steps, samples and CPU seconds of this process in this epoch so far."""
-        return {"steps": self.step, "samples": self.samples, "cpu_seconds": round(self._cpu_seconds(), 3)}
-
-    def _cpu_seconds(self) -> float:
-        return self.cpu_before + time.process_time() - self.cpu
+        counts = {"steps": self.step, "samples": self.samples, "cpu_seconds": round(self.state()["cpu"], 3)}
+        return {"loss": self.loss / self.samples, **accuracy, **counts}
 
     def state(self) -> dict[str, float]:
         """The numbers to continue the epoch from. Call it right after a reading, when no sums are pending."""
-        counts = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
-        return {**counts, "seconds": self.seconds(), "cpu": self._cpu_seconds()}
+        cpu = self.cpu_before + time.process_time() - self.cpu
+        sums = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
+        return {**sums, "seconds": self.seconds(), "cpu": cpu}
 
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
         """Call ``progress`` with the present state, in the first process."""
         if self.progress is None or not self.fabric.is_global_zero:
             return
-        mean, pace = self.row(), float(row["samples_per_second"]) if row else self.pace()
+        loss, accuracy = self.loss / self.samples, self.correct / self.samples if self.labelled else None
+        pace = float(row["samples_per_second"]) if row else self.pace()
         steps_left = (self.epochs - self.epoch) * self.steps - step  # of training
         left = steps_left * self.samples / step / pace if pace > 0 else math.nan
-        self.progress(
-            Progress(self.epoch + 1, self.epochs, step, self.steps, mean["loss"], mean.get("accuracy"), row, pace, left)
-        )
+        self.progress(Progress(self.epoch + 1, self.epochs, step, self.steps, loss, accuracy, row, pace, left))
 
 
 def peak_memory(device: torch.device) -> float | None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -96,28 +93,3 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "cosine": cosine,
     "constant": constant,
 }
-
-
-def build(name: str, **options: Any) -> Schedule:
-    """The schedule of this name in `SCHEDULES` with its keyword arguments bound; wrong ones are refused at once.
-
-    >>> build("multistep", milestones=[0.5])(0.75)
-    0.1
-    """
-    bound: Schedule = named("schedule", SCHEDULES, name, options)
-    bound(0.5)  # runs the range checks
-    return bound
-
-
-def named(kind: str, table: Mapping[str, Callable[..., Any]], name: str, options: Mapping[str, Any]) -> Any:
-    """The function of this name in ``table`` with ``options`` bound; ``OptionError`` for unknown names or options."""
-    if name not in table:
-        raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
-    # The keyword-only parameters are the options; the others are the fraction, or outputs and targets.
-    known = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for option in options:
-        if option not in known:
-            raise OptionError(
-                f"expected options of {kind} {name!r} among {', '.join(known) or '(none)'}, got {option!r}"
-            )
-    return partial(table[name], **options)

@@ -1,11 +1,12 @@
-"""The state that all epochs of a training share: network, optimiser, average, data and clocks."""
+"""The state of a run, from one step to the next, and its checkpoints: a run continues from one bit for bit."""
 
 from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +14,169 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lipkit.errors import OptionError
 from lipkit.layers import after_step
 from lipkit.layers.steps import after_step_layers
-from lipkit.modules import Shape
-from lipkit.training import losses, optim, schedules
-from lipkit.training.clocks import Budget, Clock
+from lipkit.training import checkpoints, losses, optim, schedules
+from lipkit.training.clocks import Clock
+from lipkit.training.devices import on_first
 from lipkit.training.options import TrainOptions
-from lipkit.training.sources import Source, kept_random_state
+from lipkit.training.progress import Divergence, Totals
+from lipkit.training.sources import ATTACK, AUGMENT, Source, generator, own_random_state, random_state, set_random_state
 
 
-@dataclass(frozen=True)
 class Session:
-    """The network in training, and the other state that all epochs share."""
+    """A network in training, and the place where it is.
 
-    fabric: Any  # launched
-    options: TrainOptions
-    data: Source
-    folder: Path | None  # of the run; None writes nothing
-    model: nn.Module  # the given network, whose parameters the optimiser changes
-    wrapped: Any  # ``model`` with Fabric's wrapper, perhaps compiled; for forward passes
-    optimizer: Any  # Fabric's
-    peaks: tuple[float, ...]  # peak learning rate of each group
-    parameters: dict[str, nn.Parameter]  # the trained ones, by name
-    average: dict[str, Tensor] | None  # their moving averages; None without ``ema``
-    loss: losses.Loss
-    rate: schedules.Schedule
-    clock: Clock  # requests a checkpoint, or the end of training
-    budget: Budget
-    input_shape: Shape | None  # of one augmented input, if `after_step` needs it
+    Args:
+        fabric: launched.
+        model: moved to the device in place, wrapped and compiled.
+        options, data: as for `fit`, which refuses wrong ones before.
+
+    Attributes:
+        wrapped: ``model`` with Fabric's wrapper, perhaps compiled; for forward passes.
+        optimizer: Fabric's; peaks: the peak learning rate of each of its groups.
+        parameters: the trained ones, by name; average: their moving averages, None without ``ema``.
+        loss, rate: functions.
+        clock: the budget, and when to save or stop.
+        steps: of one epoch.
+        input_shape: of one augmented input, if `after_step` needs it, else None.
+        folder: of the run, see `open`; None writes nothing.
+        epoch, step: epochs done, and steps done of the next one.
+        history: one row for each epoch done.
+        totals, generators: sums and random numbers of the epoch in progress, see `begin_epoch`.
+        resumed: the state in the checkpoint that the run continues from, until the epoch there has begun.
+    """
+
+    totals: Totals
+    generators: dict[str, torch.Generator]
+
+    def __init__(self, fabric: Any, model: nn.Module, options: TrainOptions, data: Source) -> None:
+        if options.channels_last:  # first: the optimiser's state copies the layout of the parameters
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.fabric, self.model, self.options, self.data = fabric, model, options, data
+        self.wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
+        self.optimizer = fabric.setup_optimizers(optim.build(options, model))  # when the model is on its device
+        self.peaks = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.average = None if options.ema is None else {n: p.detach().clone() for n, p in self.parameters.items()}
+        self.loss = losses.LOSSES[options.loss] if isinstance(options.loss, str) else options.loss
+        self.rate = schedules.SCHEDULES[options.schedule] if isinstance(options.schedule, str) else options.schedule
+        self.clock = Clock(fabric, options.budget, options.max_minutes, options.checkpoint_seconds)
+        self.steps = math.ceil(len(data) / options.batch_size)
+        self.input_shape = None
+        if after_step_layers(model):
+            with own_random_state(fabric.device):
+                x, _ = self.batch(torch.zeros(1, dtype=torch.int64), torch.Generator().manual_seed(0))
+            self.input_shape = tuple(x.shape[1:])
+        self.folder: Path | None = None
+        self.epoch, self.step = 0, 0
+        self.history: list[dict[str, Any]] = []
+        self.resumed: dict[str, Any] = {}
+
+    def open(self, held: ExitStack, folder: Path, resume: bool) -> None:
+        """Lock the run's folder until ``held`` ends; start a run in it, or with ``resume`` continue the one there.
+
+        All processes must call it, and `save`.
+
+        Raises:
+            RunError: see `checkpoints`; in all processes if the first one fails.
+        """
+        settings = self.options.settings(len(self.data))
+        on_first(self.fabric, lambda: held.enter_context(checkpoints.opened(folder, settings, resume)))
+        self.folder = folder
+        found = on_first(self.fabric, lambda: checkpoints.load_checkpoint(folder)) if resume else None
+        if found is not None:
+            self.epoch, weights, state = found
+            checkpoints.load_weights(self.model, weights, origin=folder)
+            # Checkpoints of finished runs and of older versions lack some of these.
+            self.step, self.clock.used, self.resumed = int(state.get("step", 0)), state.get("used", 0.0), state
+            if "optimizer" in state:
+                self.optimizer.load_state_dict(state["optimizer"])
+            if state.get("precision"):
+                self.fabric.strategy.precision.load_state_dict(state["precision"])
+            if "average" in state and self.average is not None:
+                for name, value in self.average.items():
+                    value.copy_(state["average"][name])
+        if resume:
+            self.history = on_first(self.fabric, lambda: checkpoints.truncate_metrics(folder, self.epoch))
+
+    def save(self, final: bool = False) -> None:
+        """Write a checkpoint. ``final``: training is over, so optimiser and random numbers are left out.
+
+        Raises:
+            Divergence: a weight is NaN or infinite; nothing is then written.
+        """
+        if (folder := self.folder) is not None:
+            self.check_finite(f"before the checkpoint after epoch {self.epoch} and {self.step} steps")
+            within = self.step > 0  # totals and generators belong to an unfinished epoch
+            state = {"step": self.step, "totals": self.totals.state() if within else {}, "used": self.clock.used}
+            if self.average is not None:
+                state["average"] = {name: value.cpu() for name, value in self.average.items()}
+            if not final:
+                state["optimizer"] = dict(self.optimizer.state_dict())
+                state["precision"] = self.fabric.strategy.precision.state_dict()
+                state["random"] = random_state(self.fabric, self.generators if within else {})
+            place = {"step": self.step, "keep": 1 if final else 2}  # a finished run is not continued
+            on_first(self.fabric, lambda: checkpoints.save_checkpoint(folder, self.epoch, self.model, state, **place))
+        self.clock.saved = time.monotonic()
+
+    def begin_epoch(self) -> None:
+        """New sums and random numbers for an epoch, or those of the checkpoint that the run continues from.
+
+        Random numbers start anew if the checkpoint was made with another number of processes.
+        """
+        rank, seed, (state, self.resumed) = self.fabric.global_rank, self.options.seed, (self.resumed, {})
+        streams = {"augment": AUGMENT, "attack": ATTACK}
+        self.generators = {name: generator(seed, self.epoch, stream, rank) for name, stream in streams.items()}
+        random = state.get("random")
+        if random is not None and len(random["rng_cpu"]) == self.fabric.world_size:
+            set_random_state(self.fabric, random, self.generators if self.step else {})
+        self.totals = Totals(self.fabric, self.epoch, self.steps, self.options.progress, state.get("totals"))
+        self.model.train()
+
+    def batch(self, index: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The samples at ``index`` on the device, augmented."""
+        device, options = self.fabric.device, self.options
+        held = getattr(self.data, "x", None)  # a Split may be on the device already
+        x, y = self.data.batch(index.to(held.device) if isinstance(held, Tensor) else index)
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        if options.augment is not None:
+            x = options.augment(x, augment)
+        last = options.channels_last and x.ndim == 4
+        return (x.contiguous(memory_format=torch.channels_last) if last else x), y
 
     @property
-    def steps(self) -> int:
-        """Steps of one epoch."""
-        return math.ceil(len(self.data) / self.options.batch_size)
+    def number(self) -> int:
+        """Steps done in all."""
+        return self.epoch * self.steps + self.step
 
-    def fraction(self, number: int) -> float:
-        """Fraction of training done after step ``number`` (from 1): by steps or by budget, whichever is larger.
+    def fraction(self, size: int = 0) -> float:
+        """Fraction of training done, or with ``size`` after a step of so many samples: by steps or by budget.
 
-        All processes use the fraction of the first one, because they must end together.
+        The larger one counts. The time of a step is unknown before it.
         """
-        epochs = self.options.epochs
-        by_steps = 0.0 if epochs is None else number / (epochs * self.steps)
-        if self.options.budget is None:
-            return by_steps
-        used, fabric = self.budget.fraction, self.fabric
-        return max(by_steps, fabric.broadcast(used, src=0) if fabric.world_size > 1 else used)
+        epochs, ahead = self.options.epochs, size > 0 and not self.clock.timed
+        by_steps = 0.0 if epochs is None else (self.number + ahead) / (epochs * self.steps)
+        return max(by_steps, self.clock.fraction(size))
 
-    def finish_step(self, model: nn.Module, number: int, last: bool) -> None:
-        """Call `after_step` and the user's ``post_step`` after step ``number``; ``last``: it ends the epoch."""
+    def set_rate(self, fraction: float) -> None:
+        """Set the learning rates for a fraction of training."""
+        factor = self.rate(fraction)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(peak * factor)  # in place: recorded steps read this tensor
+            else:
+                group["lr"] = peak * factor
+
+    def finish_step(self, model: nn.Module, last: bool) -> None:
+        """Call `after_step` and the user's ``post_step`` after a step; ``last``: it ends the epoch."""
         if self.input_shape is not None:
-            after_step(model, self.input_shape, None if last else number)
+            after_step(model, self.input_shape, None if last else self.number)
         if self.options.post_step is not None:
             with torch.no_grad():
-                self.options.post_step(model, number, last)
+                self.options.post_step(model, self.number, last)
 
-    def measured(self, epochs: int) -> nn.Module:
+    def measured(self) -> nn.Module:
         """The module to evaluate: the network, or with ``ema`` a copy with the averages, after `finish_step`."""
         if self.average is None:
             return self.model
@@ -77,96 +185,17 @@ class Session:
         with torch.no_grad():
             for name, value in self.average.items():
                 parameters[name].copy_(value)
-        self.finish_step(twin, epochs * self.steps, last=True)
+        self.finish_step(twin, last=True)
         return twin
 
-    def nonfinite_parameter(self) -> str | None:
-        """The name of a parameter with NaN or infinity; None if all are finite. All processes must call it."""
+    def check_finite(self, when: str) -> None:
+        """Raise Divergence if a parameter has NaN or infinity. All processes must call it."""
         nonfinite = torch.stack([~torch.isfinite(p.detach()).all() for p in self.parameters.values()]).float()
         if self.fabric.world_size > 1:
             nonfinite = self.fabric.all_reduce(nonfinite, reduce_op="sum")
-        found = nonfinite.nonzero().flatten().tolist()  # one wait for the device
-        return list(self.parameters)[found[0]] if found else None
-
-
-def prepare(
-    fabric: Any, model: nn.Module, options: TrainOptions, data: Source, folder: Path | None = None, used: float = 0.0
-) -> Session:
-    """Move ``model`` to the device in place, wrap and compile it, make its optimiser; ``used``: see `Budget`."""
-    if options.channels_last:  # first: the optimiser's state copies the layout of the parameters
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
-    optimizer = fabric.setup_optimizers(optimizer_of(options, model))  # when the model is on its device
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return Session(
-        fabric=fabric,
-        options=options,
-        data=data,
-        folder=folder,
-        model=model,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        peaks=tuple(float(group["lr"]) for group in optimizer.param_groups),
-        parameters=parameters,
-        average={n: p.detach().clone() for n, p in parameters.items()} if options.ema is not None else None,
-        loss=losses.build(options.loss) if isinstance(options.loss, str) else options.loss,
-        rate=schedules.build(options.schedule) if isinstance(options.schedule, str) else options.schedule,
-        clock=Clock(options.max_minutes, options.checkpoint_seconds),
-        budget=Budget(options.budget, used),
-        input_shape=_input_shape(options, data, fabric.device) if after_step_layers(model) else None,
-    )
-
-
-def _input_shape(options: TrainOptions, data: Source, device: torch.device) -> Shape:
-    """The shape of one input after augmentation, from the first sample."""
-    with kept_random_state(device):
-        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)  # augmentation runs there
-        augmented = x if options.augment is None else options.augment(x, torch.Generator().manual_seed(0))
-        return tuple(augmented.shape[1:])
-
-
-def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser named by ``options`` for all trained parameters of ``model``.
-
-    Raises:
-        OptionError: the network has Stiefel layers and the optimiser would leave their manifold, or the reverse.
-    """
-    inner, outer = optim.split(model)
-    along = options.optimizer in ("spectral", "riemannian_adam")
-    if along != bool(inner):
-        wanted = "optimizer spectral or riemannian_adam for Stiefel layers"
-        wanted = wanted if inner else f"Stiefel layers for optimizer {options.optimizer}"
-        raise OptionError(f"expected {wanted}, got {options.optimizer if inner else type(model).__name__}")
-    if not along:
-        return make_optimizer(options, outer)
-    if options.optimizer == "spectral":
-        rate = 0.02 if options.manifold_lr is None else options.manifold_lr  # radians a step, whatever lr is
-        first: torch.optim.Optimizer = optim.SpectralDescent(inner, rate)
-    else:
-        first = optim.RiemannianAdam(inner, options.lr if options.manifold_lr is None else options.manifold_lr)
-    rest = [make_optimizer(options, outer)] if outer else []  # torch refuses an empty optimiser
-    return optim.Together([first, *rest])
-
-
-def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimizer:
-    """The optimiser named by ``options`` for unconstrained parameters, or groups of them.
-
-    On a CPU it is fused to one call for all parameters; torch's default makes a dozen calls for each.
-    """
-    lr, decay = options.lr, options.weight_decay
-    on_cpu = all(isinstance(p, Tensor) and p.is_floating_point() and p.device.type == "cpu" for p in parameters)
-    fused = True if on_cpu else None  # None: torch's default
-    if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, momentum=options.momentum, weight_decay=decay, fused=fused)
-    adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-    return adam(parameters, lr=lr, weight_decay=decay, fused=fused)
-
-
-def check_whole(fabric: Any) -> None:
-    """Raise OptionError for a strategy that splits parameters, because constrained layers need them whole."""
-    name = type(fabric.strategy).__name__
-    if name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
-        raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {name}")
+        if found := nonfinite.nonzero().flatten().tolist():  # one wait for the device
+            name = list(self.parameters)[found[0]]
+            raise Divergence(f"expected finite weights, got NaN or infinity in {name} {when}")
 
 
 def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float, step: int) -> None:

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from lipkit.data import Data, Split, as_split
 from lipkit.data.split import as_targets
 from lipkit.errors import DataError, warn_of_bytes
-from lipkit.training.losses import LOSSES
 
 
 def derived_seed(seed: int, *stream: int) -> int:
@@ -44,17 +43,11 @@ def generator(seed: int, *stream: int) -> torch.Generator:
 
 
 @contextmanager
-def own_random_state(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's global random state inside the block, and restore it after."""
-    with kept_random_state(device):
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Restore torch's global random state after the block."""
+def own_random_state(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Restore torch's global random state after the block; with ``seed`` it is seeded at the start."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield
 
 
@@ -148,7 +141,7 @@ def source(train: object) -> Source:
         if isinstance(split.x, Tensor):
             warn_of_bytes(split.x, "x / 255 or uint8")
         if not split.y.is_floating_point() and len(split) > 1 and bool((split.y == split.y[0]).all()):
-            warnings.warn(f"expected labels of several classes, got {int(split.y[0])} alone", stacklevel=3)
+            warnings.warn(f"expected labels of several classes, got {int(split.y[0])} alone", stacklevel=4)
         return split
     if isinstance(train, Dataset):
         return DatasetSource(train)
@@ -156,41 +149,23 @@ def source(train: object) -> Source:
     raise DataError(f"expected a data.Split, a pair (x, y) of tensors or a torch Dataset, got {_kind(train)}{hint}")
 
 
-def mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
-    """The likely cause of an error in the network (``outputs`` is None) or the loss, in words; empty if unknown."""
-    if outputs is None:
-        last = x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
-        return f"expected (N, C, H, W), got {tuple(x.shape)} (channels last: x.permute(0, 3, 1, 2))" if last else ""
-    if y.is_floating_point():
-        got = f"got {tuple(y.shape)} floating point (one-hot: y.argmax(1); a regression: loss='mse')"
-        return f"expected labels (int64), {got}" if getattr(loss, "func", None) in LOSSES.values() else ""
-    wrong = outputs.ndim == 2 and int(y.max()) >= outputs.shape[1]
-    return f"expected labels below the number of outputs {outputs.shape[1]}, got {int(y.max())}" if wrong else ""
-
-
-def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
-    """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut into batches and divided among the ranks.
+def batches(
+    length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, ranks: int = 1
+) -> Iterator[tuple[Tensor, int, int]]:
+    """The batches of one epoch, a permutation drawn from (seed, epoch): (indices of this rank, size, how many it owns).
 
     Every rank draws the same permutation and takes every ``ranks``-th index of each batch of ``batch_size``, so all
-    ranks together have the batch that one device would have, each index once; see `own_part`. If a smaller last batch
-    has no index for a rank, the rank gets the first one, uncounted: all ranks must take the same number of steps.
+    ranks together have the batch that one device would have, ``size`` indices, each once. A rank that gets none of a
+    smaller last batch has the first index, of which it owns 0: all ranks must take the same number of steps.
 
-    >>> [len(b) for b in batches(10, 4, seed=0, epoch=0)]
-    [4, 4, 2]
-    >>> torch.cat(list(batches(10, 4, seed=0, epoch=0))).sort().values.tolist() == list(range(10))
-    True
+    >>> [(len(index), size, own) for index, size, own in batches(10, 4, seed=0, epoch=0)]
+    [(4, 4, 4), (4, 4, 4), (2, 2, 2)]
+    >>> [list(batches(2, 4, seed=0, epoch=0, rank=rank, ranks=3))[0][2] for rank in range(3)]
+    [1, 1, 0]
     """
     for batch in torch.randperm(length, generator=generator(seed, epoch, SHUFFLE)).split(batch_size):
-        yield batch[rank::ranks] if rank < len(batch) else batch[:1]
-
-
-def own_part(size: int, *, rank: int, ranks: int) -> int:
-    """Number of indices of a batch of ``size`` that belong to ``rank``.
-
-    >>> [own_part(5, rank=rank, ranks=3) for rank in range(3)], own_part(2, rank=2, ranks=3)
-    ([2, 2, 1], 0)
-    """
-    return len(range(rank, size, ranks))
+        own = batch[rank::ranks]
+        yield own if len(own) else batch[:1], len(batch), len(own)
 
 
 def _kind(value: object) -> str:
