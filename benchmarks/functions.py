@@ -28,8 +28,9 @@ from lipkit.conv.normal_matrices import (
     normal_matrices,
 )
 from lipkit.conv.transform import transform_matrices
-from lipkit.layers.soc import LARGE, _QuickNorm
-from lipkit.linalg import cayley_product, gram_norm, skew_polynomial
+from lipkit.layers.soc import _QuickNorm
+from lipkit.linalg import cayley_product, skew_polynomial
+from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.cayley import _Cayley
 from lipkit.linalg.cayley import _plain as plain_cayley
 from lipkit.linalg.exponential import SQUARINGS
@@ -160,15 +161,8 @@ def norm_pairs(m: int, n: int) -> Iterator[Pair]:
     """The proved norm of SOC's skew kernels, reshaped."""
     a = leaf(m, n, size=n**-0.5)
     yield Pair(
-        "norm by the Gram matrix (linalg.gram_norm)",
-        f"{m} x {n}",
-        lambda a: gram_norm._GramNorm.apply(a)[0],
-        gram_norm._plain,
-        (a,),
+        "norm by Lanczos steps (layers.soc)", f"{m} x {n}", lambda a: _QuickNorm.apply(a, False)[0], gram_norm, (a,)
     )
-    if m >= LARGE:
-        size, quick = f"{m} x {n}", lambda a: _QuickNorm.apply(a, False)[0]
-        yield Pair("norm by Lanczos steps (layers.soc)", size, quick, gram_norm.gram_norm, (a,))
 
 
 def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
@@ -202,7 +196,7 @@ def pairs() -> Iterator[Pair]:
         yield from matrix_pairs(n, batch)
     for n, batch in ((256, 128), (1024, 256)):
         yield from dense_pairs(n, batch)
-    for m, n in ((64, 576), (128, 1152), (512, 4608)):
+    for m, n in ((128, 1152), (512, 4608)):
         yield from norm_pairs(m, n)
 
 
