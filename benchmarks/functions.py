@@ -30,10 +30,10 @@ from lipkit.conv.normal_matrices import (
 from lipkit.conv.transform import transform_matrices
 from lipkit.layers.soc import _QuickNorm
 from lipkit.linalg import cayley_product, skew_polynomial
-from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.cayley import _Cayley
 from lipkit.linalg.cayley import _plain as plain_cayley
 from lipkit.linalg.exponential import SQUARINGS
+from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
 from lipkit.modules import activations

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.conv.spectrum import Symbol, as_pair
+from lipkit.conv.spectrum import Symbol
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
@@ -191,8 +191,7 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Sym
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
     real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
-    pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
-    return Symbol(real, as_pair(pair))
+    return Symbol.of(real, -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT)
 
 
 def _rows_of(z: Tensor) -> Tensor:

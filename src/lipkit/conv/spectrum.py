@@ -13,6 +13,7 @@ which export to any runtime.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,18 @@ class Symbol(NamedTuple):
 
     real: Tensor
     pair: Tensor
+
+    @classmethod
+    def of(cls, real: Tensor, waves: Tensor) -> Symbol:
+        """The symbol of real matrices ``(n_r, cout, cin)`` and complex ones ``(n_p, cout, cin)``."""
+        return cls(real, as_pair(waves))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Symbol:
+        """The symbol whose matrices are ``function`` of these, real or complex.
+
+        A function that commutes with conjugation keeps the kernel real, so one of each pair (f, -f) is enough.
+        """
+        return self.of(function(self.real), function(as_complex(self.pair)))
 
 
 def as_complex(pair: Tensor) -> Tensor:

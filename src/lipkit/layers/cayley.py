@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, cayley_conv2d, cayley_linear, kernel_symbol
 from lipkit.conv.cayley_conv import solves_pay
-from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.conv.spread import spread_parts, spread_pays
 from lipkit.layers import definitions, export
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
@@ -160,9 +159,7 @@ class CayleyConv2d(SymbolConv2d):
         return cayley(rescaled(self.free, self.scale).flatten(1))  # one tap: the symbol is the kernel, real
 
     def symbol(self, height: int, width: int) -> Symbol:
-        raw = kernel_symbol(rescaled(self.free, self.scale), height, width)
-        pair = cayley(as_complex(raw.pair))
-        return Symbol(cayley(raw.real), as_pair(pair))
+        return kernel_symbol(rescaled(self.free, self.scale), height, width).map(cayley)
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:

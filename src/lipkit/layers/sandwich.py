@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
 from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
-from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import base, definitions, export
 from lipkit.layers.base import Family
@@ -328,10 +327,9 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
     """
 
-    def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
-        raw = kernel_symbol(torch.cat(self.free_pair(), 1), height, width)
-        return cayley(raw.real), cayley(as_complex(raw.pair))
+    def factors(self, height: int, width: int) -> Symbol:
+        """The symbol ``[A B]`` of matrices (q, q + p)."""
+        return kernel_symbol(torch.cat(self.free_pair(), 1), height, width).map(cayley)
 
     def symbol(self, height: int, width: int) -> Symbol:
         """:math:`2 A^* B`, in the linear form.
@@ -341,14 +339,14 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         """
         self.check_linear_form("symbol()")
         q = self.out_channels
-        return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
+        return self.factors(height, width).map(lambda both: 2 * (both[..., :q].mH @ both[..., q:]))
 
     def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
         """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
         q, psi = self.out_channels, self.psi()
         both = self.factors(height, width)
-        first = _symbol(*(SQRT2 * m[..., q:] / psi[:, None] for m in both))
-        return first, _symbol(*(SQRT2 * m[..., :q].mH * psi for m in both))
+        first = both.map(lambda m: SQRT2 * m[..., q:] / psi[:, None])
+        return first, both.map(lambda m: SQRT2 * m[..., :q].mH * psi)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """The two halves of a 1 x 1 kernel, as the matrices that all frequencies share."""
@@ -369,10 +367,6 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         dtype = product_dtype(x, torch.promote_types(self.x_scale.dtype, torch.float32))
         with autocast_off(x):
             return self.solved(x.to(dtype), *self.free_pair(), self.activation)
-
-
-def _symbol(real: Tensor, pair: Tensor) -> Symbol:
-    return Symbol(real, as_pair(pair))
 
 
 def plain_activation(activation: nn.Module) -> nn.Module:
