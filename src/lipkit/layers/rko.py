@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipkit.bounds import circular, reshaped, symbol_sup
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
-from lipkit.errors import OptionError
+from lipkit.errors import finite
 from lipkit.layers import definitions
 from lipkit.layers.base import Constrained, ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
@@ -88,9 +88,7 @@ class Divided(Constrained):
     """Base of both Cholesky layers: makes W and keeps ``share``."""
 
     def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
-        if not 0 < share < float("inf"):
-            raise OptionError(f"share: expected a positive finite number, got {share}")
-        self.share = float(share)
+        self.share = finite("share", share, positive=True)
         self.free = orthogonal_free(self.shape, device, dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import check_dtype, check_positive
 from lipkit.modules import Affine, Shape, export_rule, lipschitz_rule, output_shape
 from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, export_graph, graph_constant
@@ -124,9 +124,7 @@ class Scale(nn.Module):
     def __init__(self, gamma: float, learnable: bool = False, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_dtype(dtype)
-        gamma = float(gamma)
-        if not (math.isfinite(gamma) and gamma > 0):
-            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+        gamma = finite("gamma", gamma, positive=True)
         self.learnable = learnable
         value = torch.tensor(math.log(gamma) if learnable else gamma, device=device, dtype=dtype)
         if learnable:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import finite
 from lipkit.layers import Scale
 from lipkit.models.frame import Layers, bounded, check_options, check_sizes, flat_size
 from lipkit.modules import Shape
@@ -61,8 +61,7 @@ def mlp(
     check_options(options)
     sizes = [flat_size(input_shape), *hidden, classes]  # flat_size comes first: it checks the shape
     check_sizes(hidden=hidden, classes=classes)
-    if not (math.isfinite(gamma) and gamma > 0):
-        raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+    gamma = finite("gamma", gamma, positive=True)
     made = Layers(layer, options, activation)
     share = math.sqrt(gamma)
     scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out

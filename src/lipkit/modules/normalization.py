@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
@@ -233,9 +233,7 @@ class BatchLipNorm(Center):
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         super().__init__(channels, momentum)
-        if not (math.isfinite(eps) and eps > 0):
-            raise OptionError(f"eps: expected a positive finite number, got {eps}")
-        self.eps = eps
+        self.eps = finite("eps", eps, positive=True)
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
 
@@ -296,9 +294,7 @@ class UnitNorm(Together):
 
     def __init__(self, *dims: int, eps: float) -> None:
         super().__init__(*dims)
-        if not (math.isfinite(eps) and eps > 0):
-            raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: at 0 it has no constant")
-        self.eps = eps
+        self.eps = finite("UnitNorm: eps", eps, positive=True)  # at 0 it has no constant
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
