@@ -19,6 +19,7 @@ from lipkit.layers.export import export_kernel_conv, export_linear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.stiefel import retract
 from lipkit.modules import Shape, export_rule, lipschitz_rule
+from lipkit.modules.network import first_floating
 
 
 class AfterStep(ABC):
@@ -135,9 +136,8 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
 
     for name in names:
         twin.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
-    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.zeros(()))  # dtype and device
     try:
-        twin(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
+        twin(torch.zeros(1, *input_shape).to(first_floating(twin)))
     except LipkitError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, interval, lacks_memory
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-from lipkit.modules.network import Network, checked_shape
+from lipkit.modules.network import Network, checked_shape, first_floating
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import ROWS, Shape, bounded, rules
 
@@ -274,8 +274,7 @@ def output_shape(module: nn.Module, *input_shapes: Shape) -> Shape:
     >>> output_shape(nn.Flatten(), (3, 4, 4))
     (48,)
     """
-    floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
+    like = first_floating(module)
     zeros = [torch.zeros(2, *shape, dtype=like.dtype, device=like.device) for shape in input_shapes]
     try:
         with torch.no_grad():
