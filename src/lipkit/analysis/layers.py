@@ -90,8 +90,8 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
     [0.005, 0.015, 0.01]
     """
     roots = [math.sqrt(p) for p in prices if p > 0]
-    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
-    return [min(max(mean * min(share, 10.0), 1e-4), 1.0) for share in shares]
+    weights = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
+    return [min(max(mean * min(weight, 10.0), 1e-4), 1.0) for weight in weights]
 
 
 def folded_bound(
