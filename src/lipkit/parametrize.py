@@ -18,7 +18,7 @@ from lipkit.bounds.power import maps, start_vector, unit
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.layers import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d, families
 from lipkit.layers.base import ConstrainedLinear, KernelConv2d, check_dtype
-from lipkit.layers.native import GEOMETRY
+from lipkit.layers.geometry import GEOMETRY
 from lipkit.linalg.precision import autocast_off
 from lipkit.models.constrained import OWN, start_near
 from lipkit.modules import Shape

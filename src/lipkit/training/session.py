@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lipkit.errors import OptionError
 from lipkit.layers import after_step
-from lipkit.layers.steps import after_step_layers
+from lipkit.layers.projections import after_step_layers
 from lipkit.modules import Shape
 from lipkit.training import losses, optim, schedules
 from lipkit.training.clocks import Budget, Clock
