@@ -254,11 +254,15 @@ def _generalised(network: Network, kind: type[nn.Module]) -> Network:
     old = [row is not None and (row.stored is None or flat) for row, flat in zip(rows, part, strict=True)]
     if not any(old):
         return network
-    modules, shape = list[nn.Module](), network.input_shape
-    for module, replaced in zip(network, old, strict=True):
-        modules.append(export_plain(module, shape) if replaced and ROWS[type(module)].export else module)
+    parts, shape = list[Network](), network.input_shape
+    for i, (module, replaced) in enumerate(zip(network, old, strict=True)):
+        again = replaced and ROWS[type(module)].export is not None
+        parts.append(export_plain(module, shape) if again else Network([module], shape))
+        multiplier = network.multiplier(i)
+        if multiplier is not None and len(parts[-1]) == 1:
+            parts[-1].carry(0, multiplier)
         shape = output_shape(module, shape)
-    return Network(modules, network.input_shape)
+    return Network(parts, network.input_shape)
 
 
 def _finite(module: nn.Module) -> bool:
