@@ -21,7 +21,6 @@ from torch import Tensor
 from lipkit.conv import cayley_conv, circular, phase_product, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
-    _AddGram,
     normal_matrices,
 )
 from lipkit.conv.transform import transform_matrices
@@ -58,7 +57,6 @@ CONVOLUTIONS = [(64, 32, 128), (128, 16, 128), (256, 8, 128)]
 def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     """What a Cayley layer and a Fourier layer of these sizes call."""
     size = f"{c}@{side}, batch {batch}"
-    n_pair = (side**2 - 4) // 2
     x = leaf(batch, c, side, side)
     yield Pair("MaxMin", size, activations._MaxMin.apply, activations._sorted_halves, (x,))
     pads = (1, 1, 1, 1)
@@ -83,15 +81,6 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         return cayley_conv._plain("wide", x, bias, None, made, matrices)
 
     yield Pair("solve form (cayley_conv._Solved)", size, solved, solved_plainly, (x, bias, *inputs))
-    w = leaf(n_pair, c, c, dtype=torch.complex64)
-    a = leaf(n_pair, c, c, dtype=torch.complex64)
-    yield Pair(
-        "Gram matrix (normal_matrices._AddGram)",
-        size,
-        lambda a, w: _AddGram.apply(a, w, True),
-        lambda a, w: a + w.conj() @ w.mT,
-        (a, w),
-    )
 
 
 def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.gram_norm import SMALLEST, gram_norm
-from lipkit.linalg.matrices import PANEL, Mirror, mirrored_product
+from lipkit.linalg.matrices import PANEL, mirrored_product
 
 LARGE = 4 * PANEL + 3  # products by panels
 
@@ -94,16 +94,15 @@ def test_reduced_precision_of_float32_products_does_not_touch_it() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("mirror", ["transpose", "negative", "adjoint"])
+@pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("batch", [(), (2,)])
-def test_mirrored_products(batch: tuple[int, ...], mirror: Mirror) -> None:
+def test_mirrored_products(batch: tuple[int, ...], negative: bool) -> None:
     torch.manual_seed(0)
-    dtype = torch.complex128 if mirror == "adjoint" else torch.float64
-    x = torch.randn(*batch, LARGE, 9, dtype=dtype)
-    y = torch.randn(*batch, 9, LARGE, dtype=dtype)
-    # [x, y*] [y; +-x*] equals its adjoint or the negative of it.
-    left, right = torch.cat((x, y.mH), -1), torch.cat((y, -x.mH if mirror == "negative" else x.mH), -2)
-    made = mirrored_product(left, right, torch.empty(*batch, LARGE, LARGE, dtype=dtype), mirror)
+    x = torch.randn(*batch, LARGE, 9, dtype=torch.float64)
+    y = torch.randn(*batch, 9, LARGE, dtype=torch.float64)
+    # [x, y^T] [y; +-x^T] equals its transpose or the negative of it.
+    left, right = torch.cat((x, y.mT), -1), torch.cat((y, -x.mT if negative else x.mT), -2)
+    made = mirrored_product(left, right, torch.empty(*batch, LARGE, LARGE, dtype=torch.float64), negative)
     torch.testing.assert_close(made, left @ right, rtol=1e-12, atol=1e-12)
 
 

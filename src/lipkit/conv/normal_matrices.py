@@ -11,8 +11,8 @@ solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Facto
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,9 @@ from lipkit.conv.spectrum import Symbol
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
-from lipkit.linalg.matrices import PANEL, cached_count, eye_like, mirrored_product
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.matrices import eye_like
 
 Form = Literal["wide", "tall", "second", "first adjoint"]
-# From this side on, one triangle of a Gram matrix is computed and mirrored.
-MIRRORED = 4 * PANEL
 
 
 class NormalMatrices(NamedTuple):
@@ -78,55 +75,9 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
-def _parts(*stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Stacks of matrices in groups; the square matrices of the first stack in a group fit the cache."""
-    a = stacks[0]
-    step = cached_count(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
-    return zip(*(t.split(step) for t in stacks), strict=True)
-
-
-class _AddGram(torch.autograd.Function):
-    """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix.
-
-    Gain (AMD EPYC): 1.2 to 1.7 by itself; a training step of a sandwich layer 1.16 to 1.29 at 256@8 and from 512
-    channels on, else 0.97 to 1.11, of a Cayley layer 1.00 to 1.02.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
-        ctx.save_for_backward(w)
-        ctx.wide = wide
-        made = torch.empty_like(a)
-        for start, part, out in _parts(a, w, made):
-            other, both = part.conj().resolve_conj(), part.mT
-            one, two = (other, both) if wide else (both, other)
-            if a.shape[-1] < MIRRORED:
-                torch.baddbmm(start, one, two, out=out)
-            else:
-                mirrored_product(one, two, out, "adjoint").add_(start)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
-        (w,) = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed():
-                both = g.mT + g.conj()
-                return g, (both @ w if ctx.wide else w @ both), None
-            made = torch.empty_like(w)
-            for upstream, part, out in _parts(g, w, made):
-                both = upstream.mT + upstream.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
-                torch.bmm(*((both, part) if ctx.wide else (part, both)), out=out)
-        return g, made, None
-
-
 def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
-    if transformed() or torch.compiler.is_compiling():
-        return a + (w.conj() @ w.mT if wide else w.mT @ w.conj())
-    made: Tensor = _AddGram.apply(a, w, wide)
-    return made
+    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
-from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
+from lipkit.conv.normal_matrices import normal_matrices_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import base, definitions, export
 from lipkit.layers.base import Family
@@ -238,7 +238,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
                 (own, y), psi = self.free_pair(), self.psi()
                 eye = eye_like(own)
                 # A^T = 2 (I + Z)^-1 - I and B^T = -2 Y (I + Z)^-1 with Z = X - X^T + Y^T Y.
-                inverse = torch.linalg.inv(add_gram((own - own.mT + eye)[None], y[None], wide=False)[0])
+                inverse = torch.linalg.inv(torch.addmm(own - own.mT + eye, y.mT, y))
                 second = (SQRT2 * psi) * (2 * inverse - eye)
                 x, first = x.to(y.dtype) @ y, ((-2 * SQRT2 / psi) * inverse).mT
         return F.linear(self.activation(F.linear(x, first, self.bias_as(first))), second)
