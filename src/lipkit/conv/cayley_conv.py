@@ -84,7 +84,7 @@ class _Solved(torch.autograd.Function):
         x, bias, scale, _, _, rest_real, rest_pair = inputs
         none = (None,) * len(constants)
         matrices = _transform(constants)
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled() or transformed(g):
             return None, *_differentiable_gradients(ctx.form, inputs, g, matrices), *none
         h, w = x.shape[-2:]
         for_bias, for_scale, for_x = None, None, None
@@ -137,7 +137,7 @@ class _Rounded(torch.autograd.Function):
         *inputs, m_real, m_pair, w_real, w_pair, solved, further = ctx.saved_tensors
         x, _, scale, real = inputs[:4]
         size = x.shape[-2:]
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled() or transformed(g):
             matrices = transform_matrices(*size, dtype=real.dtype, device=x.device)
             inputs = (x.to(real.dtype), *inputs[1:])
             for_x, *others = _differentiable_gradients(ctx.form, inputs, g.to(real.dtype), matrices)

@@ -163,7 +163,7 @@ class _Convolved(torch.autograd.Function):
         (g,) = grads
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed():
+            if torch.is_grad_enabled() or transformed(g):
                 return *plain_gradients(_plain, (kernel, x, bias), g.to(x.dtype)), None
             n, (h, w) = x.shape[1], x.shape[-2:]
             for_kernel, for_x = None, None

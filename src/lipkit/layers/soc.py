@@ -87,7 +87,7 @@ class _QuickNorm(torch.autograd.Function):
         matrix, bound, u, v, ratio = ctx.saved_tensors
         if g is None:
             return None, None
-        if torch.is_grad_enabled() or transformed():  # a second derivative
+        if torch.is_grad_enabled() or transformed(g):  # a second derivative
             return plain_gradients(gram_norm, (matrix,), g)[0], None
         factor = torch.where(bound > SMALLEST, g * ratio, 0.0)  # 0 where the bound is clamped
         return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype)), None

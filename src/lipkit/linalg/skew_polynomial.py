@@ -321,7 +321,7 @@ class _TaylorExponential(torch.autograd.Function):
         if g is None:
             return None, None, None
         w, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled() or transformed(g):
             plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
             return plain_gradients(plain, (w,), g)[0], None, None
         (*batch, m, n), square = g.shape, _squares(g)
