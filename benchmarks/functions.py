@@ -18,21 +18,16 @@ from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, circular, phase_product, spectrum, spread
+from lipkit.conv import cayley_conv, circular, phase_product, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
-    _AddGram,
-    _Solution,
-    _solution,
-    factorize,
     normal_matrices,
 )
 from lipkit.conv.transform import transform_matrices
-from lipkit.layers.soc import LARGE, _QuickNorm
-from lipkit.linalg import cayley_product, gram_norm, skew_polynomial
-from lipkit.linalg.cayley import _Cayley
-from lipkit.linalg.cayley import _plain as plain_cayley
+from lipkit.layers.soc import _QuickNorm
+from lipkit.linalg import cayley_product, skew_polynomial
 from lipkit.linalg.exponential import SQUARINGS
+from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
 from lipkit.modules import activations
@@ -62,7 +57,6 @@ CONVOLUTIONS = [(64, 32, 128), (128, 16, 128), (256, 8, 128)]
 def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     """What a Cayley layer and a Fourier layer of these sizes call."""
     size = f"{c}@{side}, batch {batch}"
-    n_real, n_pair = 4, (side**2 - 4) // 2
     x = leaf(batch, c, side, side)
     yield Pair("MaxMin", size, activations._MaxMin.apply, activations._sorted_halves, (x,))
     pads = (1, 1, 1, 1)
@@ -74,15 +68,7 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         (x,),
     )
     matrices = transform_matrices(side, side, dtype=torch.float32)
-    real, pair = leaf(n_real, c, c, size=c**-0.5), leaf(n_pair, 2, c, c, size=c**-0.5)
     bias = leaf(c)
-    yield Pair(
-        "symbol on images (spectrum._Apply)",
-        size,
-        lambda *t: spectrum._Apply.apply(*t, *matrices),
-        lambda *t: spectrum._plain(*t, matrices),
-        (real, pair, bias, x),
-    )
     kernel = torch.randn(c, c, 3, 3) / (3 * c**0.5)
     normal = normal_matrices(kernel, side, side)
     inputs = tuple(t.detach().requires_grad_() for t in normal[:2])
@@ -95,26 +81,6 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         return cayley_conv._plain("wide", x, bias, None, made, matrices)
 
     yield Pair("solve form (cayley_conv._Solved)", size, solved, solved_plainly, (x, bias, *inputs))
-    w = leaf(n_pair, c, c, dtype=torch.complex64)
-    a = leaf(n_pair, c, c, dtype=torch.complex64)
-    yield Pair(
-        "Gram matrix (normal_matrices._AddGram)",
-        size,
-        lambda a, w: _AddGram.apply(a, w, True),
-        lambda a, w: a + w.conj() @ w.mT,
-        (a, w),
-    )
-    rows = leaf(n_pair, c // 2, c, dtype=torch.complex64)
-    well = (torch.eye(c) + 0.3 * normal.pair.detach()).requires_grad_()
-    # A sandwich layer has the factors already, for its other half.
-    factors = factorize(well.detach(), batch)
-    yield Pair(
-        "half of a transform (normal_matrices._Solution)",
-        size,
-        lambda *t: _Solution.apply(*t, *factors),
-        _solution,
-        (well, rows),
-    )
 
 
 def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:
@@ -146,7 +112,6 @@ def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
         return left @ right
 
     yield Pair("polar factor (linalg.polar)", size, lambda u: _TallPolar.apply(u)[0], plain_polar, (u,))
-    yield Pair("Cayley transform (linalg.cayley)", size, _Cayley.apply, plain_cayley, (u,))
 
 
 def dense_pairs(n: int, batch: int) -> Iterator[Pair]:
@@ -160,15 +125,8 @@ def norm_pairs(m: int, n: int) -> Iterator[Pair]:
     """The proved norm of SOC's skew kernels, reshaped."""
     a = leaf(m, n, size=n**-0.5)
     yield Pair(
-        "norm by the Gram matrix (linalg.gram_norm)",
-        f"{m} x {n}",
-        lambda a: gram_norm._GramNorm.apply(a)[0],
-        gram_norm._plain,
-        (a,),
+        "norm by Lanczos steps (layers.soc)", f"{m} x {n}", lambda a: _QuickNorm.apply(a, False)[0], gram_norm, (a,)
     )
-    if m >= LARGE:
-        size, quick = f"{m} x {n}", lambda a: _QuickNorm.apply(a, False)[0]
-        yield Pair("norm by Lanczos steps (layers.soc)", size, quick, gram_norm.gram_norm, (a,))
 
 
 def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
@@ -202,7 +160,7 @@ def pairs() -> Iterator[Pair]:
         yield from matrix_pairs(n, batch)
     for n, batch in ((256, 128), (1024, 256)):
         yield from dense_pairs(n, batch)
-    for m, n in ((64, 576), (128, 1152), (512, 4608)):
+    for m, n in ((128, 1152), (512, 4608)):
         yield from norm_pairs(m, n)
 
 

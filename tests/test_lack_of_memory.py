@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lipkit.attacks.losses import first_logits
 from lipkit.errors import ShapeError
 from lipkit.experiments import build
-from lipkit.layers.steps import seen_shapes
+from lipkit.layers.projections import seen_shapes
 from lipkit.modules import output_shape
 from lipkit.modules.graph import Graph, value_shapes
 

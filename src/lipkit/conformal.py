@@ -35,13 +35,12 @@ from lipkit.certificates.measurement import (
     Proof,
     Samples,
     as_tensor,
-    check_eps,
     check_inputs,
     evaluate,
     measure_by,
 )
 from lipkit.certificates.regression import columns, output_constants, reach, with_targets
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
 from lipkit.modules.guarding import guard
 from lipkit.proof.roundoff import grow, next_down, next_up
@@ -206,7 +205,7 @@ class Calibration(Shown):
             OptionError: an ``alpha`` below 1 / (n + 1), an ``eps`` below 0, a calibration of a regression.
             ShapeError: samples of another shape.
         """
-        self._check(True, eps)
+        eps = self._checked(True, eps)
         q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
         scores = _scores(outputs, eps, lower=True)
         return PredictionSets(~(scores > q), alpha, float(eps))  # not <=: a NaN leaves the label in
@@ -216,7 +215,7 @@ class Calibration(Shown):
 
         **Guarantee.** As of `predict_set`, for each output by itself.
         """
-        self._check(False, eps)
+        eps = self._checked(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)
         outputs = columns(measured.outputs)
         moved = reach(output_constants(self.proof, outputs.shape[1])[0], eps)
@@ -250,18 +249,19 @@ class Calibration(Shown):
         measured = _measured(self.proof, x)
         found = []
         for radius in eps:
-            check_eps(radius)
+            radius = finite("eps", radius, least=0)
             worst = _own(measured, y, radius) if self.labels else _distances(measured, y, radius)
             found.append(float((worst <= q).all(1).double().mean()))
         room = math.sqrt(math.log(1 / delta) / (2 * len(x)))  # Massart's constant for one side
         lower = tuple(max(0.0, value - room) for value in found)
         return CoverageCurve(tuple(map(float, eps)), lower, tuple(found), alpha, delta)
 
-    def _check(self, labels: bool, eps: float) -> None:
-        check_eps(eps)
+    def _checked(self, labels: bool, eps: float) -> float:
+        """``eps``, refused where targets are not of this kind."""
         if self.labels is not labels:
             wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
             raise OptionError(f"expected a calibration with {wanted} as targets, got another one: use {other}")
+        return finite("eps", eps, least=0)
 
 
 def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None = None) -> Calibration:

@@ -92,6 +92,28 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
     return low, high
 
 
+def finite(name: str, value: Any, *, positive: bool = False, least: float = -math.inf) -> float:
+    """A finite number as a float.
+
+    Raises:
+        OptionError: anything else, a truth value included; a number that is not positive, or below ``least``.
+
+    >>> finite("eps", 1, positive=True)
+    1.0
+    >>> finite("eps", -1, least=0)
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: eps: expected a finite number >= 0, got -1
+    """
+    try:
+        found = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found) or found < least or (positive and found <= 0):
+        limit = "" if least == -math.inf else f" >= {least:g}"
+        raise OptionError(f"{name}: expected a {'positive ' * positive}finite number{limit}, got {value!r}")
+    return found
+
+
 def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:
     """Raise unless ``y`` holds ``count`` integers (int64), from 0 to ``classes - 1`` if ``classes`` is given."""
     if y.shape != (count,):
@@ -136,6 +158,7 @@ __all__ = [
     "RunError",
     "ShapeError",
     "alike",
+    "finite",
     "first_line",
     "interval",
     "lacks_memory",

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lipkit.bounds.power import maps, start_vector, unit
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.layers import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d, families
 from lipkit.layers.base import ConstrainedLinear, KernelConv2d, check_dtype
-from lipkit.layers.native import GEOMETRY
+from lipkit.layers.geometry import GEOMETRY
 from lipkit.linalg.precision import autocast_off
 from lipkit.models.constrained import OWN, start_near
 from lipkit.modules import Shape
@@ -101,10 +101,8 @@ class NormBound(nn.Module):
 
     def __init__(self, layer: Any, gamma: float, always: bool = False, input_shape: Shape | None = None) -> None:
         super().__init__()
-        if not (math.isfinite(gamma) and gamma > 0):
-            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
         weight = layer.weight.detach()
-        self.gamma, self.always = float(gamma), always
+        self.gamma, self.always = finite("gamma", gamma, positive=True), always
         # Only its geometry; in a tuple, so that it is not registered as a submodule.
         self.bare, self.groups = (_with_weight(layer, weight.to("meta")),), getattr(layer, "groups", 1)
         if input_shape is not None and len(input_shape) != max(weight.ndim - 1, 1):

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
 from lipkit.certificates.certificate import pair_constants
-from lipkit.certificates.measurement import check_eps, float64_copy, measure_by
+from lipkit.certificates.measurement import float64_copy, measure_by
 from lipkit.conformal import Calibration, calibrate
-from lipkit.errors import CertificateViolation, OptionError
+from lipkit.errors import CertificateViolation, OptionError, finite
 from lipkit.interop import write_onnx
 from lipkit.layers.aol import aol_matrix
 from lipkit.lowering import lipschitz
@@ -72,8 +72,7 @@ class _LipschitzEstimator(BaseEstimator):
         """Train and export. ``y`` are class indices or targets; ``weights`` are positive."""
         sizes = [*np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()]
         for name in ("lipschitz", "learning_rate_init"):
-            if not (isinstance(value := getattr(self, name), int | float | np.number) and 0 < value < math.inf):
-                raise OptionError(f"{name}: expected a positive finite number, got {value!r}")
+            finite(name, getattr(self, name), positive=True)
         for name in ("batch_size", "max_iter", "n_iter_no_change"):
             if not (isinstance(value := getattr(self, name), int | np.integer) and value >= 1):
                 raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
@@ -152,7 +151,7 @@ class _LipschitzEstimator(BaseEstimator):
 
     def _near(self, X: Any, eps: float) -> tuple[Tensor, float]:
         """Scaled features z, and a bound on the distance from z to the scaled features of inputs within eps."""
-        check_eps(eps)
+        eps = finite("eps", eps, least=0)
         z = self._scaled(X)
         return z, eps + _room(z, eps)
 

@@ -205,8 +205,8 @@ def test_an_attack_survives_infinite_radii() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eps": (-0.1,)}, "every eps to be finite and >= 0, got -0.1"),
-        ({"attack": Attack(eps=(math.inf,))}, "every eps of the attack to be finite and >= 0, got inf"),
+        ({"eps": (-0.1,)}, "eps: expected a finite number >= 0, got -0.1"),
+        ({"attack": Attack(eps=(math.inf,))}, "eps of the attack: expected a finite number >= 0, got inf"),
         ({"attack": Attack(samples=-1)}, "samples >= 0 of the attack, or None, got -1"),
         ({"attack": Attack(norm="linf")}, "an attack in l2, got 'linf'"),
         ({"classes": ("a", "b")}, "at least 3 class names, got 2"),

@@ -41,8 +41,8 @@ def residual_network(dtype: torch.dtype) -> nn.Module:
     )
 
 
-def residual_convolution(dtype: torch.dtype, share: float = 0.5) -> nn.Module:
-    return Residual(CayleyConv2d(4, 4, 3, dtype=dtype), share, shortcut=nn.Sequential(MaxMin()), dtype=dtype)
+def residual_convolution(dtype: torch.dtype, weight: float = 0.5) -> nn.Module:
+    return Residual(CayleyConv2d(4, 4, 3, dtype=dtype), weight, shortcut=nn.Sequential(MaxMin()), dtype=dtype)
 
 
 def network(dtype: torch.dtype) -> nn.Module:
@@ -180,7 +180,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "claim": "contraction",
         "attained": 0.3,
         "refusals": [
-            bad("share=1", lambda make: Residual(nn.ReLU(), 1.0), OptionError, "share", "1.0"),
+            bad("weight=1", lambda make: Residual(nn.ReLU(), 1.0), OptionError, "weight", "1.0"),
             bad(
                 "shape",
                 lambda make: output_shape(Residual(CayleyLinear(3, 4)), (3,)),
@@ -203,7 +203,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "input_shape": [(4, 5, 3), (4, 2, 2)],
         "claim": "contraction",
         "attained": 0.3,
-        "options": {"share": (0.5, 0.9)},
+        "options": {"weight": (0.5, 0.9)},
     },
     "ScaledAvgPool2d": {
         "make": partial(ScaledAvgPool2d, kernel_size=2),

@@ -111,7 +111,7 @@ def test_cholesky_layers_are_contractions(sizes: tuple[int, int]) -> None:
     values = np.linalg.svd(layer.weight().detach().numpy(), compute_uv=False)
     np.testing.assert_allclose(values, 1 / np.sqrt(1.001), rtol=1e-12)  # semi-orthogonal parameters at birth
     cin, cout = sizes
-    conv = CholeskyConv2d(cin, cout, 1, stride=2, share=0.1, dtype=torch.float64)
+    conv = CholeskyConv2d(cin, cout, 1, stride=2, ridge=0.1, dtype=torch.float64)
     assert [type(m) for m in export(conv, (cin, 4, 6))] == [nn.Conv2d]
     values = np.linalg.svd(dense_matrix(conv, (cin, 4, 6)), compute_uv=False)
     np.testing.assert_allclose(values, 1 / np.sqrt(1.1), rtol=1e-12)
@@ -120,8 +120,8 @@ def test_cholesky_layers_are_contractions(sizes: tuple[int, int]) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(OptionError, match=r"share: expected a positive finite number, got -1"):
-        CholeskyLinear(2, 2, share=-1)
+    with pytest.raises(OptionError, match=r"ridge: expected a positive finite number, got -1"):
+        CholeskyLinear(2, 2, ridge=-1)
     with pytest.raises(OptionError, match=r"padding_mode: expected 'circular', got 'zeros'"):
         LiResConv2d(2, 2, 2, padding_mode="zeros")  # even kernels have no centre
     with pytest.raises(OptionError, match=r"depth: .* got 0"):

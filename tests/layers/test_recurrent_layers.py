@@ -146,8 +146,8 @@ def test_padding_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("make", "match"), [
-    (lambda: R2dn(2, 3, 4, 0), "units"), (lambda: R2dn(2, 3, 4, 6, gamma=0.0), "a positive finite gamma"),
-    (lambda: Ren(2, 3, 4, 6, rate=1.1), r"a rate in \(0, 1\]"), (lambda: Ren(2, 3, 4, 6, "abs"), "slope in"),
+    (lambda: R2dn(2, 3, 4, 0), "units"), (lambda: R2dn(2, 3, 4, 6, gamma=0.0), "gamma: expected a positive"),
+    (lambda: Ren(2, 3, 4, 6, rate=1.1), r"rate: expected a number in"), (lambda: Ren(2, 3, 4, 6, "abs"), "slope in"),
     (lambda: R2dn(2, 3, 4, 6, Scale(2.0)), "phi: expected a 1-Lipschitz network"),
     (lambda: R2dn(2, 3, 4, 6, dtype=torch.float16), "dtype"),
 ])  # fmt: skip

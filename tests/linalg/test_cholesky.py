@@ -30,7 +30,7 @@ def seeded() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (4, 7), (7, 4), (5, 5), (2, 3, 6)], ids=str)
 def test_singular_values_of_a_contraction(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     w = torch.randn(shape, dtype=dtype)
-    q = cholesky(w, share=0.1).reshape(-1, *shape[-2:])
+    q = cholesky(w, ridge=0.1).reshape(-1, *shape[-2:])
     for one, matrix in zip(q, w.reshape(-1, *shape[-2:]), strict=True):
         a = matrix.resolve_conj().numpy().astype(np.complex128)
         _, s, vh = np.linalg.svd(a, full_matrices=False)
@@ -83,7 +83,7 @@ def test_gradients(dtype: torch.dtype) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(OptionError, match=r"share: expected a positive number, got 0"):
+    with pytest.raises(OptionError, match=r"ridge: expected a positive finite number, got 0"):
         cholesky(torch.eye(2), 0)
     with pytest.raises(OptionError, match=r"v: expected at most as many columns as rows, got 3 and 2"):
         block_reflector(torch.zeros(2, 3))

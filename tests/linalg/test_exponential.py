@@ -260,7 +260,7 @@ def test_zero_gives_the_identity_and_a_finite_gradient(function: object) -> None
 def test_refusals() -> None:
     with pytest.raises(OptionError, match="terms: expected an integer from 1 to 100, got 0"):
         taylor(torch.eye(2), 0)
-    with pytest.raises(OptionError, match="norm: expected a finite number of at least 0, got -1"):
+    with pytest.raises(OptionError, match="norm: expected a finite number >= 0, got -1"):
         taylor_range(-1.0, 5)
     with pytest.raises(OptionError, match="got nan"):
         truncation_bound(math.nan, 5)

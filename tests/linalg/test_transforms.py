@@ -87,6 +87,8 @@ def test_a_batch_of_gradients_through_one_graph(name: str) -> None:
     together = torch.func.vmap(lambda g: torch.autograd.grad(y, b, g, retain_graph=True)[0])(many)
     one_by_one = torch.stack([torch.autograd.grad(y, b, g, retain_graph=True)[0] for g in many])
     torch.testing.assert_close(together, one_by_one, rtol=1e-10, atol=1e-10)
+    (batched,) = torch.autograd.grad(y, b, many, retain_graph=True, is_grads_batched=True)
+    torch.testing.assert_close(batched, one_by_one, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", MAPS)

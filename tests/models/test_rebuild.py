@@ -57,7 +57,7 @@ def test_what_keeps_a_larger_constant_is_reported() -> None:
 
 
 @pytest.mark.thorough
-def test_it_trains_and_its_shares_are_learnt() -> None:
+def test_it_trains_and_its_weights_are_learnt() -> None:
     torch.manual_seed(0)
     shape = NETWORKS["ResNet-18"][1]
     model = convert(
@@ -66,8 +66,8 @@ def test_it_trains_and_its_shares_are_learnt() -> None:
     assert any(isinstance(m, CayleyConv2d) for m in model.modules())
     assert any(isinstance(m, MaxMin) for m in model.modules())
     assert any(isinstance(m, ScaledAvgPool2d) for m in model.modules())
-    shares = [m for m in model.modules() if isinstance(m, ConvexSum)]
-    assert len(shares) == 8
+    joins = [m for m in model.modules() if isinstance(m, ConvexSum)]
+    assert len(joins) == 8
     x, y = torch.rand(32, *shape), torch.arange(32) % 10
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.005), []
     for _ in range(12):
@@ -77,10 +77,10 @@ def test_it_trains_and_its_shares_are_learnt() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-    assert all(float(m.share().detach()) != 0.5 for m in shares)
+    assert all(float(m.weight().detach()) != 0.5 for m in joins)
     plain = export(model.eval(), shape)
     blends = [m for m in plain.modules() if isinstance(m, Blend)]
-    assert [float(b.share) for b in blends] == pytest.approx([float(m.share().detach()) for m in shares])
+    assert [float(b.share) for b in blends] == pytest.approx([float(m.weight().detach()) for m in joins])
     assert float(lipschitz(plain)) < 1 + 1e-5
     assert bool((certify(plain, x, plain(x).argmax(1)).radius > 0).any())
 

@@ -248,7 +248,7 @@ def test_on_a_box_eps_is_the_smallest_norm() -> None:
 @pytest.mark.parametrize(
     ("dims", "eps", "error", "message"),
     [((), 1.0, OptionError, "different dimensions"), ((0,), 1.0, OptionError, "behind the batch"),
-     ((1,), 0.0, OptionError, "at 0 it has no constant"), ((1,), math.inf, OptionError, "positive finite")],
+     ((1,), 0.0, OptionError, "UnitNorm: eps: expected a positive"), ((1,), math.inf, OptionError, "positive finite")],
 )  # fmt: skip
 def test_other_normalisations_are_refused(dims: Any, eps: float, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -736,6 +736,20 @@ def test_rules_of_ones_own() -> None:
         lipschitz(Negative())
 
 
+def test_multipliers_of_a_rule_of_ones_own_stay() -> None:
+    class Tight(nn.Module):
+        pass
+
+    @export_rule(Tight)
+    def _(module: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        parts = [nn.Unflatten(1, (3,)), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)]  # the first is exported in turn
+        return Network(parts, input_shape, {2: torch.tensor([1.0, 2.0])})
+
+    network = export(nn.Sequential(Tight()), (3,))
+    assert [m.tolist() for m in network.multipliers().values()] == [[1.0, 2.0]]
+    assert type(network[next(iter(network.multipliers()))]) is nn.ReLU
+
+
 def test_every_type_with_a_rule_has_both() -> None:
     one_sided = [
         k.__qualname__ for k, both in rules().items() if k.__module__.startswith(("torch", "lipkit")) and not all(both)

@@ -93,7 +93,7 @@ def test_refusals():
             student(one, confidence)
         with pytest.raises(OptionError, match="confidence between 0 and 1"):
             bernstein(one, confidence, 1.0)
-    with pytest.raises(OptionError, match="width as a finite number > 0, got inf"):
+    with pytest.raises(OptionError, match="width: expected a positive finite number, got inf"):
         bernstein(one, 0.9, float("inf"))
     with pytest.raises(OptionError, match="at least 2 values"):
         moments(torch.ones(1))

@@ -34,9 +34,9 @@ def test_gradients():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": -1.0}, "alpha as a finite number >= 0, got -1"),
-        ({"alpha": float("nan")}, "alpha as a finite number >= 0, got nan"),
-        ({"margin": 0.0}, "margin as a finite number > 0, got 0"),
+        ({"alpha": -1.0}, "alpha: expected a finite number >= 0, got -1"),
+        ({"alpha": float("nan")}, "alpha: expected a finite number >= 0, got nan"),
+        ({"margin": 0.0}, "margin: expected a positive finite number, got 0"),
     ],
 )
 def test_refusals(options, message):

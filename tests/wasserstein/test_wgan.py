@@ -53,9 +53,9 @@ def test_own_networks_are_copied():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"steps": 0}, OptionError, "steps as an integer >= 1, got 0"),
-        ({"latent": 1.5}, OptionError, "latent as an integer >= 1, got 1.5"),
-        ({"lr": 0.0}, OptionError, "lr as a finite number > 0"),
+        ({"steps": 0}, OptionError, "steps: expected an integer of at least 1, got 0"),
+        ({"latent": 1.5}, OptionError, "latent: expected an integer of at least 1, got 1.5"),
+        ({"lr": 0.0}, OptionError, "lr: expected a positive finite number"),
         ({"generator": nn.Linear(16, 2)}, ShapeError, r"samples of shape \(3,\), got \(2,\)"),
         ({"critic": nn.Linear(3, 2)}, OptionError, "critic of one output"),
     ],

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import collections
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,10 @@ from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
 from lipkit.modules.graph import Graph, Join, forms_of
 from lipkit.modules.guarding import guard
-from lipkit.modules.normalization import NORMS, running_affine, scaled_kernel
+from lipkit.modules.normalization import LINEAR, NORMS, foldable, running_affine, scaled_layer
 from lipkit.modules.products import Limited, limited
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import gamma, up
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LINEAR = (*CONVOLUTIONS, nn.Linear)
 
 
 def layer_bound(
@@ -94,19 +90,8 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
     [0.005, 0.015, 0.01]
     """
     roots = [math.sqrt(p) for p in prices if p > 0]
-    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
-    return [min(max(mean * min(share, 10.0), 1e-4), 1.0) for share in shares]
-
-
-def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) -> bool:
-    """True if both act on the same dimension of channels, so that they fold; ``linear_shape`` is the input's.
-
-    >>> foldable(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), (1, 5, 5)), foldable(nn.Linear(4, 2), nn.BatchNorm1d(3), (3, 4))
-    (True, False)
-    """
-    if type(norm) not in NORMS or norm.running_var is None:
-        return False
-    return type(linear) in CONVOLUTIONS or (type(linear) is nn.Linear and len(linear_shape) == 1)
+    weights = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
+    return [min(max(mean * min(weight, 10.0), 1e-4), 1.0) for weight in weights]
 
 
 def folded_bound(
@@ -124,16 +109,14 @@ def folded_bound(
     >>> round(folded_bound(layer, norm, norm_first=False, bound=lipschitz).item(), 9)
     2.0
     """
-    scale, _ = running_affine(norm)  # type: ignore[arg-type]
-    folded = scaled_kernel(linear, scale, inputs=norm_first)
-    layer = copy.deepcopy(linear)
-    layer.weight = nn.Parameter(folded, requires_grad=False)
-    layer.bias = None  # type: ignore[assignment]
+    given: Any = linear
+    layer: Any = scaled_layer(linear, norm, inputs=norm_first)
+    folded, layer.bias = layer.weight, None
     # Each entry carries a few roundings; taps add up in the worst case, channels by the Frobenius norm.
     size = folded.abs().reshape(*folded.shape[:2], -1).sum(-1).square().sum().sqrt()
     lost = up(size, folded.numel() + 8) * gamma(16)
     # Squares and products below the normal range are lost, unless there is nothing to lose.
-    moves = (linear.weight != 0).any() & (scale != 0).any()  # type: ignore[union-attr]
+    moves = (given.weight != 0).any() & (running_affine(norm)[0] != 0).any()  # type: ignore[arg-type]
     return up(bound(layer) + lost + moves.double() * 2.0**-500, 2)  # in float32 it would be 0
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.margins import last_layer_constants
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_eps, dtype_name, measure_by
-from lipkit.errors import OptionError, ShapeError
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root
@@ -131,7 +131,7 @@ def dense(
     References: the count of pixels is a fractional knapsack over margins; Dinkelbach, "On nonlinear fractional
     programming", Management Science 13 (1967), for the smallest IoU.
     """
-    check_eps(eps)
+    eps = finite("eps", eps, least=0)
     if proof is not None and proof.program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)

@@ -332,13 +332,6 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
     return least, most
 
 
-def check_eps(eps: object, name: str = "eps") -> float:
-    """``eps`` as a float; refused unless it is finite and >= 0."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
-        raise OptionError(f"{name}: expected a finite number >= 0 (int or float), got {eps!r}")
-    return float(eps)
-
-
 def dtype_name(values: Tensor) -> str:
     """How a message writes the dtype of a tensor.
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_eps, check_inputs, measure_by
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure_by
 from lipkit.certificates.regression import output_constants, reach
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown
@@ -87,7 +87,7 @@ def auroc(
     >>> found.auroc, found.worst_auroc  # the pair (2, 1) may change its order
     (1.0, 0.75)
     """
-    check_eps(eps)
+    eps = finite("eps", eps, least=0)
     if moves not in MOVES:
         raise OptionError(f"moves: expected one of {', '.join(MOVES)}, got {moves!r}")
     given = as_tensor(positives), as_tensor(negatives)

@@ -21,8 +21,8 @@ from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
-from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_eps, check_inputs, dtype_name, measure
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
+from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
 from lipkit.modules.chains import SlopeRun, slope_runs
@@ -174,7 +174,7 @@ def certify_regression(
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
         delta = float(size(sensors[None]))  # the ball around the box that the sensors reach
-    delta = check_eps(delta, "delta")
+    delta = finite("delta", delta, least=0)
     _check_targets(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof

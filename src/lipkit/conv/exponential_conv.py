@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d
-from lipkit.conv.spectrum import Spectrum, Symbol, analyse, apply_symbol, as_complex, as_pair, kernel_symbol, synthesise
+from lipkit.conv.spectrum import Spectrum, analyse, apply_symbol, as_complex, as_pair, kernel_symbol, synthesise
 from lipkit.conv.symbol import check_kernel, fold
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
@@ -188,13 +188,12 @@ def exponential_conv2d(
         return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
     with autocast_off(x):
         raw = kernel_symbol(kernel, h, w)
-        real, pair = raw.real, as_complex(raw.pair)
         if way == "symbol":
-            real, pair = (taylor(part, terms)[:, :outputs, :given] for part in (real, pair))
+            raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
     if way == "symbol":
-        return apply_symbol(Symbol(real, as_pair(pair)), x)
+        return apply_symbol(raw, x)
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     spectrum = analyse(x, matrices)
-    own = taylor_rows(spectrum.real, real, terms, outputs)
-    waves = taylor_rows(as_complex(spectrum.pair), pair, terms, outputs)
+    own = taylor_rows(spectrum.real, raw.real, terms, outputs)
+    waves = taylor_rows(as_complex(spectrum.pair), as_complex(raw.pair), terms, outputs)
     return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices)

@@ -11,22 +11,19 @@ solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Facto
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipkit.conv.spectrum import Symbol, as_pair
+from lipkit.conv.spectrum import Symbol
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
-from lipkit.linalg.matrices import PANEL, cached_count, eye_like, mirrored_product
-from lipkit.linalg.transforms import plain_gradients, transformed
+from lipkit.linalg.matrices import eye_like
 
 Form = Literal["wide", "tall", "second", "first adjoint"]
-# From this side on, one triangle of a Gram matrix is computed and mirrored.
-MIRRORED = 4 * PANEL
 
 
 class NormalMatrices(NamedTuple):
@@ -78,55 +75,9 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
-def _parts(*stacks: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Stacks of matrices in groups; the square matrices of the first stack in a group fit the cache."""
-    a = stacks[0]
-    step = cached_count(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
-    return zip(*(t.split(step) for t in stacks), strict=True)
-
-
-class _AddGram(torch.autograd.Function):
-    """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix.
-
-    Gain (AMD EPYC): 1.2 to 1.7 by itself; a training step of a sandwich layer 1.16 to 1.29 at 256@8 and from 512
-    channels on, else 0.97 to 1.11, of a Cayley layer 1.00 to 1.02.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
-        ctx.save_for_backward(w)
-        ctx.wide = wide
-        made = torch.empty_like(a)
-        for start, part, out in _parts(a, w, made):
-            other, both = part.conj().resolve_conj(), part.mT
-            one, two = (other, both) if wide else (both, other)
-            if a.shape[-1] < MIRRORED:
-                torch.baddbmm(start, one, two, out=out)
-            else:
-                mirrored_product(one, two, out, "adjoint").add_(start)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
-        (w,) = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed():
-                both = g.mT + g.conj()
-                return g, (both @ w if ctx.wide else w @ both), None
-            made = torch.empty_like(w)
-            for upstream, part, out in _parts(g, w, made):
-                both = upstream.mT + upstream.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
-                torch.bmm(*((both, part) if ctx.wide else (part, both)), out=out)
-        return g, made, None
-
-
 def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
-    if transformed() or torch.compiler.is_compiling():
-        return a + (w.conj() @ w.mT if wide else w.mT @ w.conj())
-    made: Tensor = _AddGram.apply(a, w, wide)
-    return made
+    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -152,47 +103,17 @@ def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
         return factorize(matrices.real, batch), factorize(matrices.pair, batch)
 
 
-class _Solution(torch.autograd.Function):
-    """``X N^-T`` for ``N^T``, its factors and X ``(F, rows, n)``: row by row the solution of ``N h = x``.
-
-    Gain over a solve without factors (AMD EPYC): 1.2 to 1.4, at most 2.7.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, transposed: Tensor, rows: Tensor, matrix: Tensor, pivots: Tensor | None) -> Tensor:
-        h = solve_rows(Factors(matrix, pivots), rows)
-        ctx.save_for_backward(transposed, rows, matrix, pivots, h)
-        return h
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
-        transposed, rows, matrix, pivots, h = ctx.saved_tensors
-        if torch.is_grad_enabled() or transformed():
-            return *plain_gradients(_solution, (transposed, rows), g), None, None
-        with torch.autocast(g.device.type, enabled=False):
-            # N^* k = g is solved as N^T conj(k) = conj(g).
-            k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
-            for_matrix = product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None
-        return for_matrix, k, None, None
-
-
-def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
-    return torch.linalg.solve(transposed.mT, rows.mT).mT
-
-
-def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Symbol:
+def second_half(normal: NormalMatrices) -> Symbol:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
     >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal, prepare(normal, 1)).pair.shape
+    >>> second_half(normal).pair.shape
     torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
-    pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
-    return Symbol(real, as_pair(pair))
+    real = -2 * torch.linalg.solve(normal.real.mT, normal.rest_real)
+    return Symbol.of(real, -2 * torch.linalg.solve(normal.pair.mT, normal.rest_pair))
 
 
 def _rows_of(z: Tensor) -> Tensor:

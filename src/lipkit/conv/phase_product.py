@@ -202,7 +202,7 @@ class _PhaseProduct(torch.autograd.Function):
         (g,) = grads
         real, pair, bias, x, matrix = ctx.saved_tensors
         size: Size = ctx.kernel_size
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled() or transformed(g):
             plain = partial(_plain, matrices=[matrix], kernel_size=size)
             return *plain_gradients(plain, (real, pair, bias, x), g), None, None
         (b, cin, h, w), cout = x.shape, real.shape[1]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d, circular_pads
-from lipkit.conv.spectrum import Symbol, as_complex, as_pair, kernel_symbol
+from lipkit.conv.spectrum import Symbol, kernel_symbol
 from lipkit.conv.symbol import centred, check_kernel, symbol
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import at_least_float32, eye_like
@@ -75,9 +75,8 @@ def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
     >>> small.real.flatten().tolist(), outputs.flatten().tolist()
     ([1.0, 1.0, 1.0, 1.0], [1.0, -1.0])
     """
-    normal = kernel_symbol(normal_kernel(kernel), h, w)
-    pair = as_pair(2 * torch.linalg.inv(as_complex(normal.pair)))
-    return Symbol(2 * torch.linalg.inv(normal.real), pair), torch.cat((_identity(kernel), -kernel[kernel.shape[1] :]))
+    solution = kernel_symbol(normal_kernel(kernel), h, w).map(lambda normal: 2 * torch.linalg.inv(normal))
+    return solution, torch.cat((_identity(kernel), -kernel[kernel.shape[1] :]))
 
 
 def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ class _Convolved(torch.autograd.Function):
         (g,) = grads
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed():
+            if torch.is_grad_enabled() or transformed(g):
                 return *plain_gradients(_plain, (kernel, x, bias), g.to(x.dtype)), None
             n, (h, w) = x.shape[1], x.shape[-2:]
             for_kernel, for_x = None, None

@@ -20,7 +20,7 @@ from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, OptionError, interval
+from lipkit.errors import CertificateViolation, OptionError, finite, interval
 from lipkit.proof.roundoff import product, root
 
 
@@ -182,13 +182,13 @@ def attack_samples(
         OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     numbers = torch.arange(len(x)) if numbers is None else numbers
-    box, radii = resolved_box(attack.box, x), attack.eps
+    if attack.eps is None:
+        raise OptionError("eps: expected radii of the attack, got None")
+    box, radii = resolved_box(attack.box, x), [finite("eps", eps, least=0) for eps in attack.eps]
     if certificate.method == "local" and certificate.input_range is not None:
         # Local radii hold only for inputs in the range; rounding may have put samples slightly outside.
         low, high = certificate.input_range
         box = min(low, float(x.min())), max(high, float(x.max()))
-    if radii is None or any(not (eps >= 0 and math.isfinite(eps)) for eps in radii):
-        raise OptionError(f"expected radii of the attack, finite and >= 0, got {radii}")
     check_choice("attack", attack.name, tuple(ATTACKS))
     space, minimum_norm = ball(attack.norm), ATTACKS[attack.name].minimum_norm
     exact = float64_copy(network)

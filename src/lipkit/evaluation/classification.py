@@ -14,7 +14,7 @@ from lipkit import modules
 from lipkit.certificates import Certificate, certify, format_radius
 from lipkit.certificates.intervals import Share, check_radii, share
 from lipkit.data import as_split
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
 from lipkit.shown import Shown, figures
 
@@ -164,7 +164,4 @@ def per_class(
 
 
 def _radii(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    for value in values:
-        if not (value >= 0 and math.isfinite(value)):
-            raise OptionError(f"expected every {name} to be finite and >= 0, got {value}")
-    return tuple(float(value) for value in values)
+    return tuple(finite(name, value, least=0) for value in values)

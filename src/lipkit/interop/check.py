@@ -12,6 +12,7 @@ from lipkit import modules
 from lipkit.certificates import certify, format_radius, margins
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation, OptionError, ShapeError
+from lipkit.modules.network import first_floating
 
 # Inputs (N, *input_shape) to outputs, whatever computes them.
 Runtime = Callable[[Tensor], Tensor]
@@ -117,7 +118,7 @@ def check_runtime(
 
 def module_runtime(module: nn.Module) -> Runtime:
     """A module of torch as it is, without gradients."""
-    first = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.zeros(()))
+    first = first_floating(module)
 
     def run(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -130,6 +131,6 @@ def module_runtime(module: nn.Module) -> Runtime:
 def random_inputs(network: modules.Network) -> Tensor:
     """Four random inputs from the network's range, or [-2, 2], in its dtype; always the same."""
     low, high = network.input_range or (-2.0, 2.0)
-    first = next((t.dtype for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), torch.float32)
-    drawn = torch.rand(4, *network.input_shape, dtype=first, generator=torch.Generator().manual_seed(0))
+    dtype = first_floating(network).dtype
+    drawn = torch.rand(4, *network.input_shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
     return low + (high - low) * drawn

@@ -25,6 +25,7 @@ from lipkit.errors import DataError, LipkitError, OptionError, first_line
 from lipkit.files import read_bytes, read_text, write_atomic
 from lipkit.lowering import export
 from lipkit.modules import Shape
+from lipkit.modules.storage import check_tensors
 
 SCHEMA_VERSION = 1
 CONFIG, WEIGHTS, NETWORK, CARD = "config.json", "model.safetensors", "network", "README.md"
@@ -77,7 +78,7 @@ def save_pretrained(
     }
     try:
         text = json.dumps(config, indent=1, allow_nan=False) + "\n"
-        _check_shapes(_skeleton(json.loads(text)), tensors)
+        check_tensors(_skeleton(json.loads(text)), tensors)
     except (DataError, TypeError, ValueError) as error:
         raise OptionError(f"expected a model that its name and options make again, got: {error}") from None
     folder = Path(folder)
@@ -119,7 +120,7 @@ def from_pretrained(folder: str | Path) -> nn.Module:
         raise DataError(f"{folder / WEIGHTS}: expected a safetensors file, got: {error}") from None
     try:
         model = _skeleton(config)
-        _check_shapes(model, tensors)
+        check_tensors(model, tensors)
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     model = model.to_empty(device="cpu")
@@ -143,13 +144,3 @@ def _skeleton(config: Mapping[str, Any]) -> nn.Module:
     except (LipkitError, RuntimeError, TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
         reason = first_line(error)
         raise DataError(f"model {section['name']}: expected options that build it, got: {reason}") from None
-
-
-def _check_shapes(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in tensors.items()}
-    for key in sorted(expected.keys() | found.keys()):
-        if expected.get(key) != found.get(key):
-            raise DataError(f"{key}: expected shape {expected.get(key)}, got {found.get(key)}")
-        if not tensors[key].is_floating_point():
-            raise DataError(f"{key}: expected a floating dtype, got {tensors[key].dtype}")

@@ -14,6 +14,7 @@ from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first
 from lipkit.lowering import export
 from lipkit.lowering.tracing import flat
 from lipkit.modules import Network
+from lipkit.modules.network import first_floating
 
 LARGEST = 2**28
 """Limit of the numbers stored in a file: 1 GB in float32."""
@@ -83,14 +84,13 @@ def _without_memory(value: Any) -> Any:
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     """Refuse stored numbers that are not finite, and values of more than ``VALUES`` numbers before they take memory."""
-    held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    for name, t in held.items():
+    for name, t in (*network.named_parameters(), *network.named_buffers()):
         if not t.isfinite().all():
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
-    like = next((t.dtype for t in held.values() if t.is_floating_point()), torch.float32)
+    dtype = first_floating(network).dtype
     try:
         with torch.no_grad(), Budget():
-            network(torch.empty(1, *input_shape, device="meta", dtype=like))
+            network(torch.empty(1, *input_shape, device="meta", dtype=dtype))
     except DataError:
         raise
     except Exception:  # reported when the network runs

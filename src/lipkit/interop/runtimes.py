@@ -27,6 +27,7 @@ from lipkit.files import parse_json, write_atomic
 from lipkit.interop.check import Runtime, check_runtime, module_runtime
 from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
+from lipkit.modules.network import first_floating
 from lipkit.modules.pooling import _pair
 
 # The first versions of ONNX with circular padding, and with torch's number of windows under ceil_mode.
@@ -259,8 +260,7 @@ def _check_network(network: object) -> None:
 
 def _example(network: modules.Network) -> Tensor:
     # Two samples: torch takes a batch of 1 for a constant.
-    first = next((t for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), torch.zeros(()))
-    return torch.zeros(2, *network.input_shape, dtype=first.dtype, device=first.device)
+    return torch.zeros(2, *network.input_shape).to(first_floating(network))
 
 
 @contextmanager

@@ -10,14 +10,15 @@ from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
 from lipkit.layers.dense import BjorckLinear, NormalizedLinear, OrthogonalLinear
 from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
+from lipkit.layers.geometry import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d
 from lipkit.layers.lot import LotConv2d
-from lipkit.layers.native import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d
+from lipkit.layers.projections import AfterStep, after_step, register_after_step
 from lipkit.layers.recurrent import LinearSystem, R2dn, Ren
 from lipkit.layers.rko import CholeskyConv2d, CholeskyLinear, RkoConv2d
 from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
-from lipkit.layers.steps import AfterStep, StiefelConv2d, StiefelLinear, after_step, register_after_step
+from lipkit.layers.stiefel import StiefelConv2d, StiefelLinear
 from lipkit.layers.structure import ConvexSum, HalfThrough, Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import OssnConv2d, SvcmConv2d
 from lipkit.modules import (

@@ -16,7 +16,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import Biased, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.export import linear_module
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.exponential import schatten_bound
+from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Attraction, GradientStep, Permute, Reshape, Shape, export_rule, lipschitz_rule
 from lipkit.modules.attention import attraction
@@ -45,10 +45,7 @@ class Attention(Biased, ABC):
     def matrix_and_step(self) -> tuple[Tensor, Tensor]:
         """A and s (0-d), in float32 or better, s rounded down."""
         weight = at_least_float32(self.free)
-        wide = weight.double()  # s must be a bound
-        gram = wide @ wide.mT if len(wide) <= self.features else wide.mT @ wide  # the smaller one
-        # Above |A|^2; 2e-9 is more than the rounding of the squarings, and norms below 1e-3 count as 1e-3.
-        square = schatten_bound(gram, squarings=6).clamp_min(1e-6) * (1 + 2e-9)
+        square = gram_norm(weight).square()  # above |A|^2
         return weight, (2 / self.slope * (1 - torch.finfo(weight.dtype).eps) / square).to(weight.dtype)
 
     def check_input(self, shape: Shape) -> None:

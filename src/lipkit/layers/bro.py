@@ -128,10 +128,8 @@ class BroConv2d(Reflector, base.SymbolConv2d):
     """
 
     def symbol(self, height: int, width: int) -> Symbol:
-        raw = kernel_symbol(self.directions(), height, width)
-        outputs, inputs = self.shape[:2]
-        pair = block_reflector(as_complex(raw.pair), outputs, inputs)
-        return Symbol(block_reflector(raw.real, outputs, inputs), as_pair(pair))
+        raw, sizes = kernel_symbol(self.directions(), height, width), self.shape[:2]
+        return raw.map(lambda directions: block_reflector(directions, *sizes))
 
     @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def cholesky(layer: Any, h: int, w: int) -> Tensor:
     wide = layer.free.flatten(1)
     wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT  # the smaller Gram matrix
     gram = wide @ wide.mT
-    factor = torch.linalg.cholesky(gram + layer.share * gram.diagonal().mean() * torch.eye(len(gram)))
+    factor = torch.linalg.cholesky(gram + layer.ridge * gram.diagonal().mean() * torch.eye(len(gram)))
     made = torch.linalg.inv(factor) @ wide
     kernel = as_kernel((made if made.shape == layer.free.flatten(1).shape else made.mT).reshape(layer.free.shape))
     return symbol(kernel / math.sqrt(math.prod(kernel.shape[2:])), h, w)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
-from lipkit.conv.spectrum import as_pair
 from lipkit.errors import OptionError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
@@ -141,8 +140,8 @@ class EcoConv2d(ConstrainedConv2d):
         if self.imaginary is None:
             made = self._make(self.free, terms)
             return Symbol(made[:n_real], made[n_real:, None])  # one part: real matrices at the pairs, too
-        pair = self._make(torch.complex(self.free[n_real:], self.imaginary), terms)
-        return Symbol(self._make(self.free[:n_real], terms), as_pair(pair))
+        free = Symbol.of(self.free[:n_real], torch.complex(self.free[n_real:], self.imaginary))
+        return free.map(lambda part: self._make(part, terms))
 
     def _make(self, free: Tensor, terms: int) -> Tensor:
         if self.orthogonalize is None:

@@ -9,8 +9,8 @@ from lipkit.layers.bcop import BCOP, CAYLEY_BCOP
 from lipkit.layers.bro import BRO, LIRESNET
 from lipkit.layers.cayley import CAYLEY
 from lipkit.layers.eco import ECO
+from lipkit.layers.geometry import AOC
 from lipkit.layers.lot import LOT
-from lipkit.layers.native import AOC
 from lipkit.layers.rko import CHOLESKY, CRKO, RKO
 from lipkit.layers.sandwich import SANDWICH
 from lipkit.layers.sll import CPL, SLL

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lipkit.conv import Symbol, kernel_symbol
-from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, SymbolConv2d
@@ -68,9 +67,7 @@ class LotConv2d(SymbolConv2d):
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(at_least_float32(self.free), height, width)
-        # Equal functions at f and -f keep the kernel real, so one of each pair is enough.
-        pair = orthogonalized(self.orthogonalize, as_complex(raw.pair))
-        return Symbol(orthogonalized(self.orthogonalize, raw.real), as_pair(pair))
+        return raw.map(lambda free: orthogonalized(self.orthogonalize, free))
 
 
 @lipschitz_rule(LotConv2d)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.layers.base import ConstrainedLinear, check_dtype, check_positive, slope_activation
 from lipkit.layers.export import exactly, in_float64
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
@@ -49,10 +49,10 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         check_dtype(place.get("dtype"))
         check_positive(in_features=in_features, out_features=out_features, states=states)
-        if not (0 < gamma < math.inf and 0 < rate <= 1):
-            raise OptionError(f"expected a positive finite gamma and a rate in (0, 1], got gamma={gamma}, rate={rate}")
+        if not 0 < rate <= 1:
+            raise OptionError(f"rate: expected a number in (0, 1], got {rate}")
         self.in_features, self.out_features, self.states = in_features, out_features, states
-        self.gamma, self.rate = float(gamma), float(rate)
+        self.gamma, self.rate = finite("gamma", gamma, positive=True), float(rate)
         self.state_bias, self.output_bias = (nn.Parameter(torch.zeros(n, **place)) for n in (states, out_features))
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipkit.bounds import circular, reshaped, symbol_sup
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
-from lipkit.errors import OptionError
+from lipkit.errors import finite
 from lipkit.layers import definitions
 from lipkit.layers.base import Constrained, ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
@@ -85,12 +85,10 @@ export_rule(RkoConv2d)(export_kernel_conv)
 
 
 class Divided(Constrained):
-    """Base of both Cholesky layers: makes W and keeps ``share``."""
+    """Base of both Cholesky layers: makes W and keeps ``ridge``."""
 
-    def make_parameters(self, device: Any, dtype: Any, *, share: float = 1e-3) -> None:
-        if not 0 < share < float("inf"):
-            raise OptionError(f"share: expected a positive finite number, got {share}")
-        self.share = float(share)
+    def make_parameters(self, device: Any, dtype: Any, *, ridge: float = 1e-3) -> None:
+        self.ridge = finite("ridge", ridge, positive=True)
         self.free = orthogonal_free(self.shape, device, dtype)
 
 
@@ -99,7 +97,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
     Args:
         in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
-        share: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall).
+        ridge: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall).
 
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
@@ -110,7 +108,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
         One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).
 
     Raises:
-        OptionError: ``share`` not positive, and what the base class refuses.
+        OptionError: ``ridge`` not positive, and what the base class refuses.
 
     >>> import torch
     >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape
@@ -121,7 +119,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
     """
 
     def weight(self) -> Tensor:
-        return cholesky(self.free, self.share)
+        return cholesky(self.free, self.ridge)
 
 
 class CholeskyConv2d(Divided, KernelConv2d):
@@ -134,7 +132,7 @@ class CholeskyConv2d(Divided, KernelConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        share: as in :class:`CholeskyLinear`.
+        ridge: as in :class:`CholeskyLinear`.
 
     Parameters ``free`` W (out_channels, s^2 in_channels, kh, kw), semi-orthogonal as a matrix at the start, ``bias``.
 
@@ -150,7 +148,7 @@ class CholeskyConv2d(Divided, KernelConv2d):
     """
 
     def kernel(self) -> Tensor:
-        return contraction_from_matrix(cholesky(kernel_to_matrix(self.free), self.share), *self.kernel_size)
+        return contraction_from_matrix(cholesky(kernel_to_matrix(self.free), self.ridge), *self.kernel_size)
 
 
 register_one_lipschitz(CholeskyLinear, CholeskyConv2d)
@@ -170,7 +168,7 @@ CRKO = Family(
     name="crko",
     title="reshaped kernel, Cayley transform, divided by the root of its taps",
     paper="Trockman & Kolter, ICLR 2021",
-    equation="section 6",
+    equation="section 5",
     definition=definitions.rko,
     conv=crko_conv2d,
     linear=CayleyLinear,
@@ -186,5 +184,5 @@ CHOLESKY = Family(
     conv=CholeskyConv2d,
     linear=CholeskyLinear,
     claim="contraction",
-    options={"share": (1e-3, 0.1)},
+    options={"ridge": (1e-3, 0.1)},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
-from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
-from lipkit.conv.spectrum import as_complex, as_pair
+from lipkit.conv.normal_matrices import normal_matrices_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import base, definitions, export
 from lipkit.layers.base import Family
@@ -239,7 +238,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
                 (own, y), psi = self.free_pair(), self.psi()
                 eye = eye_like(own)
                 # A^T = 2 (I + Z)^-1 - I and B^T = -2 Y (I + Z)^-1 with Z = X - X^T + Y^T Y.
-                inverse = torch.linalg.inv(add_gram((own - own.mT + eye)[None], y[None], wide=False)[0])
+                inverse = torch.linalg.inv(torch.addmm(own - own.mT + eye, y.mT, y))
                 second = (SQRT2 * psi) * (2 * inverse - eye)
                 x, first = x.to(y.dtype) @ y, ((-2 * SQRT2 / psi) * inverse).mT
         return F.linear(self.activation(F.linear(x, first, self.bias_as(first))), second)
@@ -254,44 +253,6 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         # An activation expects the features in the last dimension.
         y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
         return y.reshape(*batch, q)
-
-    @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
-        r"""The linear form with this matrix: its parameters from the singular value decomposition.
-
-        With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and
-        :math:`B = U \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`.
-
-        Args:
-            weight: ``(out_features, in_features)`` of spectral norm at most 1.
-            bias: ``(out_features,)``.
-
-        Raises:
-            ShapeError: ``weight`` is not a matrix, or ``bias`` does not fit. OptionError: a norm above 1.
-
-        >>> SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]])).weight().round(decimals=5) + 0.0
-        tensor([[ 0.0000,  1.0000],
-                [-0.5000,  0.0000]], grad_fn=<AddBackward0>)
-
-        References:
-            [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
-        """
-        if weight.ndim != 2 or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
-            got = tuple(weight.shape), None if bias is None else tuple(bias.shape)
-            raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
-        q, p = weight.shape
-        u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
-        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
-            raise OptionError(f"weight: expected a spectral norm of at most 1, got {float(s[0])}")
-        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))  # A has q of them
-        sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
-        least = min(p, q)
-        layer = cls(p, q, bias is not None, weight.device, weight.dtype, activation=None)
-        layer.set_factors(u * sa @ u.mT, u[:, :least] * sb[:least] @ vt[:least])
-        if layer.bias is not None and bias is not None:
-            with torch.no_grad():
-                layer.bias.copy_(bias)
-        return layer
 
 
 class SandwichConv2d(Sandwich, base.SymbolConv2d):
@@ -328,10 +289,9 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
     """
 
-    def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
-        raw = kernel_symbol(torch.cat(self.free_pair(), 1), height, width)
-        return cayley(raw.real), cayley(as_complex(raw.pair))
+    def factors(self, height: int, width: int) -> Symbol:
+        """The symbol ``[A B]`` of matrices (q, q + p)."""
+        return kernel_symbol(torch.cat(self.free_pair(), 1), height, width).map(cayley)
 
     def symbol(self, height: int, width: int) -> Symbol:
         """:math:`2 A^* B`, in the linear form.
@@ -341,14 +301,14 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         """
         self.check_linear_form("symbol()")
         q = self.out_channels
-        return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
+        return self.factors(height, width).map(lambda both: 2 * (both[..., :q].mH @ both[..., q:]))
 
     def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
         """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
         q, psi = self.out_channels, self.psi()
         both = self.factors(height, width)
-        first = _symbol(*(SQRT2 * m[..., q:] / psi[:, None] for m in both))
-        return first, _symbol(*(SQRT2 * m[..., :q].mH * psi for m in both))
+        first = both.map(lambda m: SQRT2 * m[..., q:] / psi[:, None])
+        return first, both.map(lambda m: SQRT2 * m[..., :q].mH * psi)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """The two halves of a 1 x 1 kernel, as the matrices that all frequencies share."""
@@ -369,10 +329,6 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         dtype = product_dtype(x, torch.promote_types(self.x_scale.dtype, torch.float32))
         with autocast_off(x):
             return self.solved(x.to(dtype), *self.free_pair(), self.activation)
-
-
-def _symbol(real: Tensor, pair: Tensor) -> Symbol:
-    return Symbol(real, as_pair(pair))
 
 
 def plain_activation(activation: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.exponential_conv import skew, taylor_features, taylor_norm, taylor_rows
-from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
@@ -88,7 +87,7 @@ class _QuickNorm(torch.autograd.Function):
         matrix, bound, u, v, ratio = ctx.saved_tensors
         if g is None:
             return None, None
-        if torch.is_grad_enabled() or transformed():  # a second derivative
+        if torch.is_grad_enabled() or transformed(g):  # a second derivative
             return plain_gradients(gram_norm, (matrix,), g)[0], None
         factor = torch.where(bound > SMALLEST, g * ratio, 0.0)  # 0 where the bound is clamped
         return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype)), None
@@ -217,8 +216,7 @@ def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
     if layer.pointwise:
         return patch_module(layer.polynomial(kernel, layer.eval_terms), layer.stride, layer.bias)
     if layer.padding_mode == "circular":
-        raw = kernel_symbol(kernel.double(), height, width)
-        both = taylor(raw.real, layer.eval_terms), as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
+        both = kernel_symbol(kernel.double(), height, width).map(lambda matrix: taylor(matrix, layer.eval_terms))
         cut = Symbol(*(m[..., : layer.out_channels, : layer.inner_channels].to(kernel.dtype) for m in both))
         fourier = FourierConv2d.from_symbol(cut, height, width, layer.bias)
         return nn.Sequential(*stride_modules(layer), fourier)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import check_dtype, check_positive
 from lipkit.modules import Affine, Shape, export_rule, lipschitz_rule, output_shape
 from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, export_graph, graph_constant
@@ -124,9 +124,7 @@ class Scale(nn.Module):
     def __init__(self, gamma: float, learnable: bool = False, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_dtype(dtype)
-        gamma = float(gamma)
-        if not (math.isfinite(gamma) and gamma > 0):
-            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+        gamma = finite("gamma", gamma, positive=True)
         self.learnable = learnable
         value = torch.tensor(math.log(gamma) if learnable else gamma, device=device, dtype=dtype)
         if learnable:
@@ -151,10 +149,10 @@ class ConvexSum(Join):
     Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1.
 
     Args:
-        share: initial s, strictly between 0 and 1.
+        weight: initial s, strictly between 0 and 1.
 
     Raises:
-        OptionError: share outside (0, 1). ShapeError: values of different shapes.
+        OptionError: weight outside (0, 1). ShapeError: values of different shapes.
 
     >>> ConvexSum(0.25)(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
     [[0.25, 0.25]]
@@ -163,20 +161,20 @@ class ConvexSum(Join):
         As :class:`Residual`.
     """
 
-    def __init__(self, share: float = 0.5, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, weight: float = 0.5, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_dtype(dtype)
-        if not 0 < share < 1:
-            raise OptionError(f"share: expected a number strictly between 0 and 1, got {share}")
-        self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))  # logit
+        if not 0 < weight < 1:
+            raise OptionError(f"weight: expected a number strictly between 0 and 1, got {weight}")
+        self.alpha = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))  # logit
 
-    def share(self) -> Tensor:
+    def weight(self) -> Tensor:
         """s as it is now, 0-d."""
         return torch.sigmoid(self.alpha)
 
     def forward(self, *values: Tensor) -> Tensor:
         check_alike(self, values, 2)
-        s = self.share()
+        s = self.weight()
         return s * values[0] + (1 - s) * values[1]
 
 
@@ -187,14 +185,14 @@ class Residual(Graph):
 
     Args:
         body: f.
-        share: initial s, strictly between 0 and 1.
+        weight: initial s, strictly between 0 and 1.
         shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
 
     Raises:
-        OptionError: share outside (0, 1). ShapeError: body and shortcut end in different shapes.
+        OptionError: weight outside (0, 1). ShapeError: body and shortcut end in different shapes.
 
     >>> from lipkit import lipschitz
-    >>> layer = Residual(nn.ReLU(), share=0.5)
+    >>> layer = Residual(nn.ReLU(), weight=0.5)
     >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), lipschitz(layer).item()
     ([[-1.0, 2.0]], 1.0)
 
@@ -205,13 +203,13 @@ class Residual(Graph):
     def __init__(
         self,
         body: nn.Module,
-        share: float = 0.5,
+        weight: float = 0.5,
         shortcut: nn.Module | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         branches = [body] if shortcut is None else [body, shortcut]
-        join = ConvexSum(share, device, dtype)
+        join = ConvexSum(weight, device, dtype)
         # Value 0 is the input, value i the output of node i.
         super().__init__([*branches, join], [*([0] for _ in branches), [1, 2 if shortcut else 0]])
 
@@ -277,7 +275,7 @@ class ScaledAvgPool2d(nn.Module):
         return f"kernel_size={self.kernel_size}"
 
 
-add_join(ConvexSum, blend_of(lambda join: join.share()))
+add_join(ConvexSum, blend_of(lambda join: join.weight()))
 lipschitz_rule(Residual)(graph_constant)
 export_rule(Residual)(export_graph)
 

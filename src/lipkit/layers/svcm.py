@@ -15,7 +15,7 @@ from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, KernelConv2d, check_positive, half_through_float32
 from lipkit.layers.dense import BjorckLinear, delta_orthogonal_free
 from lipkit.layers.export import circular_module, export_kernel_conv, resampled_size, stride_modules
-from lipkit.layers.steps import AfterStep
+from lipkit.layers.projections import AfterStep
 from lipkit.linalg import at_least_float32, polar
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule

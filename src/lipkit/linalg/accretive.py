@@ -63,16 +63,6 @@ def inverse_by_blocks(n: Tensor) -> Tensor:
     return made
 
 
-def accretive_inverse(n: Tensor) -> Tensor:
-    """:func:`inverse_by_blocks` where :func:`blocks_pay`, else by LU factors with pivots.
-
-    >>> accretive_inverse(torch.eye(2))
-    tensor([[1., 0.],
-            [0., 1.]])
-    """
-    return inverse_by_blocks(n) if blocks_pay(n) else torch.linalg.inv(n)
-
-
 def _invert(n: Tensor, out: Tensor) -> None:
     """``out = n^-1``."""
     side = n.shape[-1]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipkit.linalg.accretive import accretive_inverse, blocks_pay, inverse_by_blocks
+from lipkit.linalg.accretive import blocks_pay, inverse_by_blocks
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
-from lipkit.linalg.transforms import plain_gradients, transformed
-
-# Up to this side, torch's own derivative is faster for a single matrix.
-SMALL = 128
 
 
 def cayley(w: Tensor) -> Tensor:
@@ -23,7 +19,7 @@ def cayley(w: Tensor) -> Tensor:
     .. math:: Z = U - U^* + V^*V, \qquad Q = [\,(I+Z)^{-1}(I-Z);\; -2V(I+Z)^{-1}\,], \qquad Q^*Q = I,
 
     and for a wide one the transform of :math:`W^*`, transposed back. With :math:`X = (I+Z)^{-1}` this is
-    :math:`[2X - I; -2VX]`: one inverse, which the derivative reuses (square: :math:`dQ = -2X\,dA\,X`).
+    :math:`[2X - I; -2VX]`: one inverse.
 
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
@@ -34,7 +30,7 @@ def cayley(w: Tensor) -> Tensor:
         A square Q never has the eigenvalue -1.
 
     Cost:
-        One inverse of size min(m, n) and two products forward; five products backward, no inverse.
+        One inverse of size min(m, n) and two products.
 
     Raises:
         ShapeError: ``w`` is not a floating or complex matrix.
@@ -50,83 +46,17 @@ def cayley(w: Tensor) -> Tensor:
         [Cayley] Trockman & Kolter, ICLR 2021, equation 2 and Proposition A.7.
     """
     check_matrix(w)
-    w = at_least_float32(w)
-    small = w.ndim == 2 and min(w.shape) <= SMALL
-    if small or torch.compiler.is_compiling() or transformed():
-        return _plain(w)
-    made: Tensor = _Cayley.apply(w)
-    return made
-
-
-def _plain(w: Tensor) -> Tensor:
-    """The transform by operations that every tracer and every derivative of torch knows."""
-    m, n = w.shape[-2:]
+    w, (m, n) = at_least_float32(w), w.shape[-2:]
     if m < n:
-        return _plain(w.mH).mH
+        return cayley(w.mH).mH
     u, v = w.split([n, m - n], -2) if m > n else (w, None)
-    eye = eye_like(w)
-    # Never singular, so without the check of `inv`, which waits for the device.
-    x = torch.linalg.inv_ex(_normal(u, v, eye)).inverse
-    top = 2 * x - eye
-    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
-
-
-def _normal(u: Tensor, v: Tensor | None, eye: Tensor) -> Tensor:
-    """I + Z of a tall or square matrix."""
-    z = u - u.mH
+    eye, z = eye_like(w), u - u.mH
     if v is not None:
         z = z + v.mH @ v
-    return z + eye
-
-
-class _Cayley(torch.autograd.Function):
-    r"""The transform with its derivative in few operations; a second derivative goes by :func:`_plain`.
-
-    Gain over it (AMD EPYC): 1.3 to 1.4 for stacks of complex matrices of 64 and 128; for one real matrix 0.6 to 0.9 up
-    to 128, 1.1 at 256, 1.3 to 1.5 at 512.
-
-    With the gradients G1 and G2 of both parts and :math:`H = 2 G_1 - 2 V^* G_2`
-
-    .. math:: \nabla_Z = -X^* H X^*, \quad \nabla_U = \nabla_Z - \nabla_Z^*, \quad
-              \nabla_V = V (\nabla_Z + \nabla_Z^*) - 2 G_2 X^* .
-    """
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:
-        m, n = w.shape[-2:]
-        tall = w.mH if m < n else w
-        u, v = tall.split([min(m, n), abs(m - n)], -2) if m != n else (w, None)
-        x = accretive_inverse(_normal(u, v, eye_like(u)))
-        ctx.save_for_backward(w, x)
-        # (I - Z)(I + Z)^-1 = 2 (I + Z)^-1 - I: one inverse serves both parts, without a product for the first.
-        top = 2 * x
-        top.diagonal(dim1=-2, dim2=-1).sub_(1)
-        made = top if v is None else torch.cat((top, (v @ x).mul_(-2)), dim=-2)
-        return made.mH.resolve_conj() if m < n else made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor | None:
-        (g,) = grads
-        w, x = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed():
-                return plain_gradients(_plain, (w,), g)[0]
-            if w.shape[-2] < w.shape[-1]:
-                return _gradient(w.mH, x, g.mH).mH.resolve_conj()
-            return _gradient(w, x, g)
-
-
-def _gradient(w: Tensor, x: Tensor, g: Tensor) -> Tensor:
-    """The gradient of a tall or square W."""
-    n, adjoint = w.shape[-1], x.mH
-    if w.shape[-2] == n:
-        normal = (adjoint @ g @ adjoint).mul_(-2)
-        return normal - normal.mH
-    v, below = w[..., n:, :], g[..., n:, :]
-    normal = (adjoint @ (g[..., :n, :] - v.mH @ below) @ adjoint).mul_(-2)
-    mirrored = normal.mH
-    beside = (v @ (normal + mirrored)).sub_(below @ adjoint, alpha=2)
-    return torch.cat((normal - mirrored, beside), dim=-2)
+    # Never singular, so without the check of `inv`, which waits for the device.
+    x = torch.linalg.inv_ex(z + eye).inverse
+    top = 2 * x - eye
+    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
 
 
 class Factors(NamedTuple):

@@ -119,7 +119,7 @@ class _Product(torch.autograd.Function):
         (g,) = grads
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed():
+            if torch.is_grad_enabled() or transformed(g):
                 return plain_gradients(_plain, (weight, x, bias), g)
             for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
         for_bias = g.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None

@@ -6,32 +6,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
 from lipkit.linalg.bjorck import bjorck_step
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one
 
 
-def _divided(w: Tensor, share: float) -> Tensor:
-    """``W L^{-*}`` of tall matrices, with ``L L* = W* W + share trace(W* W) I``; zero ones stay zero."""
+def _divided(w: Tensor, ridge: float) -> Tensor:
+    """``W L^{-*}`` of tall matrices, with ``L L* = W* W + ridge trace(W* W) I``; zero ones stay zero."""
     w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
-    shift = torch.where(trace > 0, share * trace, 1)  # for a zero matrix any shift: the factor only has to exist
+    shift = torch.where(trace > 0, ridge * trace, 1)  # for a zero matrix any shift: the factor only has to exist
     factor = torch.linalg.cholesky_ex(gram + shift * eye_like(gram))[0]
     return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH  # L^-1 W^* is (W L^-*)^*
 
 
-def cholesky(w: Tensor, share: float = 1e-3) -> Tensor:
+def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     r"""The rows of a wide matrix made nearly orthonormal by one triangular solve: a contraction.
 
-    .. math:: Q = L^{-1} W, \qquad LL^* = WW^* + eI, \qquad e = \mathrm{share} \cdot \mathrm{mean\ diag}(WW^*)
+    .. math:: Q = L^{-1} W, \qquad LL^* = WW^* + eI, \qquad e = \mathrm{ridge} \cdot \mathrm{mean\ diag}(WW^*)
 
     and :math:`WL^{-*}` with :math:`LL^* = W^*W + eI` for tall matrices. :math:`Q^*Q` (or :math:`QQ^*`) is similar to
     :math:`G(G + eI)^{-1}`, so a singular value s of W becomes :math:`s / \sqrt{s^2 + e} < 1`.
 
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
-        share: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
+        ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
 
     Returns:
         ``(..., m, n)``; zero for a zero matrix.
@@ -43,21 +43,20 @@ def cholesky(w: Tensor, share: float = 1e-3) -> Tensor:
         One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
 
     Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``share`` is not positive.
+        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``ridge`` is not positive.
 
-    >>> cholesky(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), share=3.0).tolist()
+    >>> cholesky(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), ridge=3.0).tolist()
     [[0.5, 0.0], [0.0, 0.5]]
 
     References:
         Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024 (its dense layers).
     """
     check_matrix(w)
-    if not share > 0:
-        raise OptionError(f"share: expected a positive number, got {share}")
+    ridge = finite("ridge", ridge, positive=True)
     w = at_least_float32(w)
     if w.shape[-2] < w.shape[-1]:
-        return cholesky(w.mH, share).mH
-    return _divided(w, share / w.shape[-1])
+        return cholesky(w.mH, ridge).mH
+    return _divided(w, ridge / w.shape[-1])
 
 
 def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.errors import OptionError
+from lipkit.errors import finite
 from lipkit.linalg.matrices import at_least_float32, check_integer, check_matrix, eye_like
 
 # Coefficients beyond this are far below any rounding, and the rational arithmetic of `taylor_range` gets slow.
@@ -178,14 +178,9 @@ def truncation_bound(norm: float, terms: int) -> float:
     References:
         [ECO] equation 19.
     """
-    _check_norm(norm)
+    norm = finite("norm", norm, least=0)
     check_terms(terms)
     return math.nextafter(float(Fraction(norm) ** (terms + 1) / math.factorial(terms + 1)), math.inf)
-
-
-def _check_norm(norm: float) -> None:
-    if not (math.isfinite(norm) and norm >= 0):
-        raise OptionError(f"norm: expected a finite number of at least 0, got {norm!r}")
 
 
 def taylor_range(norm: float, terms: int) -> tuple[float, float]:
@@ -207,7 +202,7 @@ def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     References:
         Derived here. [ECO] Table 8 reports the deviation it bounds.
     """
-    _check_norm(norm)
+    norm = finite("norm", norm, least=0)
     check_terms(terms)
     t = Fraction(norm) ** 2
     # p_T(i theta) = R(t) + i theta I(t), so |p_T|^2 = R^2 + t I^2: the second square is shifted by one power.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -136,14 +134,11 @@ def cached_count(count: int, each: int, device: torch.device) -> int:
     return max(1, count if everything else min(count, CACHED // each))
 
 
-Mirror = Literal["transpose", "negative", "adjoint"]
+def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:
+    """``out = x @ y``, a product equal to its transpose or the ``negative`` of it: large ones by their upper blocks.
 
-
-def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transpose") -> Tensor:
-    """``out = x @ y``, a product equal to its ``mirror`` image: if large, its upper blocks are made and mirrored.
-
-    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, equal their transpose, the
-    negative of it (real skew matrices) or their adjoint. The factors have the same number of dimensions, at most three.
+    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are such. The factors have the
+    same number of dimensions, at most three.
 
     >>> a = torch.arange(6.0).reshape(2, 3)
     >>> mirrored_product(a, a.mT, torch.empty(2, 2))
@@ -162,7 +157,5 @@ def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transp
         torch.matmul(rows, y, out=panel)
         if last < c:
             above = panel[..., step:].mT
-            if mirror != "transpose":
-                above = above.neg() if mirror == "negative" else above.conj()
-            out[..., last:, first:last] = above
+            out[..., last:, first:last] = above.neg() if negative else above
     return out

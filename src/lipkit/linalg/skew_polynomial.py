@@ -177,7 +177,7 @@ def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
     """Fill ``out`` ``(n, c, c)`` with the polynomial of share a: an even and an odd part."""
     c = _coefficients(p.share, terms)
     factor = _combination(p, c[1], c[3], c[5], room[0])
-    odd = mirrored_product(p.squares[0], factor, room[1], mirror="negative")
+    odd = mirrored_product(p.squares[0], factor, room[1], negative=True)
     _combination(p, c[0], c[2], c[4], out).add_(odd)
 
 
@@ -321,7 +321,7 @@ class _TaylorExponential(torch.autograd.Function):
         if g is None:
             return None, None, None
         w, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled() or transformed(g):
             plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
             return plain_gradients(plain, (w,), g)[0], None, None
         (*batch, m, n), square = g.shape, _squares(g)

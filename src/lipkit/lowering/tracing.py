@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
-from lipkit.modules.network import Network
+from lipkit.modules.network import Network, first_floating
 from lipkit.modules.plain import bounded
 
 # A graph is traced and run for these two batch sizes. The dimension in which a tensor's two sizes differ is its batch.
@@ -236,10 +236,8 @@ def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | Non
 
 def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
     """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
-    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
     x = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
-    return x.to(like.dtype)
+    return x.to(first_floating(model).dtype)
 
 
 def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:

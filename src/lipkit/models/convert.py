@@ -81,7 +81,7 @@ def convert(
                         as they are; a module that is used twice is replaced once.
     forward="rebuild"   traces the forward pass and makes an ``nn.Sequential`` of it, 1-Lipschitz wherever possible.
                         The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
-                        convolution before it. Sums become convex combinations with a learnable share
+                        convolution before it. Sums become convex combinations with a learnable weight
                         (`lipkit.layers.ConvexSum`), concatenations of k values are divided by :math:`\sqrt k`, nearest
                         neighbours by the root of their factor; averages over windows that do not overlap get norm 1
                         (`lipkit.layers.ScaledAvgPool2d`). A normalisation of the inputs becomes a translation, others
@@ -256,7 +256,7 @@ class Builder(Converter):
 
     def _joined(self, node: nn.Module, name: str, count: int) -> list[nn.Module]:
         if type(node) is Add and count == 2 and node.signs == (1, 1):
-            self.note(name, node, "ConvexSum", "share 0.5")
+            self.note(name, node, "ConvexSum", "weight 0.5")
             return [ConvexSum()]
         if type(node) is Concatenate:
             self.note(name, node, "Concatenate", f"divided by the root of {count}")

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound, proves_gain
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
 from lipkit.layers.recurrent import UNFOLDED, Unfolded
@@ -96,9 +96,7 @@ class LBDN(nn.Module):
             raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
         sizes = tuple(sizes)
         check_sizes(sizes=sizes)
-        gamma = float(gamma)
-        if not (math.isfinite(gamma) and gamma > 0):
-            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+        gamma = finite("gamma", gamma, positive=True)
         hidden = len(sizes) - 2
         each = [activation] * hidden if isinstance(activation, str | nn.Module) else list(activation)
         if len(each) != hidden:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import finite
 from lipkit.layers import Scale
 from lipkit.models.frame import Layers, bounded, check_options, check_sizes, flat_size
 from lipkit.modules import Shape
@@ -61,17 +61,16 @@ def mlp(
     check_options(options)
     sizes = [flat_size(input_shape), *hidden, classes]  # flat_size comes first: it checks the shape
     check_sizes(hidden=hidden, classes=classes)
-    if not (math.isfinite(gamma) and gamma > 0):
-        raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+    gamma = finite("gamma", gamma, positive=True)
     made = Layers(layer, options, activation)
-    share = math.sqrt(gamma)
+    root = math.sqrt(gamma)
     scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out
     layers: list[nn.Module] = [] if len(input_shape) == 1 else [nn.Flatten()]
     for i, (p, q) in enumerate(pairwise(sizes)):
         last = i == len(hidden)
         if scaled and (i == 0 or last):
             # The root of gamma is rounded, so a network of one dense layer has the factor gamma itself.
-            layers.append(Scale(gamma if i == 0 and last else share, learnable_gamma))
+            layers.append(Scale(gamma if i == 0 and last else root, learnable_gamma))
         if last:
             layers.append(made.family.last(p, q, bias=bias))
         else:

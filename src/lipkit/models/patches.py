@@ -187,7 +187,6 @@ def liresnet(
     blocks: int = 6,
     *,
     padding_mode: str = "circular",
-    center: bool = True,
     neck: int | None = 64,
     dense: Sequence[int] = (512,),
     **common: Unpack[Common],
@@ -201,7 +200,6 @@ def liresnet(
         patch, width, neck, dense: as of `bronet`.
         blocks: number of blocks, at least 1; the initial kernels depend on it (``depth`` of `LiResConv2d`).
         padding_mode: of the blocks, 'circular' or 'zeros'.
-        center: whether the blocks subtract the mean of each channel.
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
     Raises:
@@ -218,7 +216,7 @@ def liresnet(
 
     def block(n: int) -> list[nn.Module]:
         conv = LiResConv2d(n, n, 3, padding_mode=padding_mode, depth=blocks)  # depth sets the size of the initial noise
-        return [conv, *([Center(n)] if center else []), MaxMin()]
+        return [conv, Center(n), MaxMin()]
 
     return backbone(image, block, patch, width, blocks, neck, dense)
 

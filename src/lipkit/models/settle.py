@@ -18,6 +18,7 @@ from lipkit.layers.structure import Scale
 from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
+from lipkit.modules.network import first_floating
 from lipkit.modules.parametrised import settled as settled_module
 from lipkit.modules.plain import rules
 
@@ -182,8 +183,7 @@ def watched(
         calls.setdefault(module, []).append((inputs[0], output))
 
     modes = [(module, module.training) for module in model.modules()]
-    first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))  # for dtype and device
-    x = torch.rand(1, *input_shape, generator=torch.Generator().manual_seed(0)).to(first)
+    x = torch.rand(1, *input_shape, generator=torch.Generator().manual_seed(0)).to(first_floating(model))
     handles = [module.register_forward_hook(note) for module in modules]
     try:
         with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.configuration import COUNT
@@ -62,10 +62,9 @@ class NActivation(Shown):
     def __init__(self, channels: int, low: float = -0.5, high: float = 0.5) -> None:
         super().__init__()
         check_positive(channels=channels)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise OptionError(f"low, high: expected finite numbers, got {low} and {high}")
         self.channels = channels
-        self.thresholds = nn.Parameter(torch.tensor([[low], [high]]).repeat(1, channels))
+        ends = [[finite("low", low)], [finite("high", high)]]
+        self.thresholds = nn.Parameter(torch.tensor(ends).repeat(1, channels))
 
     def forward(self, x: Tensor) -> Tensor:
         low, high = (
@@ -93,10 +92,8 @@ class LPReLU(Shown):
     def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
         super().__init__()
         check_positive(num_parameters=num_parameters)
-        if not math.isfinite(init):
-            raise OptionError(f"init: expected a finite number, got {init}")
         self.num_parameters = num_parameters
-        self.slopes = nn.Parameter(torch.full((num_parameters,), init))
+        self.slopes = nn.Parameter(torch.full((num_parameters,), finite("init", init)))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.prelu(x, self.slopes.clamp(-1, 1))

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
@@ -37,6 +38,16 @@ def checked_shape(input_shape: Iterable[int]) -> tuple[int, ...]:
             f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
         )
     return shape
+
+
+def first_floating(module: nn.Module) -> Tensor:
+    """The first floating parameter or buffer, for its dtype and device; ``torch.zeros(())`` if there is none.
+
+    >>> first_floating(nn.Linear(2, 3).double()).dtype, first_floating(nn.ReLU()).dtype
+    (torch.float64, torch.float32)
+    """
+    held = (*module.parameters(), *module.buffers())
+    return next((t for t in held if t.is_floating_point()), torch.zeros(()))
 
 
 class Network(nn.Sequential):

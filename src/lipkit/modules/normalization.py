@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
@@ -53,7 +53,36 @@ def _batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape | None) -
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FOLDABLE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+
+
+def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
+    """True if both act on the same dimension of channels; ``shape`` is that of one sample in front of either.
+
+    >>> foldable(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), (1, 5, 5)), foldable(nn.Linear(4, 2), nn.BatchNorm1d(3), (3, 4))
+    (True, False)
+    """
+    both = type(layer) in LINEAR and type(norm) in NORMS and norm.running_var is not None
+    return both and (type(layer) is not nn.Linear or len(shape) == 1)
+
+
+def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> nn.Module:
+    """A layer, in float64, whose outputs a normalisation maps; or the linear part of one whose ``inputs`` it scales."""
+    assert isinstance(norm, _BatchNorm)
+    scale, shift = running_affine(norm)
+    folded: Any = copy.deepcopy(layer)
+    weight, bias = to_double(folded.weight.detach()), folded.bias
+    taps, groups = (1,) * (weight.ndim - 2), getattr(layer, "groups", 1)
+    if inputs == isinstance(layer, _TRANSPOSED):  # rows of a transposed convolution are its input channels
+        weight = weight * scale.view(-1, 1, *taps)
+    else:  # a row belongs to one group: (out, in / groups, taps), transposed (in, out / groups, taps)
+        weight = (weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *taps)).flatten(0, 1)
+    folded.weight, folded.bias = nn.Parameter(weight, requires_grad=False), None
+    if not inputs:
+        shift = shift if bias is None else shift + to_double(bias) * scale
+        folded.bias = nn.Parameter(shift, requires_grad=False)
+    return folded
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
@@ -67,36 +96,14 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     >>> [round(value, 4) for value in folded.bias.tolist()]
     [-1.0, -1.0]
     """
-    if type(norm) not in NORMS or type(layer) not in _FOLDABLE:
+    given: Any = layer
+    if not foldable(layer, norm, shape):
         return None
-    assert isinstance(norm, _BatchNorm)
-    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    if not norm.num_features == outputs == shape[0] or (type(layer) is nn.Linear and len(shape) != 1):
+    outputs = given.out_features if type(layer) is nn.Linear else given.out_channels
+    if not norm.num_features == outputs == shape[0]:
         return None
     guard(norm)
-    scale, shift = running_affine(norm)
-    folded: Any = copy.deepcopy(layer)
-    weight, dtype = scaled_kernel(folded, scale), folded.weight.dtype
-    if folded.bias is not None:
-        shift = shift + to_double(folded.bias) * scale
-    folded.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    folded.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
-    return folded
-
-
-def scaled_kernel(layer: Any, scale: Tensor, *, inputs: bool = False) -> Tensor:
-    """The kernel, in float64, of a linear layer whose outputs, or ``inputs``, are scaled channel by channel.
-
-    >>> scaled_kernel(nn.ConvTranspose1d(2, 3, 1), torch.zeros(2), inputs=True).abs().sum().item()
-    0.0
-    """
-    weight = to_double(layer.weight.detach())
-    taps, groups = (1,) * (weight.ndim - 2), getattr(layer, "groups", 1)
-    # Rows of a transposed convolution are its input channels.
-    if inputs == isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-        return weight * scale.view(-1, 1, *taps)
-    # A row belongs to one group: (out, in / groups, taps), transposed (in, out / groups, taps).
-    return (weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *taps)).flatten(0, 1)
+    return scaled_layer(layer, norm).to(given.weight.dtype)
 
 
 def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:
@@ -233,9 +240,7 @@ class BatchLipNorm(Center):
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         super().__init__(channels, momentum)
-        if not (math.isfinite(eps) and eps > 0):
-            raise OptionError(f"eps: expected a positive finite number, got {eps}")
-        self.eps = eps
+        self.eps = finite("eps", eps, positive=True)
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
 
@@ -296,9 +301,7 @@ class UnitNorm(Together):
 
     def __init__(self, *dims: int, eps: float) -> None:
         super().__init__(*dims)
-        if not (math.isfinite(eps) and eps > 0):
-            raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: at 0 it has no constant")
-        self.eps = eps
+        self.eps = finite("UnitNorm: eps", eps, positive=True)  # at 0 it has no constant
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, interval, lacks_memory
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-from lipkit.modules.network import Network, checked_shape
+from lipkit.modules.network import Network, checked_shape, first_floating
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import ROWS, Shape, bounded, rules
 
@@ -254,11 +254,15 @@ def _generalised(network: Network, kind: type[nn.Module]) -> Network:
     old = [row is not None and (row.stored is None or flat) for row, flat in zip(rows, part, strict=True)]
     if not any(old):
         return network
-    modules, shape = list[nn.Module](), network.input_shape
-    for module, replaced in zip(network, old, strict=True):
-        modules.append(export_plain(module, shape) if replaced and ROWS[type(module)].export else module)
+    parts, shape = list[Network](), network.input_shape
+    for i, (module, replaced) in enumerate(zip(network, old, strict=True)):
+        again = replaced and ROWS[type(module)].export is not None
+        parts.append(export_plain(module, shape) if again else Network([module], shape))
+        multiplier = network.multiplier(i)
+        if multiplier is not None and len(parts[-1]) == 1:
+            parts[-1].carry(0, multiplier)
         shape = output_shape(module, shape)
-    return Network(modules, network.input_shape)
+    return Network(parts, network.input_shape)
 
 
 def _finite(module: nn.Module) -> bool:
@@ -274,8 +278,7 @@ def output_shape(module: nn.Module, *input_shapes: Shape) -> Shape:
     >>> output_shape(nn.Flatten(), (3, 4, 4))
     (48,)
     """
-    floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
+    like = first_floating(module)
     zeros = [torch.zeros(2, *shape, dtype=like.dtype, device=like.device) for shape in input_shapes]
     try:
         with torch.no_grad():

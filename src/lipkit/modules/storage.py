@@ -198,13 +198,7 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
         skeleton = build(config)  # no memory yet: a file may claim any size
     if type(skeleton) is not Network:
         raise DataError(f"expected a Network at the top, got {type(skeleton).__name__}")
-    expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise DataError(f"{name}: expected shape {expected.get(name)}, got {found.get(name)}")
-        if tensors[name].dtype not in WIDE:
-            raise DataError(f"{name}: expected a floating dtype, got {tensors[name].dtype}")
+    check_tensors(skeleton, tensors)
     transforms = sum(b.numel() for b in skeleton.buffers()) - sum(
         t.numel() for name, t in skeleton.state_dict().items() if name in dict(skeleton.named_buffers())
     )
@@ -217,6 +211,17 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
             f"the modules do not accept inputs of shape {skeleton.input_shape}: {first_line(error)}"
         ) from None
     return skeleton
+
+
+def check_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """``DataError`` unless the tensors have the names and shapes of the module's state, and a floating dtype."""
+    expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise DataError(f"{name}: expected shape {expected.get(name)}, got {found.get(name)}")
+        if tensors[name].dtype not in WIDE:
+            raise DataError(f"{name}: expected a floating dtype, got {tensors[name].dtype}")
 
 
 def _check_batches(skeleton: Network) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers.steps import OnManifold
+from lipkit.layers.stiefel import OnManifold
 from lipkit.linalg.stiefel import retract, spectral_step, tangent
 from lipkit.training.options import Numbers
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lipkit.layers import after_step
-from lipkit.layers.steps import after_step_layers
+from lipkit.layers.projections import after_step_layers
 from lipkit.training import checkpoints, losses, optim, schedules
 from lipkit.training.clocks import Clock
 from lipkit.training.devices import on_first

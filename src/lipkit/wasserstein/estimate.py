@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from lipkit.certificates.intervals import check_confidence
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError, OptionError, finite
 from lipkit.layers import after_step
+from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
 from lipkit.modules.chains import prove_chain
@@ -28,7 +29,7 @@ from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
 from lipkit.wasserstein.losses import kr_loss
-from lipkit.wasserstein.samples import as_pair, check_counts, check_positive
+from lipkit.wasserstein.samples import as_pair
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -153,13 +154,13 @@ def distance(
         Chernozhukov et al., "Double/debiased machine learning", Econometrics Journal 21 (2018) (cross-fitting).
     """
     x, y = as_pair(x, y)
-    check_counts(0, steps=steps, seed=seed)
-    check_counts(1, batch_size=batch_size, folds=folds)
-    check_positive(lr=lr)
+    check_integer("steps", steps, 0)
+    check_integer("seed", seed, 0)
+    check_positive(batch_size=batch_size, folds=folds)
+    lr = finite("lr", lr, positive=True)
     check_confidence(confidence)
     if diameter is not None:
-        check_positive(diameter=diameter)
-        _check_diameter(x, y, diameter)
+        _check_diameter(x, y, finite("diameter", diameter, positive=True))
     if steps == 0 and not isinstance(critic, nn.Module):
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
     where = torch.device(device)

@@ -9,8 +9,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from lipkit.certificates.intervals import check_confidence
-from lipkit.errors import OptionError
-from lipkit.wasserstein.samples import check_positive
+from lipkit.errors import OptionError, finite
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
         Maurer & Pontil, "Empirical Bernstein bounds and sample-variance penalization", COLT 2009, theorem 4.
     """
     check_confidence(confidence)
-    check_positive(width=width)
+    width = finite("width", width, positive=True)
     log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))  # union bound: K folds, two means, two sides
     each = (
         math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1))

@@ -5,13 +5,10 @@ Notation: ``fx`` and ``fy`` are f on samples of P and of Q; the critic is high o
 
 from __future__ import annotations
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.errors import OptionError
-from lipkit.wasserstein.samples import check_positive
+from lipkit.errors import finite
 
 
 def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
@@ -58,7 +55,5 @@ def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float 
         Serrurier et al., "Achieving robustness in classification using optimal transport with hinge regularization",
         CVPR 2021, section 3.
     """
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise OptionError(f"expected alpha as a finite number >= 0, got {alpha}")
-    check_positive(margin=margin)
+    alpha, margin = finite("alpha", alpha, least=0), finite("margin", margin, positive=True)
     return kr_loss(fx, fy) + alpha / 2 * (F.relu(margin - fx).mean() + F.relu(margin + fy).mean())

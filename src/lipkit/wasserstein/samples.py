@@ -4,7 +4,6 @@ The exact distance checks the dual estimate independently."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -47,20 +46,6 @@ def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
     if first.shape[1:] != second.shape[1:]:
         raise ShapeError(f"expected x and y of one shape, got {tuple(first.shape[1:])} and {tuple(second.shape[1:])}")
     return first, second
-
-
-def check_counts(least: int, **counts: int) -> None:
-    """Raise `OptionError` unless each is an integer that is at least ``least``."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise OptionError(f"expected {name} as an integer >= {least}, got {count!r}")
-
-
-def check_positive(**values: float) -> None:
-    """Raise `OptionError` unless each is a finite number above 0."""
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise OptionError(f"expected {name} as a finite number > 0, got {value}")
 
 
 MAX_SAMPLES = 4096

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers import after_step
+from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Shape
 from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.estimate import descend, one_output
 from lipkit.wasserstein.losses import kr_loss
-from lipkit.wasserstein.samples import as_samples, check_counts, check_positive
+from lipkit.wasserstein.samples import as_samples
 
 HIDDEN = 256
 
@@ -113,8 +114,8 @@ def train(
         critic as in Anil, Lucas, Grosse, "Sorting out Lipschitz function approximation", ICML 2019.
     """
     data = as_samples(x, "x")
-    check_counts(1, latent=latent, steps=steps, critic_steps=critic_steps, batch_size=batch_size)
-    check_positive(lr=lr, critic_lr=critic_lr)
+    check_positive(latent=latent, steps=steps, critic_steps=critic_steps, batch_size=batch_size)
+    lr, critic_lr = finite("lr", lr, positive=True), finite("critic_lr", critic_lr, positive=True)
     where, shape = torch.device(device), tuple(data.shape[1:])
     with own_random_state(where, derived_seed(seed, 3)):
         # globals(): the argument hides the function `generator`.

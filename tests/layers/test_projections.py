@@ -13,7 +13,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import AfterStep, MaxMin, Residual, SvcmConv2d, after_step, register_after_step
-from lipkit.layers.steps import seen_shapes
+from lipkit.layers.projections import seen_shapes
 from lipkit.wasserstein import wgan
 
 SHAPE, TOLERANCE = (1, 6, 6), 0.03
