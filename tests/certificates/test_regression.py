@@ -116,6 +116,7 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     linear = linear_network()
     exact = certify_regression(linear, *samples(linear), delta=np.array([0.0, 2.0, 0.1])).output_deviation
     np.testing.assert_allclose(exact, np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1], rtol=1e-9, atol=1e-12)
+    assert torch.equal(exact, certify_regression(linear, *samples(linear), delta=[0.0, 2.0, 0.1]).output_deviation)
     assert bool((exact.numpy() >= np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1]).all())
     # Of a network without a matrix of gains the norm counts.
     other = export(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()), (3,))

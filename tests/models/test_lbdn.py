@@ -173,6 +173,7 @@ def test_an_export_without_a_proof_is_refused() -> None:
         ({"sizes": [3, 2], "gamma": math.inf}, "gamma: expected a positive finite number, got inf"),
         ({"sizes": [3, 4, 2], "activation": ["relu", "relu"]}, "expected one for each of 1 hidden layers, got 2"),
         ({"sizes": [3, 4, 2], "activation": "gelu"}, r"expected one with slope in \[0, 1\]"),
+        ({"sizes": [3, 4, 2], "activation": nn.Tanh}, r"expected one with slope in \[0, 1\]"),
         ({"sizes": [3, 4, 2], "activation": MaxMin()}, r"expected one with slope in \[0, 1\]"),
         ({"sizes": [3, 2], "classes": 4}, "sizes: expected no classes beside it"),
         ({"hidden": [3], "classes": 4}, "expected sizes, or hidden, input_shape and classes, got"),

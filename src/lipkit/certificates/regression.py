@@ -151,8 +151,8 @@ def certify_regression(
     Args:
         network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
         y: (N, d) floating-point targets, as `x`; or (N,) for one output.
-        delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, ``input_shape`` or
-            ``(C,)`` for the channels of ``(C, ...)``: then entries count, too (`RegressionCertificate.moved`).
+        delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, a list or array of
+            ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``: entries count (`RegressionCertificate.moved`).
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
@@ -169,7 +169,7 @@ def certify_regression(
     x, y = as_tensor(x), as_tensor(y)
     check_inputs(network, x, batch_size)
     sensors = None
-    if isinstance(delta, Tensor | np.ndarray) and delta.ndim:
+    if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
         if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()

@@ -100,7 +100,9 @@ class LBDN(nn.Module):
         if not (math.isfinite(gamma) and gamma > 0):
             raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
         hidden = len(sizes) - 2
-        each = [activation] * hidden if isinstance(activation, str | nn.Module) else list(activation)
+        if isinstance(activation, str) or not isinstance(activation, Sequence):
+            activation = [activation] * hidden
+        each = list(activation)
         if len(each) != hidden:
             raise OptionError(f"activation: expected one for each of {hidden} hidden layers, got {len(each)}")
         make: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
