@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +130,7 @@ def certify_regression(
     x: Samples,
     y: Samples,
     *,
-    delta: float | Samples,
+    delta: float | Samples | Sequence[float],
     rounding: str = "sound",
     evaluator: str = "float64",
     batch_size: int = 256,
