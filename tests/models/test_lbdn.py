@@ -163,6 +163,16 @@ def test_an_export_without_a_proof_is_refused() -> None:
         export(LBDN([2, 3, 1]), (3,))
 
 
+def test_a_network_of_zero_weights_is_exported() -> None:
+    network = LBDN([3, 4, 4, 2], gamma=2.0)
+    for layer in (network.hidden[0], network.output):
+        nn.init.zeros_(layer.y_scale)
+    plain = export(network, (3,))
+    assert float(lipschitz(plain)) == 0
+    assert proves_gain([m.weight for m in plain if isinstance(m, nn.Linear)], list(plain.multipliers().values()), 2.0)
+    assert torch.equal(plain(torch.randn(5, 3)), network.output.bias.detach().expand(5, 2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
