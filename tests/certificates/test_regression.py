@@ -239,6 +239,9 @@ def test_numpy_arrays_are_taken() -> None:
     x, y = samples(network)
     found, expected = (certify_regression(network, *xy, delta=0.1) for xy in ((x.numpy(), y.numpy()), (x, y)))
     assert torch.equal(found.worst_error, expected.worst_error)
+    assert "20 samples, 3 outputs: mean" in str(found)
+    one = certify_regression(linear_network([[1.0, 2.0]]), torch.ones(20, 2), torch.zeros(20), delta=0.1)
+    assert "20 samples, 1 output: mean" in str(one)
 
 
 def test_targets_given_as_labels_name_the_remedy() -> None:

@@ -80,3 +80,4 @@ def test_a_regression_is_written_in_c_with_the_error_of_its_outputs(tmp_path: Pa
         "outputs of the C program within (.*) of the exact network's on the whole box: proved", outcome.output
     )
     assert 0 < float(stated[0]) < 1e-6
+    assert "predictions" not in outcome.output

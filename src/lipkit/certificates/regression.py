@@ -106,11 +106,12 @@ class RegressionCertificate(Shown):
     def describe(self) -> str:
         """Error, the proved constant and the largest deviation, in three lines."""
         included = "included" if self.rounding == "sound" else "ignored"
+        several = "" if self.target.shape[1] == 1 else "s"
         moving = f"an input that moves by {self.delta:g} (l2)"
         if self.sensors is not None:
             moving = f"an input whose entries move by {float(self.sensors.amin()):g} to {float(self.sensors.amax()):g}"
         return (
-            f"{len(self)} samples, {self.target.shape[1]} outputs: mean squared error {self.mse:.6g}, "
+            f"{len(self)} samples, {self.target.shape[1]} output{several}: mean squared error {self.mse:.6g}, "
             f"L <= {upper(self.constant)}, rounding {included}\n"
             f"{moving} moves the outputs by at most {upper(self.deviation)}\n"
             f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
