@@ -275,6 +275,7 @@ def test_refusals() -> None:
     for place in (5, "1", "x", "1.2"):
         with pytest.raises((OptionError, ShapeError), match="index"):
             lipsdp.attach(network, {place: torch.ones(4, 1) if place == "1" else good[0]})
+    assert lipsdp.verify(network, 1e3, [[1.0] * 4])  # as JSON has them
     with pytest.raises(ShapeError, match=r"expected shape \(4,\)"):
         lipsdp.verify(network, 1.0, [torch.ones(5)])
     with pytest.raises(OptionError, match="positive"):

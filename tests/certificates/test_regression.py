@@ -116,6 +116,7 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     linear = linear_network()
     exact = certify_regression(linear, *samples(linear), delta=np.array([0.0, 2.0, 0.1])).output_deviation
     np.testing.assert_allclose(exact, np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1], rtol=1e-9, atol=1e-12)
+    assert torch.equal(exact, certify_regression(linear, *samples(linear), delta=[0.0, 2.0, 0.1]).output_deviation)
     assert bool((exact.numpy() >= np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1]).all())
     # Of a network without a matrix of gains the norm counts.
     other = export(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()), (3,))
@@ -238,6 +239,9 @@ def test_numpy_arrays_are_taken() -> None:
     x, y = samples(network)
     found, expected = (certify_regression(network, *xy, delta=0.1) for xy in ((x.numpy(), y.numpy()), (x, y)))
     assert torch.equal(found.worst_error, expected.worst_error)
+    assert "20 samples, 3 outputs: mean" in str(found)
+    one = certify_regression(linear_network([[1.0, 2.0]]), torch.ones(20, 2), torch.zeros(20), delta=0.1)
+    assert "20 samples, 1 output: mean" in str(one)
 
 
 def test_targets_given_as_labels_name_the_remedy() -> None:

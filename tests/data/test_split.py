@@ -46,8 +46,8 @@ def test_batch_does_not_share_memory_of_uint8():
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"\(N, \*shape\)"),
-        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), "int64"),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"\(N, \*shape\).* \(one number each: x\[:, None\]\)"),
+        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), "int64 .*wider than uint8"),
         (torch.zeros(3, 2), torch.zeros(3), "targets of shape"),
         (torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64), r"got shape \(3, 1\)"),
         (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32), "int32"),

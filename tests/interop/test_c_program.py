@@ -157,6 +157,32 @@ def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, t
 
 
 @needs_compiler
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_controller_of_any_number_of_outputs_stays_within_the_error_that_its_header_states(
+    outputs: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    scales = layers.Rescale([-20.0, 0.5][:outputs], [3.0, 0.0][:outputs])
+    net = nn.Sequential(layers.Normalize([1.0, 0.0], [0.5, 2.0]), lipkit.models.lbdn([2, 8, 8, outputs], 3.0), scales)
+    for network in (lipkit.export(net, (2,)), lipkit.export(net[1], (2,))):  # behind the last dense layer, or at it
+        network.input_range = (-1.0, 3.0)
+        path = write_c(network, tmp_path / "network.c")
+        compiled = c_source.compile_c(path, tmp_path / "network", [*STRICT, "-Wconversion"])
+        stated, fraction = (
+            int(re.findall(rf"{name} (\d+)", path.with_suffix(".h").read_text())[0])
+            for name in ("LOGIT_ERROR", "LOGIT_FRACTION")
+        )
+        x = images(network, 2000)
+        answers = c_source.run_c(compiled, integer_program(network)[0].quantise(x))
+        found = (answers.logits - float64_copy(network)(x) * 2.0**fraction).abs().max()
+        assert stated / 50 < found <= stated < 2.0**fraction * 1e-5
+        y = torch.zeros(len(x), outputs)
+        regression = lipkit.certificates.certify_regression(network, x, y, delta=0.0, evaluator="integer")
+        assert stated - 1 < float(regression.rounding_error.max()) * 2**fraction <= stated
+        assert outputs > 1 or answers.radius.isinf().all()
+
+
+@needs_compiler
 def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Path, tmp_path: Path) -> None:
     main = tmp_path / "main.c"
     main.write_text(
@@ -216,10 +242,10 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         write_c(network, tmp_path / 'a"b.c')
     with pytest.raises(OptionError, match="prefix: expected a name of C, got '2b'"):
         write_c(network, tmp_path / "a.c", prefix="2b")
-    single = modules.Network([nn.Linear(2, 1)], (2,))
-    single.input_range = (0.0, 1.0)
-    with pytest.raises(OptionError, match="classifier with at least two outputs, got 1"):
-        write_c(single, tmp_path / "a.c")
+    nothing = modules.Network([nn.Identity()], (2,))
+    nothing.input_range = (0.0, 1.0)
+    with pytest.raises(OptionError, match="expected a network that computes something, got one that returns its input"):
+        write_c(nothing, tmp_path / "a.c")
     assert not list(tmp_path.iterdir())
 
 

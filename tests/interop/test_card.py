@@ -70,3 +70,14 @@ def test_the_command_writes_and_checks(run: Path, form: str, tmp_path: Path) -> 
         assert "model-index" in (out / "README.md").read_text()
     if form == "robustbench":
         assert (out / "model_info.json").is_file()
+
+
+def test_a_regression_is_written_in_c_with_the_error_of_its_outputs(tmp_path: Path) -> None:
+    options = ["data.range=[-2, 2]", "model.options.hidden=[4]", "train.epochs=1"]
+    assert pipeline.train(load_recipe("square_wave", options), folder=tmp_path / "a") is not None
+    outcome = CliRunner().invoke(command, [str(tmp_path / "a"), "--to", "c"], catch_exceptions=False)
+    stated = re.findall(
+        "outputs of the C program within (.*) of the exact network's on the whole box: proved", outcome.output
+    )
+    assert 0 < float(stated[0]) < 1e-6
+    assert "predictions" not in outcome.output

@@ -54,6 +54,8 @@ def test_it_is_saved_with_the_model() -> None:
         ([0.0], None, "units other than 0"),
         ([math.nan], None, "finite numbers"),
         ([1.0], [math.inf], "finite numbers"),
+        (2.0, None, "Rescale: units: expected a list of one number for each channel, got 2.0"),
+        ([1.0], ["a"], r"Rescale: offset: expected a list of one number for each channel, got \['a'\]"),
     ],
 )
 def test_refusals(units: list[float], offset: list[float] | None, message: str) -> None:

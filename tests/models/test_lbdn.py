@@ -163,6 +163,16 @@ def test_an_export_without_a_proof_is_refused() -> None:
         export(LBDN([2, 3, 1]), (3,))
 
 
+def test_a_network_of_zero_weights_is_exported() -> None:
+    network = LBDN([3, 4, 4, 2], gamma=2.0)
+    for layer in (network.hidden[0], network.output):
+        nn.init.zeros_(layer.y_scale)
+    plain = export(network, (3,))
+    assert float(lipschitz(plain)) == 0
+    assert proves_gain([m.weight for m in plain if isinstance(m, nn.Linear)], list(plain.multipliers().values()), 2.0)
+    assert torch.equal(plain(torch.randn(5, 3)), network.output.bias.detach().expand(5, 2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -173,6 +183,7 @@ def test_an_export_without_a_proof_is_refused() -> None:
         ({"sizes": [3, 2], "gamma": math.inf}, "gamma: expected a positive finite number, got inf"),
         ({"sizes": [3, 4, 2], "activation": ["relu", "relu"]}, "expected one for each of 1 hidden layers, got 2"),
         ({"sizes": [3, 4, 2], "activation": "gelu"}, r"expected one with slope in \[0, 1\]"),
+        ({"sizes": [3, 4, 2], "activation": nn.Tanh}, r"expected one with slope in \[0, 1\]"),
         ({"sizes": [3, 4, 2], "activation": MaxMin()}, r"expected one with slope in \[0, 1\]"),
         ({"sizes": [3, 2], "classes": 4}, "sizes: expected no classes beside it"),
         ({"hidden": [3], "classes": 4}, "expected sizes, or hidden, input_shape and classes, got"),

@@ -253,6 +253,11 @@ def test_all_ways_to_run_are_one_function(name: str) -> None:
         x, now = module.step(x, u[:, t])
         assert torch.allclose(now, y[:, t], atol=1e-12)
         assert torch.allclose(after, torch.cat((x, now), 1), atol=1e-12)
+    for given in (u[:1, 0], u[:, 0, :1]):
+        with pytest.raises(ShapeError, match=r"expected an input of shape \(3, 2\), got \("):
+            stream.step(given)
+    with pytest.raises(ShapeError, match=r"expected states of shape \(B, 4\), got \(3, 1\)"):
+        module.step(x[:, :1], u[:, 0])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "network"])

@@ -362,6 +362,7 @@ def test_precision_is_fabrics():
         ({"precision": "8"}, OptionError, "expected devices that Lightning Fabric can use"),
         ({"accelerator": "abacus"}, OptionError, "expected devices that Lightning Fabric can use"),
         ({"train": 3}, DataError, "a torch Dataset, got int"),
+        ({"model": nn.Linear(3, 2).double()}, OptionError, "precision='64-true' for a network of float64 .* '32-true'"),
         ({"model": nn.Flatten()}, OptionError, "expected a model with parameters to train, got Flatten"),
     ],
 )

@@ -324,8 +324,8 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
         slack = 1e-6 * (high - low)  # for rounding when they were scaled
         if least < low - slack or most > high + slack:
             raise OptionError(
-                f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:g} "
-                f"to {most:g}: rescale them (8-bit images: / 255), or set network.input_range = None"
+                f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:.9g} "
+                f"to {most:.9g}: rescale them (8-bit images: / 255), or set network.input_range = None"
             )
     if batch_size < 1:
         raise OptionError(f"expected batch_size >= 1, got {batch_size}")

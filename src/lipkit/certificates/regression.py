@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -105,11 +106,12 @@ class RegressionCertificate(Shown):
     def describe(self) -> str:
         """Error, the proved constant and the largest deviation, in three lines."""
         included = "included" if self.rounding == "sound" else "ignored"
+        several = "" if self.target.shape[1] == 1 else "s"
         moving = f"an input that moves by {self.delta:g} (l2)"
         if self.sensors is not None:
             moving = f"an input whose entries move by {float(self.sensors.amin()):g} to {float(self.sensors.amax()):g}"
         return (
-            f"{len(self)} samples, {self.target.shape[1]} outputs: mean squared error {self.mse:.6g}, "
+            f"{len(self)} samples, {self.target.shape[1]} output{several}: mean squared error {self.mse:.6g}, "
             f"L <= {upper(self.constant)}, rounding {included}\n"
             f"{moving} moves the outputs by at most {upper(self.deviation)}\n"
             f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
@@ -129,7 +131,7 @@ def certify_regression(
     x: Samples,
     y: Samples,
     *,
-    delta: float | Samples,
+    delta: float | Samples | Sequence[float],
     rounding: str = "sound",
     evaluator: str = "float64",
     batch_size: int = 256,
@@ -151,8 +153,8 @@ def certify_regression(
     Args:
         network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
         y: (N, d) floating-point targets, as `x`; or (N,) for one output.
-        delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, ``input_shape`` or
-            ``(C,)`` for the channels of ``(C, ...)``: then entries count, too (`RegressionCertificate.moved`).
+        delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, a list or array of
+            ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``: entries count (`RegressionCertificate.moved`).
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
@@ -169,7 +171,7 @@ def certify_regression(
     x, y = as_tensor(x), as_tensor(y)
     check_inputs(network, x, batch_size)
     sensors = None
-    if isinstance(delta, Tensor | np.ndarray) and delta.ndim:
+    if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
         if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()

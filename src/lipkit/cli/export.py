@@ -61,15 +61,19 @@ def command(
     check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
     click.echo(check)
     if form == "c":
-        from lipkit.certificates import certify, format_radius
+        from lipkit.certificates import certify, certify_regression, format_radius
         from lipkit.integer.c_source import compiler
 
         if compiler() is None:
             click.echo("no C compiler here (cc, gcc, clang): its operations were evaluated by torch")
-        certificate = certify(network, x, y, evaluator="integer")
-        for eps in recipe.certify.eps:
-            share = 100 * certificate.accuracy(eps, large_eps=True)
-            click.echo(f"certified({format_radius(eps)})  {share:.2f} % for the C program, its rounding included")
+        if y.is_floating_point():
+            error = certify_regression(network, x, y, delta=0.0, evaluator="integer").rounding_error.max()
+            click.echo(f"outputs of the C program within {error:.3g} of the exact network's on the whole box: proved")
+        else:
+            certificate = certify(network, x, y, evaluator="integer")
+            for eps in recipe.certify.eps:
+                share = 100 * certificate.accuracy(eps, large_eps=True)
+                click.echo(f"certified({format_radius(eps)})  {share:.2f} % for the C program, its rounding included")
     click.echo(f"written {printable(target)}")
 
 

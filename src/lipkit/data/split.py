@@ -43,10 +43,9 @@ class Split:
     def __post_init__(self) -> None:
         x, y = self.x, self.y
         if x.ndim < 2 or not (x.dtype == torch.uint8 or x.is_floating_point()):
-            raise DataError(
-                f"expected x of shape (N, *shape), uint8 or floating point, got {_describe(x)} "
-                "(integers wider than uint8 have no defined range: divide them to [0, 1] first)"
-            )
+            wide = "integers wider than uint8 have no defined range: make them floating point, images divided to [0, 1]"
+            hint = wide if x.ndim > 1 else "one number each: x[:, None]"
+            raise DataError(f"expected x of shape (N, *shape), uint8 or floating point, got {_describe(x)} ({hint})")
         if not (y.dtype == torch.int64 and y.ndim == 1) and not (y.is_floating_point() and y.ndim == 2):
             raise DataError(
                 f"expected y as int64 labels of shape (N,) or floating-point targets of shape (N, d), "

@@ -153,6 +153,7 @@ _HEADER = """\
 #define {P}INPUT_HIGH ({program.ends[1]}) /* {program.box[1]!r} */
 #define {P}CLASSES {radii.classes}
 #define {P}LOGIT_FRACTION {program.fraction} /* a logit q stands for q / 2^{program.fraction} */
+#define {P}LOGIT_ERROR {radii.error} /* a logit is this close to the exact network's, at every real input in the box */
 #define {P}WORK {work} /* numbers of the memory that the caller lends */
 #define {P}RADIUS_FRACTION {radius_fraction} /* a radius q stands for q / 2^{radius_fraction}, in units of the input */
 
@@ -267,13 +268,14 @@ int main(int argc, char **argv)
 class Radii(NamedTuple):
     """``radius = (margin - error) rate 2^-fraction`` for each pair of classes, in the integers of logits and radii.
 
-    Errors are rounded up, rates down; the rate -1 says that nothing moves the pair.
+    Errors are rounded up, rates down; the rate -1 says that nothing moves the pair. ``error`` is that of each logit.
     """
 
     classes: int
     errors: list[int]
     rates: list[int]
     fraction: int
+    error: int
 
 
 def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from lipkit.files import write_atomic
 from lipkit.integer import Program, c_source
 from lipkit.interop.check import Runtime, random_inputs
 from lipkit.modules.chains import ChainProof
-from lipkit.modules.machine import entries
+from lipkit.proof.arithmetic import FLOAT64
 
 
 def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
@@ -38,34 +38,34 @@ def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
 
 
 def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") -> Path:
-    """Write the integer program of an exported classifier as a C99 file, and a header of the same name beside it.
+    """Write the integer program of an exported network as a C99 file, and a header of the same name beside it.
 
     The program is the one that ``certify(..., evaluator="integer")`` certifies, bit for bit, on every target with
-    integers of 32 and 64 bits. It computes the certified radius as well, rounded down. With ``-DLIPKIT_MAIN`` it has
-    a ``main`` that reads inputs from a file.
+    integers of 32 and 64 bits. The header states how far an output can be from the exact network's: proved. It
+    computes the certified radius as well, rounded down. With ``-DLIPKIT_MAIN`` it has a ``main`` that reads inputs
+    from a file.
 
     Args:
-        network: with an ``input_range`` and at least two outputs.
+        network: with an ``input_range``; of one output, the class is always 0.
         path: of the C file, such as ``network.c``.
         prefix: of the names that the header declares.
 
     Raises:
         NoRuleError: a module that no integer program can compute.
-        OptionError: no ``input_range``, one output, a prefix that is no C name, or a path without ``.c``.
+        OptionError: no ``input_range``, nothing to compute, a prefix that is no C name, or a path without ``.c``.
         CertificateViolation: compiled, it gives other bits for random inputs; no file is left.
     """
     if not (prefix.isascii() and prefix.isidentifier()):
         raise OptionError(f"prefix: expected a name of C, got {prefix!r}")
     program, proof = integer_program(network)
-    classes = program.operations[-1][0].size if program.operations else entries(program.input_shape)
-    if classes < 2 or not program.operations:
-        raise OptionError(f"expected a classifier with at least two outputs, got {classes}")
+    if not program.operations:
+        raise OptionError("expected a network that computes something, got one that returns its input")
     path = Path(path)
     if path.suffix != ".c" or not re.fullmatch(r"[\w.-]+", path.name, re.ASCII):
         raise OptionError(f"expected a file name of letters, digits and -_. that ends in .c, got {path.name!r}")
     header = path.with_suffix(".h")
     source, declared = c_source.c_files(
-        program, _radii(program, proof, classes), sha256=modules.sha256(network), header=header.name, prefix=prefix
+        program, _radii(program, proof), sha256=modules.sha256(network), header=header.name, prefix=prefix
     )
     files = {header: declared.encode(), path: source.encode()}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,18 +83,21 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
     return path
 
 
-def _radii(program: Program, proof: ChainProof, classes: int) -> c_source.Radii:
+def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
+    classes = program.operations[-1][0].size
     constants, rows = pair_constants(proof, classes)
     zeros = torch.zeros(classes, *program.input_shape)
     logits = sound.integer_logits(program, zeros)
     at, slope = sound.margin_errors(logits, torch.arange(classes), rows)
+    own = sound.output_errors(logits, 0.0, None if proof.last is None else proof.last.weight.cpu(), FLOAT64)[1]
     errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)  # above 2^40 no margin is left
     # 2^-40 covers one addition and one division in float64; a margin has at most 33 bits.
     exact = 2.0 ** (c_source.RADIUS_FRACTION - program.fraction) / (constants + slope) * (1 - 2.0**-40)
     moving = exact[exact.isfinite() & (exact > 0)]
     fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
     rates = torch.where(exact.isinf(), -1.0, (exact * 2.0**fraction).floor().clamp_max(2.0**29))
-    return c_source.Radii(classes, errors.long().flatten().tolist(), rates.long().flatten().tolist(), fraction)
+    error = math.ceil(math.ldexp(float(own.max()), program.fraction))
+    return c_source.Radii(classes, errors.long().flatten().tolist(), rates.long().flatten().tolist(), fraction, error)
 
 
 def c_runtime(source: str | Path, network: modules.Network, folder: str | Path) -> Runtime:

@@ -39,9 +39,8 @@ class RuntimeCheck:
     runtime: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.samples} samples: outputs within {self.difference:.3g} of float64, {self.same} same predictions"
-        ]
+        same = f", {self.same} same predictions" if self.eps else ""  # a regression has none
+        lines = [f"{self.samples} samples: outputs within {self.difference:.3g} of float64{same}"]
         for eps, ours, theirs in zip(self.eps, self.certified, self.runtime, strict=True):
             lines.append(
                 f"certified({format_radius(eps)})  {100 * ours:.2f} % here, {100 * theirs:.2f} % in the runtime"

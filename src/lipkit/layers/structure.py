@@ -23,6 +23,13 @@ def _along_channels(kind: str, x: Tensor, channels: int) -> tuple[int, ...]:
     return -1, *[1] * (x.ndim - 2)
 
 
+def _numbers(name: str, values: Any) -> list[float]:
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise OptionError(f"{name}: expected a list of one number for each channel, got {values!r}") from None
+
+
 class Normalize(nn.Module):
     r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model.
 
@@ -47,7 +54,7 @@ class Normalize(nn.Module):
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_dtype(dtype)
-        mean, std = [float(m) for m in mean], [float(s) for s in std]
+        mean, std = _numbers("Normalize: mean", mean), _numbers("Normalize: std", std)
         if not mean or len(mean) != len(std):
             raise OptionError(f"Normalize: expected as many means as stds, at least one, got {mean} and {std}")
         if not all(math.isfinite(v) for v in mean + std) or min(std) <= 0:
@@ -88,8 +95,8 @@ class Rescale(nn.Module):
     ) -> None:
         super().__init__()
         check_dtype(dtype)
-        units = [float(u) for u in units]
-        offset = [0.0] * len(units) if offset is None else [float(o) for o in offset]
+        units = _numbers("Rescale: units", units)
+        offset = [0.0] * len(units) if offset is None else _numbers("Rescale: offset", offset)
         if not units or len(units) != len(offset):
             raise OptionError(f"Rescale: expected as many units as offsets, at least one, got {units} and {offset}")
         if not all(math.isfinite(v) for v in units + offset) or 0 in units:

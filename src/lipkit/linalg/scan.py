@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lipkit.errors import ShapeError
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import transformed
 
@@ -61,6 +62,8 @@ class Stream:
 
     def step(self, u: Tensor) -> Tensor:
         """The output ``(batch, ny)`` for the next input ``(batch, nu)``; ``x`` is then the next state."""
+        if u.shape != self._u.shape:  # `copy_` would repeat one input for all
+            raise ShapeError(f"expected an input of shape {tuple(self._u.shape)}, got {tuple(u.shape)}")
         with torch.no_grad():
             self._u.copy_(u)
             for bias, known, weight, w in self._blocks:

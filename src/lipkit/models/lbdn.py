@@ -98,7 +98,9 @@ class LBDN(nn.Module):
         check_sizes(sizes=sizes)
         gamma = finite("gamma", gamma, positive=True)
         hidden = len(sizes) - 2
-        each = [activation] * hidden if isinstance(activation, str | nn.Module) else list(activation)
+        if isinstance(activation, str) or not isinstance(activation, Sequence):
+            activation = [activation] * hidden
+        each = list(activation)
         if len(each) != hidden:
             raise OptionError(f"activation: expected one for each of {hidden} hidden layers, got {len(each)}")
         make: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
@@ -200,8 +202,10 @@ def _provable(
         if delta < torch.finfo(dtype).eps / 8:
             continue
         stored = [((1 - delta) * w).to(dtype) for w in weights]
-        # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run.
-        if proves_gain(stored, multipliers, gamma) and gain_bound(stored, multipliers) <= gamma * (1 - 1e-14):
+        # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run. Of
+        # weights that are all 0 it takes the product of norms, because no eigenvalue proposes a gain.
+        room = any(not bool(w.any()) for w in stored) or gain_bound(stored, multipliers) <= gamma * (1 - 1e-14)
+        if room and proves_gain(stored, multipliers, gamma):
             return stored
     raise OptionError(
         f"expected finite parameters with a proof of gain {gamma}, got none even with weights reduced by {steps[-1]}"

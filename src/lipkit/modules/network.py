@@ -91,7 +91,8 @@ class Network(nn.Sequential):
         self.eval()
 
     def carry(self, index: int, values: Tensor) -> None:
-        """Set the multiplier of the activation at ``index``."""
+        """Set the multiplier of the activation at ``index``; numbers that are no tensor count as float64."""
+        values = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
         if not 0 <= index < len(self) or values.ndim != 1:
             shape = tuple(values.shape)
             raise ShapeError(f"multiplier {index}: expected shape (n,) at an index below {len(self)}, got {shape}")

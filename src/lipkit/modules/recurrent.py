@@ -112,6 +112,8 @@ class Recurrent(nn.Module):
 
     def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The next states ``(B, nx)`` and outputs ``(B, ny)``, from states (zeros at first) and inputs ``(B, nu)``."""
+        if x.shape[1:] != (self.states,):  # `copy_` would repeat one state for all
+            raise ShapeError(f"expected states of shape (B, {self.states}), got {tuple(x.shape)}")
         stream = self.stream(len(x))
         stream.x.copy_(x)
         y = stream.step(u)

@@ -172,7 +172,9 @@ def prepare(model: nn.Module, data: object, options: TrainOptions, fabric: Any =
         raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
     if options.tensorboard:
         tensorboard(Path())  # is it installed? It writes nothing yet
-    check_precision(fabric.strategy.precision.precision)
+    check_precision(precision := fabric.strategy.precision.precision)
+    if str(precision) != "64-true" and all(p.dtype == torch.float64 for p in model.parameters()):
+        raise OptionError(f"expected precision='64-true' for a network of float64 parameters, got {precision!r}")
     if options.batch_size < fabric.world_size:
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
     strategy = type(fabric.strategy).__name__

@@ -265,8 +265,9 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
 
 def one_output(values: Tensor, count: int) -> Tensor:
     """The outputs (n, 1) or (n,) of a critic as (n,); others are refused."""
-    if values.shape not in ((count, 1), (count,)):
-        raise OptionError(f"expected a critic of one output, {count} values, got the shape {tuple(values.shape)}")
+    got = tuple(values.shape) if isinstance(values, Tensor) else f"of a {type(values).__name__}"
+    if got not in ((count, 1), (count,)):
+        raise OptionError(f"expected a critic of one output, {count} values, got the shape {got}")
     return values.reshape(count)
 
 

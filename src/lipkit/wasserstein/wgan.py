@@ -116,6 +116,8 @@ def train(
     data = as_samples(x, "x")
     check_positive(latent=latent, steps=steps, critic_steps=critic_steps, batch_size=batch_size)
     lr, critic_lr = finite("lr", lr, positive=True), finite("critic_lr", critic_lr, positive=True)
+    if not isinstance(generator, nn.Module | None):
+        raise OptionError(f"expected generator as an nn.Module, got {type(generator).__name__}")
     where, shape = torch.device(device), tuple(data.shape[1:])
     with own_random_state(where, derived_seed(seed, 3)):
         # globals(): the argument hides the function `generator`.
