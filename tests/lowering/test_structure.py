@@ -205,7 +205,7 @@ def rows_filled(s: Net, x: Tensor) -> Tensor:
 
 MADE = "made from the size of the batch"
 LOOKS: dict[str, tuple[Forward, str]] = {
-    "quotient": (lambda s, x: x * (1 + 100 * (x.shape[0] // 4)), f"operator.mul: .*'add', {MADE}"),
+    "quotient": (lambda s, x: x * (1 + 100 * (x.shape[0] // 4)), f"operator.mul.*'add', {MADE}"),
     "shift": (lambda s, x: x * (1 + (x.size(0) >> 2)), MADE),
     "entries": (lambda s, x: x * (1 + x.numel() // 399), MADE),
     "entries of a constant": (lambda s, x: x * (1 + torch.arange(x.shape[0]).numel() // 5), MADE),
@@ -307,6 +307,17 @@ def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: 
     forward, message = (LOOKS if name[0] == "looks" else KEEPS)[name[1]]
     with pytest.raises(NoRuleError, match=message):
         function(Net(forward).eval(), V)
+
+
+BRANCH = "lambda s, x: s.a(x) if x.sum() > 0 else x"
+
+
+@pytest.mark.parametrize("source", [BRANCH, "lambda s, x: s.mid.expand(len(x), 4)", "lambda s, x: s.a(x).cumsum(1)"])
+def test_refusals_name_the_line_of_the_network(source: str) -> None:
+    home = {"__name__": "a_network", "torch": torch}  # code of the user, where it is not a class of this file
+    forward = eval(compile("\n" * 41 + source, "/somewhere/net.py", "eval"), home)
+    with pytest.raises(NoRuleError, match=r"\(net.py:42\)"):
+        analyze(Net(forward).eval(), V)
 
 
 class Peeks(nn.Module):
@@ -785,3 +796,13 @@ def test_a_network_that_fails_where_its_copy_runs_is_refused_by_a_sentence() -> 
     network.me = id(network)
     with pytest.raises(NoRuleError, match="runs as its copy does, got IndexError: list index out of range"):
         export(network.eval(), V)
+
+
+def test_an_export_of_channels_last_is_stored_as_it_is(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, three = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1)  # strides of 1 x 1 kernels name a memory format
+    plain = export(nn.Sequential(three, nn.ReLU(), one).to(memory_format=torch.channels_last), (4, 9, 9))
+    save(plain, tmp_path / "net")
+    x = torch.randn(2, 4, 9, 9, generator=generator)
+    assert [t.stride() for t in plain.parameters()] == [t.stride() for t in load(tmp_path / "net").parameters()]
+    assert torch.equal(load(tmp_path / "net")(x), plain(x))

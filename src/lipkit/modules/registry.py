@@ -229,6 +229,9 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
             network = _generalised(Network([rule(module, shape)], shape), type(module))
+            for tensor in (*network.parameters(), *network.buffers()):
+                # As files hold it: torch rounds otherwise in other memory formats, which 1 x 1 kernels only name.
+                tensor.data = tensor.clone(memory_format=torch.contiguous_format)
             if not _finite(network) and _finite(module):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
             return network
