@@ -23,6 +23,7 @@ import lipkit_check
 from lipkit import analyze, certify, export, lipschitz, load, save
 from lipkit.certificates import certify_regression
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.layers import CayleyConv2d
 from lipkit.lowering import function_module
 from lipkit.lowering.build import FUNCTIONS
 from lipkit.modules import ROWS, Plain
@@ -806,3 +807,28 @@ def test_an_export_of_channels_last_is_stored_as_it_is(tmp_path: Path) -> None:
     x = torch.randn(2, 4, 9, 9, generator=generator)
     assert [t.stride() for t in plain.parameters()] == [t.stride() for t in load(tmp_path / "net").parameters()]
     assert torch.equal(load(tmp_path / "net")(x), plain(x))
+
+
+class Halves(nn.Module):
+    """A constrained layer, whose weights are float32 at least, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = CayleyConv2d(1, 4, 3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(x)).flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("own", [True, False], ids=["own forward", "chain"])
+def test_the_export_of_a_network_of_halves_has_one_format(dtype: torch.dtype, own: bool) -> None:
+    torch.manual_seed(0)
+    network = Halves().to(dtype).eval()
+    model = network if own else nn.Sequential(network.conv, nn.ReLU(), nn.Flatten(), network.head)
+    plain = export(model, (1, 4, 4))
+    assert {t.dtype for t in plain.state_dict().values()} == {torch.float32}
+    x = torch.rand(5, 1, 4, 4)
+    torch.testing.assert_close(plain(x), network(x.to(dtype)).float(), rtol=0, atol=0.02)
+    assert torch.equal(plain.state_dict()["3.weight"], network.head.weight.float())
+    assert bool(certify(plain, x, plain(x).argmax(1)).radius.max() > 0)

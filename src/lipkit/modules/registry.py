@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -229,6 +230,10 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
             network = _generalised(Network([rule(module, shape)], shape), type(module))
+            buffers = {b.dtype for b in network.buffers() if b.is_floating_point()} - {torch.float64}  # multipliers
+            formats = buffers | {p.dtype for p in network.parameters()}
+            if len(formats) > 1:  # constrained weights of a network of halves are float32: one format for all parts
+                network = network.to(functools.reduce(torch.promote_types, formats))
             for tensor in (*network.parameters(), *network.buffers()):
                 # As files hold it: torch rounds otherwise in other memory formats, which 1 x 1 kernels only name.
                 tensor.data = tensor.clone(memory_format=torch.contiguous_format)
