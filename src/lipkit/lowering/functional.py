@@ -124,6 +124,12 @@ def _dropout(
     return nn.Dropout(p).train(bool(training if train is None else train))  # torch.dropout calls it train
 
 
+@function_module(F.prelu, "prelu")
+def _prelu(call: Build, input: Operand, weight: Any) -> nn.Module:
+    slopes = call.number(weight, "slope", torch.flatten)
+    return with_tensors(call, nn.PReLU(slopes.numel(), device="meta"), weight=slopes)
+
+
 @function_module(F.linear, place=behind(lambda *given: 1))
 def _linear(call: Build, input: Operand, weight: Any, bias: Any = None) -> nn.Module:
     matrix: Tensor = call.constant(weight, "weight")
