@@ -322,6 +322,17 @@ def test_refusals_name_the_line_of_the_network(source: str) -> None:
         analyze(Net(forward).eval(), V)
 
 
+@pytest.mark.parametrize("function", [analyze, export, lipschitz])
+@pytest.mark.parametrize(
+    "forward", [lambda s, x: F.log_softmax(s.a(x), dim=1), lambda s, x: x.log_softmax(-1), lambda s, x: s.log(x)]
+)
+def test_a_log_softmax_is_left_to_the_loss(forward: Forward, function: Callable[..., Any]) -> None:
+    network = Net(forward)
+    network.log = nn.LogSoftmax(1)
+    with pytest.raises(NoRuleError, match="changes no class and no radius: leave it to the loss"):
+        function(network.eval(), V)
+
+
 class Peeks(nn.Module):
     """Has a rule, and looks at the batch all the same."""
 

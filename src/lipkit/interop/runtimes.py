@@ -227,13 +227,12 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of its own for each kind of failure
         raise DataError(f"{path}: expected an ONNX model, got {first_line(error)}") from error
-    name = session.get_inputs()[0].name
-    formats = {"tensor(double)": torch.float64, "tensor(float16)": torch.float16}
-    dtype = formats.get(session.get_inputs()[0].type, torch.float32)
+    given = session.get_inputs()[0]
+    dtype = {"tensor(double)": torch.float64, "tensor(float16)": torch.float16}.get(given.type, torch.float32)
 
     def run(x: Tensor) -> Tensor:
         values = x.detach().cpu().to(dtype).contiguous().numpy()
-        return torch.from_numpy(session.run(None, {name: values})[0])
+        return torch.from_numpy(session.run(None, {given.name: values})[0])
 
     return run
 

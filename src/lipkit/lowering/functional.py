@@ -78,6 +78,8 @@ _activation(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)
 _activation(nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
 _activation(nn.AvgPool1d, F.avg_pool1d)
 _activation(nn.AvgPool2d, F.avg_pool2d)
+_log = (F.log_softmax, torch.log_softmax, "log_softmax")  # refused by name, as the module is
+_activation(lambda dim=None, _stacklevel=3, dtype=None: nn.LogSoftmax(dim), *_log)
 
 
 def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partialmethod
+from itertools import takewhile
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -217,12 +218,9 @@ class Path:
     def line(self, error: BaseException | None = None) -> str:
         """The line of the network's own code that runs now, or raised an error, `` (net.py:12)``; empty without one."""
         steps = [*traceback.walk_tb(error.__traceback__)][::-1] if error else traceback.walk_stack(sys._getframe())
-        for frame, number in steps:
-            if frame.f_code is trace.__code__:  # behind it is the code that calls lipkit
-                break
-            if self._follows(frame):
-                return f" ({os.path.basename(frame.f_code.co_filename)}:{number})"
-        return ""
+        inside = takewhile(lambda step: step[0].f_code is not trace.__code__, steps)  # behind: the caller of lipkit
+        own = ((frame.f_code.co_filename, number) for frame, number in inside if self._follows(frame))
+        return next((f" ({os.path.basename(file)}:{number})" for file, number in own), "")
 
     def other(self, path: Path) -> str | None:
         """Name of the first function that both paths enter but execute differently; None if they agree."""

@@ -24,6 +24,8 @@ def what_is_missing(module: nn.Module) -> str | None:
     kind = type_name(type(module))
     if bounded(type(module)):
         return None
+    if kind.endswith(".LogSoftmax"):
+        return "it shifts all logits by one number, which changes no class and no radius: leave it to the loss"
     if kind.endswith(".RNNCell"):
         return "one step has no gain over a sequence: take an nn.RNN(batch_first=True), which runs over all of them"
     if kind.startswith("torch.nn.modules.rnn."):
