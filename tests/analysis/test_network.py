@@ -87,7 +87,7 @@ def test_what_has_no_plain_form_is_bounded_but_not_exported() -> None:
     assert found.upper == pytest.approx(8)
     rows = [(layer.type, layer.bound) for layer in found.layers if layer.factor != 1]
     assert rows == [("Tensor.sum", 2.0), ("operator.mul", 4.0)]
-    with pytest.raises(NoRuleError, match=r"export: torch\.sin: it has no plain form"):
+    with pytest.raises(NoRuleError, match=r"export: torch\.sin.*: it has no plain form"):
         lipkit.export(model, (4,))
 
 

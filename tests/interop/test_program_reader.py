@@ -82,6 +82,46 @@ def test_every_other_operator_computes_the_same(tmp_path: Path) -> None:
         assert hasattr(getattr(torch.ops.aten, base), overload), name
 
 
+class Part(nn.Module):
+    def __init__(self, f: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f, self.slopes = f, nn.PReLU(4, 0.3)
+        self.same, self.w = nn.Conv1d(4, 4, 3, padding="same"), nn.Parameter(torch.rand(4, 4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(self, x)
+
+
+def standardised(s: Any, x: Tensor) -> Tensor:
+    w = s.w.T.mT.T
+    return F.linear(x.mT, (w - w.mean(1, True)) * torch.rsqrt(w.var([1], keepdim=True) + 0.1) + s.w.pow(2).sqrt())
+
+
+def tokens(s: Any, x: Tensor) -> Tensor:
+    x = torch.cat((s.w[None].expand(x.shape[0], -1, -1), x.mT), dim=1)  # the tokens of a class
+    q, _ = x.reshape(-1, 10, 2, 2).permute(2, 0, 1, 3).unbind(0)
+    return torch.stack((q, q), 2)[:, 0]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda s, x: s.slopes(s.same(x))[:, :3, 1:4],
+        standardised,
+        tokens,
+        lambda s, x: torch.mm(F.adaptive_avg_pool1d(x, 2)[:, :, 1], s.w.t()),
+        lambda s, x: F.interpolate(x.unsqueeze(1), scale_factor=2.0, mode="bilinear"),
+    ],
+    ids=["slices, slopes", "standardised weights", "tokens", "products", "bilinear"],
+)
+def test_parts_of_common_networks_have_the_same_constants(f: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Part(f).eval(), torch.randn(5, 4, 6)
+    found, known = load_program(write(model, (4, 6), tmp_path / "net.pt2")), export(model, (4, 6))
+    torch.testing.assert_close(found(x), model(x), rtol=1e-6, atol=1e-6)
+    assert float(lipschitz(found)) == pytest.approx(float(lipschitz(known)), rel=1e-9)
+
+
 def test_a_read_program_is_certified(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))

@@ -65,6 +65,17 @@ def test_float64_stays_float64(tmp_path: Path) -> None:
     torch.testing.assert_close(runtime(x), exported(x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
+def test_a_network_of_halves_is_written_and_one_of_bfloat16_refused(tmp_path: Path) -> None:
+    exported = lipkit.export(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten()).half(), SHAPE)
+    file = interop.write_onnx(exported, tmp_path / "network.onnx")
+    x = torch.rand(3, *SHAPE).half()
+    assert interop.onnx_runtime(file)(x).dtype == torch.float16
+    assert torch.equal(interop.load_onnx(file)(x), exported(x))
+    with pytest.raises(OptionError, match=r"float16, float32 or float64, got bfloat16: write network\.float\(\)"):
+        interop.write_onnx(exported.bfloat16(), tmp_path / "network.onnx")
+
+
 def test_a_runtime_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     exported = network("cayley")
     x, y = torch.rand(4, *SHAPE), torch.zeros(4, dtype=torch.int64)

@@ -23,6 +23,7 @@ import lipkit_check
 from lipkit import analyze, certify, export, lipschitz, load, save
 from lipkit.certificates import certify_regression
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.layers import CayleyConv2d
 from lipkit.lowering import function_module
 from lipkit.lowering.build import FUNCTIONS
 from lipkit.modules import ROWS, Plain
@@ -205,7 +206,7 @@ def rows_filled(s: Net, x: Tensor) -> Tensor:
 
 MADE = "made from the size of the batch"
 LOOKS: dict[str, tuple[Forward, str]] = {
-    "quotient": (lambda s, x: x * (1 + 100 * (x.shape[0] // 4)), f"operator.mul: .*'add', {MADE}"),
+    "quotient": (lambda s, x: x * (1 + 100 * (x.shape[0] // 4)), f"operator.mul.*'add', {MADE}"),
     "shift": (lambda s, x: x * (1 + (x.size(0) >> 2)), MADE),
     "entries": (lambda s, x: x * (1 + x.numel() // 399), MADE),
     "entries of a constant": (lambda s, x: x * (1 + torch.arange(x.shape[0]).numel() // 5), MADE),
@@ -223,6 +224,7 @@ LOOKS: dict[str, tuple[Forward, str]] = {
     "dimensions": (lambda s, x: x * torch.zeros([1] * (x.shape[0] // 99 + 1)).dim(), MADE),
     "other rows": (lambda s, x: x.view((n := x.shape[0]) - n // 99 * 50, -1).softmax(1).view(n, -1), f"view.*{MADE}"),
     "another size": (lambda s, x: x[:, :1].expand((n := x.shape[0]), 4 + n // 99)[:, :4], f"expand.*{MADE}"),
+    "slice to a large end": (lambda s, x: x[: 2**60], "batch"),  # torch.export writes 2**63 - 1 for no end
     "list": (lambda s, x: x * (1 + sum([1] * (x.shape[0] // 99))), "control flow.*iterated"),
     "table": (table_of_batches, "traced graph.*__hash__"),
     "table by words": (lambda s, x: x * {"100": 100.0}.get(f"{x.shape[0]}", 1.0), "traced graph.*__format__"),
@@ -307,6 +309,28 @@ def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: 
     forward, message = (LOOKS if name[0] == "looks" else KEEPS)[name[1]]
     with pytest.raises(NoRuleError, match=message):
         function(Net(forward).eval(), V)
+
+
+BRANCH = "lambda s, x: s.a(x) if x.sum() > 0 else x"
+
+
+@pytest.mark.parametrize("source", [BRANCH, "lambda s, x: s.mid.expand(len(x), 4)", "lambda s, x: s.a(x).cumsum(1)"])
+def test_refusals_name_the_line_of_the_network(source: str) -> None:
+    home = {"__name__": "a_network", "torch": torch}  # code of the user, where it is not a class of this file
+    forward = eval(compile("\n" * 41 + source, "/somewhere/net.py", "eval"), home)
+    with pytest.raises(NoRuleError, match=r"\(net.py:42\)"):
+        analyze(Net(forward).eval(), V)
+
+
+@pytest.mark.parametrize("function", [analyze, export, lipschitz])
+@pytest.mark.parametrize(
+    "forward", [lambda s, x: F.log_softmax(s.a(x), dim=1), lambda s, x: x.log_softmax(-1), lambda s, x: s.log(x)]
+)
+def test_a_log_softmax_is_left_to_the_loss(forward: Forward, function: Callable[..., Any]) -> None:
+    network = Net(forward)
+    network.log = nn.LogSoftmax(1)
+    with pytest.raises(NoRuleError, match="changes no class and no radius: leave it to the loss"):
+        function(network.eval(), V)
 
 
 class Peeks(nn.Module):
@@ -785,3 +809,38 @@ def test_a_network_that_fails_where_its_copy_runs_is_refused_by_a_sentence() -> 
     network.me = id(network)
     with pytest.raises(NoRuleError, match="runs as its copy does, got IndexError: list index out of range"):
         export(network.eval(), V)
+
+
+def test_an_export_of_channels_last_is_stored_as_it_is(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, three = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1)  # strides of 1 x 1 kernels name a memory format
+    plain = export(nn.Sequential(three, nn.ReLU(), one).to(memory_format=torch.channels_last), (4, 9, 9))
+    save(plain, tmp_path / "net")
+    x = torch.randn(2, 4, 9, 9, generator=generator)
+    assert [t.stride() for t in plain.parameters()] == [t.stride() for t in load(tmp_path / "net").parameters()]
+    assert torch.equal(load(tmp_path / "net")(x), plain(x))
+
+
+class Halves(nn.Module):
+    """A constrained layer, whose weights are float32 at least, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = CayleyConv2d(1, 4, 3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(x)).flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("own", [True, False], ids=["own forward", "chain"])
+def test_the_export_of_a_network_of_halves_has_one_format(dtype: torch.dtype, own: bool) -> None:
+    torch.manual_seed(0)
+    network = Halves().to(dtype).eval()
+    model = network if own else nn.Sequential(network.conv, nn.ReLU(), nn.Flatten(), network.head)
+    plain = export(model, (1, 4, 4))
+    assert {t.dtype for t in plain.state_dict().values()} == {torch.float32}
+    x = torch.rand(5, 1, 4, 4)
+    torch.testing.assert_close(plain(x), network(x.to(dtype)).float(), rtol=0, atol=0.02)
+    assert torch.equal(plain.state_dict()["3.weight"], network.head.weight.float())
+    assert bool(certify(plain, x, plain(x).argmax(1)).radius.max() > 0)

@@ -78,6 +78,7 @@ EXCEPTIONS = {
     "lipkit/lowering/observe.py:_alone": "an output, to compare",
     "lipkit/lowering/structure.py:check_same": "an output, to compare",
     "lipkit/lowering/structure.py:_structure_export": "to a device, no cast",
+    "lipkit/modules/registry.py:export_plain": "to the widest format of all weights (multipliers are claims)",
     "lipkit/lowering/build.py:Build.number": STORED,
     "lipkit/proof/norms.py:_lanczos": GUESSES,
     "lipkit/proof/norms.py:quick_spectral_norm": GUESSES,

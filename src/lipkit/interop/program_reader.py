@@ -55,15 +55,17 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: _function(name)
     for name in """
-    adaptive_avg_pool2d.default add.Tensor add_.Tensor celu.default chunk.default clamp.default clamp_.default
-    conv1d.default conv2d.default conv2d.padding conv_transpose2d.input detach.default div.Tensor div_.Tensor
-    dropout.default elu_.default flatten.using_ints gelu.default hardsigmoid.default hardswish.default hardtanh.default
+    adaptive_avg_pool1d.default adaptive_avg_pool2d.default add.Tensor add_.Tensor bmm.default celu.default
+    chunk.default clamp.default clamp_.default conv1d.default conv1d.padding conv2d.default conv2d.padding
+    conv_transpose1d.default conv_transpose2d.input detach.default div.Tensor div_.Tensor dropout.default
+    elu_.default flatten.using_ints gelu.default hardsigmoid.default hardswish.default hardtanh.default
     hardtanh_.default leaky_relu.default leaky_relu_.default linear.default matmul.default maximum.default mean.dim
-    minimum.default mish.default mul.Tensor mul_.Tensor narrow.default neg.default pad.default permute.default
-    pixel_shuffle.default pixel_unshuffle.default prelu.default relu.default relu6.default relu_.default
-    reshape.default roll.default select.int selu.default sigmoid.default sigmoid_.default silu.default softplus.default
-    softshrink.default split.Tensor squeeze.dim squeeze.dims sub.Tensor sub_.Tensor
-    sum.dim_IntList tanh.default tanh_.default transpose.int unflatten.int unsqueeze.default view.default
+    minimum.default mish.default mm.default mul.Tensor mul_.Tensor narrow.default neg.default pad.default
+    permute.default pixel_shuffle.default pixel_unshuffle.default pow.Tensor_Scalar prelu.default relu.default
+    relu6.default relu_.default reshape.default roll.default rsqrt.default scaled_dot_product_attention.default
+    selu.default sigmoid.default sigmoid_.default silu.default softplus.default softshrink.default
+    split.Tensor sqrt.default squeeze.dim squeeze.dims sub.Tensor sub_.Tensor sum.dim_IntList t.default tanh.default
+    tanh_.default transpose.int unbind.int unflatten.int unsqueeze.default var.correction var.dim view.default
     """.split()  # noqa: SIM905
 } | {
     # Those with arguments of another order, or more of them.
@@ -80,14 +82,19 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "group_norm.default": _without_cudnn(F.group_norm),
     "layer_norm.default": _without_cudnn(F.layer_norm),
     "log_sigmoid.default": lambda x: F.logsigmoid(x),
+    "mT.default": lambda x: x.mT,
     "max_pool2d.default": lambda x, size, stride=(), *args: F.max_pool2d(x, size, stride or None, *args),
+    "numpy_T.default": lambda x: x.T,
+    "select.int": lambda x, dim, index: x[(slice(None),) * (dim % x.ndim) + (index,)],
     "silu_.default": lambda x: F.silu(x, inplace=True),
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
         (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
     ],
     "softmax.int": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=dtype),
+    "stack.default": lambda tensors, dim=0: torch.stack(tensors, dim),
     "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
     "sym_size.int": lambda x, dim: x.size(dim),
+    "upsample_bilinear2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bilinear", corners),
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
 }
 _OF_SIZES: dict[str, Callable[..., Any]] = {
@@ -209,7 +216,8 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         if kind not in key:
             raise NoRuleError(f"{path}: expected parameters, buffers and one input, got an input of kind {kind!r}")
         attribute = f"stored{len(network.names)}"
-        network.register_buffer(attribute, stored[content[key[kind]]])
+        # Tracing follows methods of parameters too, such as expand to the size of the batch.
+        setattr(network, attribute, (nn.Parameter if kind == "parameter" else nn.Buffer)(stored[content[key[kind]]]))
         network.names[content["arg"]["name"]] = attribute
     outputs = [next(iter(spec.items())) for spec in signature["output_specs"]]
     if len(inputs) != 1 or inputs[0] is None or [kind for kind, _ in outputs] != ["user_output"]:
@@ -243,7 +251,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         several = kind == "as_tensors"  # a list, as split gives it
         names = [one["name"] for one in made] if several else [made.get("name") or made["as_name"]]
         network.steps.append((function, *_bound(name, arguments, path), names, several))
-    return network.eval()
+    return network.eval().requires_grad_(False)
 
 
 def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:

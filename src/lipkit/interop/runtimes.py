@@ -85,6 +85,8 @@ def onnx_model(network: modules.Network) -> Any:
         import onnxscript  # noqa: F401  what torch writes ONNX with
     except ImportError as error:
         raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
+    if _example(network).dtype == torch.bfloat16:
+        raise OptionError("expected a network of float16, float32 or float64, got bfloat16: write network.float()")
     with _quiet():
         program = torch.onnx.export(
             _portable(network),
@@ -226,12 +228,12 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of its own for each kind of failure
         raise DataError(f"{path}: expected an ONNX model, got {first_line(error)}") from error
-    name = session.get_inputs()[0].name
-    double = session.get_inputs()[0].type == "tensor(double)"
+    given = session.get_inputs()[0]
+    dtype = {"tensor(double)": torch.float64, "tensor(float16)": torch.float16}.get(given.type, torch.float32)
 
     def run(x: Tensor) -> Tensor:
-        values = x.detach().cpu().to(torch.float64 if double else torch.float32).contiguous().numpy()
-        return torch.from_numpy(session.run(None, {name: values})[0])
+        values = x.detach().cpu().to(dtype).contiguous().numpy()
+        return torch.from_numpy(session.run(None, {given.name: values})[0])
 
     return run
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,8 @@ def indexed(call: Build) -> Build:
     at = items.index(Ellipsis) if Ellipsis in items else len(items)
     items[at : at + 1] = [slice(None)] * (x.rank - sum(type(i) in (int, slice) for i in items))  # what ... stands for
     batch = [k for k, i in enumerate(items) if i is not None][x.axis]  # None adds a dimension and takes none
-    call.require(items[batch] == slice(None), whole)
+    every = [slice(i, j, k) for i in (None, 0) for j in (None, sys.maxsize) for k in (None, 1)]  # of any batch
+    call.require(items[batch] in every, whole)
     call.require((sum(type(i) is not int for i in items[:batch]), x.inner) == (out.axis, out.inner))
     if x.inner == 1:  # with merged entries the batch is a dimension of the sample as well
         del items[batch]

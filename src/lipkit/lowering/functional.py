@@ -78,6 +78,8 @@ _activation(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)
 _activation(nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
 _activation(nn.AvgPool1d, F.avg_pool1d)
 _activation(nn.AvgPool2d, F.avg_pool2d)
+_log = (F.log_softmax, torch.log_softmax, "log_softmax")  # refused by name, as the module is
+_activation(lambda dim=None, _stacklevel=3, dtype=None: nn.LogSoftmax(dim), *_log)
 
 
 def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -122,6 +124,12 @@ def _dropout(
     call: Build, input: Operand, p: float = 0.5, training: Any = True, inplace: bool = False, train: Any = None
 ) -> nn.Module:
     return nn.Dropout(p).train(bool(training if train is None else train))  # torch.dropout calls it train
+
+
+@function_module(F.prelu, "prelu")
+def _prelu(call: Build, input: Operand, weight: Any) -> nn.Module:
+    slopes = call.number(weight, "slope", torch.flatten)
+    return with_tensors(call, nn.PReLU(slopes.numel(), device="meta"), weight=slopes)
 
 
 @function_module(F.linear, place=behind(lambda *given: 1))

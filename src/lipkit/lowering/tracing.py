@@ -8,12 +8,15 @@ the forward pass catches the error. What is made from the size of the batch is m
 from __future__ import annotations
 
 import operator
+import os.path
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partialmethod
+from itertools import takewhile
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -93,8 +96,8 @@ def flat(value: Any) -> list[Any]:
 
 
 def where(node: fx.Node) -> str:
-    """Text for messages: the module that calls a node, `` in 'path'``; empty if unknown."""
-    return f" in {node.meta['where']!r}" if node.meta.get("where") else ""
+    """Text for messages: the module that calls a node, and the line of its code, `` in 'path' (net.py:12)``."""
+    return (f" in {node.meta['where']!r}" if node.meta.get("where") else "") + node.meta.get("line", "")
 
 
 def fetch(root: nn.Module, path: str) -> Any:
@@ -212,6 +215,13 @@ class Path:
         installed = frame.f_code.co_filename.startswith(("<frozen", *_INSTALLED))
         return name in self._own or not (_foreign(name) or installed)
 
+    def line(self, error: BaseException | None = None) -> str:
+        """The line of the network's own code that runs now, or raised an error, `` (net.py:12)``; empty without one."""
+        steps = [*traceback.walk_tb(error.__traceback__)][::-1] if error else traceback.walk_stack(sys._getframe())
+        inside = takewhile(lambda step: step[0].f_code is not trace.__code__, steps)  # behind: the caller of lipkit
+        own = ((frame.f_code.co_filename, number) for frame, number in inside if self._follows(frame))
+        return next((f" ({os.path.basename(file)}:{number})" for file, number in own), "")
+
     def other(self, path: Path) -> str | None:
         """Name of the first function that both paths enter but execute differently; None if they agree."""
         both = (code for code in self._taken if code in path._taken)
@@ -255,7 +265,8 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
     except TypeError as error:
         raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
+        why = first_line(error) + direct.line(error)
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}") from error
     try:
         with torch.no_grad(), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)
@@ -268,12 +279,12 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
     except fx.proxy.TraceError as error:
         raise NoRuleError(
             f"analyze: expected a forward pass without control flow on values or on the size of the batch, got "
-            f"{name}, in which {first_line(error)}"
+            f"{name}, in which {first_line(error)}{symbolic.line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
-            f"analyze: expected a forward pass that torch.fx can record, got {name}, which "
-            f"raises {type(error).__name__}: {first_line(error)}"
+            "analyze: expected a forward pass that torch.fx can record, with symbols for values and the size of the "
+            f"batch, got {name}, which raises {type(error).__name__}{symbolic.line(error)}: {first_line(error)}"
         ) from error
 
 
@@ -383,6 +394,7 @@ class _Tracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         node = proxy.node
         node.meta["where"] = self._path[-1] if self._path else ""
+        node.meta["line"] = self._watch.line()
         inputs = node.all_input_nodes
         note_dependence(node, self.how)
         named_static = node.target in _STATIC_METHODS or (node.target is getattr and node.args[1] in _STATIC)

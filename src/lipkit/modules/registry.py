@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ def what_is_missing(module: nn.Module) -> str | None:
     kind = type_name(type(module))
     if bounded(type(module)):
         return None
+    if kind.endswith(".LogSoftmax"):
+        return "it shifts all logits by one number, which changes no class and no radius: leave it to the loss"
     if kind.endswith(".RNNCell"):
         return "one step has no gain over a sequence: take an nn.RNN(batch_first=True), which runs over all of them"
     if kind.startswith("torch.nn.modules.rnn."):
@@ -229,6 +232,13 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
             network = _generalised(Network([rule(module, shape)], shape), type(module))
+            buffers = {b.dtype for b in network.buffers() if b.is_floating_point()} - {torch.float64}  # multipliers
+            formats = buffers | {p.dtype for p in network.parameters()}
+            if len(formats) > 1:  # constrained weights of a network of halves are float32: one format for all parts
+                network = network.to(functools.reduce(torch.promote_types, formats))
+            for tensor in (*network.parameters(), *network.buffers()):
+                # As files hold it: torch rounds otherwise in other memory formats, which 1 x 1 kernels only name.
+                tensor.data = tensor.clone(memory_format=torch.contiguous_format)
             if not _finite(network) and _finite(module):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
             return network
