@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
+from lipkit.linalg.matrices import finite
 from lipkit.lowering import export
 from lipkit.lowering.tracing import flat
 from lipkit.modules import Network
@@ -85,7 +86,7 @@ def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     """Refuse stored numbers that are not finite, and values of more than ``VALUES`` numbers before they take memory."""
     held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, t in held.items():
-        if not t.isfinite().all():
+        if not finite(t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
     like = next((t.dtype for t in held.values() if t.is_floating_point()), torch.float32)
     try:
