@@ -269,7 +269,9 @@ def test_a_number_of_more_dimensions_is_part_of_no_activation(tmp_path):
         ([("Slice", ["x", "i", "j", "a", "s"], {})], {"i": [0], "j": [3], "a": [1], "s": [-1]}, "steps from 1 on"),
         ([("Unsqueeze", ["x", "i"], {})], {"i": [1, 1]}, "each once"),
         ([("Reshape", ["x", "i"], {})], {"i": [-1, -1, 3]}, "one size -1 at most"),
-        ([("MatMul", ["x", "w"], {})], {"w": np.ones(5, np.float32)}, r"operands of \[3, 1\] dimensions"),
+        ([("MatMul", ["w", "x"], {})], {"w": np.ones(3, np.float32)}, r"operands of \[1, 3\] dimensions"),
+        ([("Reshape", ["x", "w"], {})], {"w": [15, 1]}, r"size 15 \* batch$"),
+        ([("BatchNormalization", ["x", *"wwww"], {}, ["y", *"abcd"])], {"w": np.ones(3, np.float32)}, "got 5"),
         ([("Clip", ["x", "w", "v"], {})], {"w": np.float32(2), "v": np.float32(1)}, "the lower one first"),
         ([("ReduceProd", ["w"], {"noop_with_empty_axes": 1}, ["p"]), ("Mul", ["x", "p"], {})],
          {"w": np.full(5, 3, np.float32)}, "axes other than the batch, got none"),
@@ -279,7 +281,7 @@ def test_a_number_of_more_dimensions_is_part_of_no_activation(tmp_path):
 def test_what_a_runtime_refuses_or_takes_otherwise_is_refused(tmp_path, nodes, stored, words):
     made = [H.make_node(op, given, out[0] if out else ["y"], **more) for op, given, more, *out in nodes]
     stored = {key: np.array(value) for key, value in stored.items()}
-    opset = 18 if made[0].op_type == "ReduceProd" else 13
+    opset = {"ReduceProd": 18, "BatchNormalization": 9}.get(made[0].op_type, 13)
     with pytest.raises(LipkitError, match=words):
         load_onnx(write(tmp_path / "net.onnx", made, stored, ["b", 3, 5], opset))
 
@@ -407,6 +409,30 @@ def test_pieces_in_any_order(tmp_path, sizes):
     found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, [1, 6], 18))
     assert torch.equal(found(x), torch.cat([c, a, b], 1))
     assert float(lipschitz(found)) == pytest.approx(1, rel=1e-9)
+
+
+MATRIX = np.arange(12, dtype=np.float32).reshape(4, 3) / 8
+UPWARDS = ("Slice", ["w", "i", "j", "a", "s"], ["z"], {})
+BACK = {"w": MATRIX, "i": [4, 1], "j": [-20, -9], "a": [0, 1], "s": [-2, -1]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "stored", "expected"),
+    [
+        ([("Dropout", ["x"], ["d", "mask"], {}), ("Relu", ["d"], ["y"], {})], {}, lambda x: x.clip(0)),
+        ([("GlobalMaxPool", ["x"], ["y"], {})], {}, lambda x: x.max(2, keepdims=True)),
+        ([("MatMul", ["x", "v"], ["y"], {})], {"v": MATRIX[:, 2]}, lambda x: x @ MATRIX[:, 2]),
+        ([UPWARDS, ("MatMul", ["x", "z"], ["y"], {})], BACK, lambda x: x @ MATRIX[::-2, 1::-1]),
+    ],
+)
+def test_what_exporters_write(tmp_path, numbers, rows, stored, expected):
+    nodes = [H.make_node(op, given, made, **more) for op, given, made, more in rows]
+    shape = [3, 2] if stored is BACK else [3, 4]
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", *shape], 13))
+    x = numbers.normal(size=(5, *shape)).astype(np.float32)
+    np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), expected(x), rtol=1e-5, atol=1e-6)
+    matrix = {"v": MATRIX[:, 2:], "w": MATRIX[::-2, 1::-1]}.get(next(iter(stored), ""), np.eye(1))
+    assert float(lipschitz(found)) == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-6)
 
 
 def test_swish_as_older_files_write_it(tmp_path):

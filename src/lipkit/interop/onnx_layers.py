@@ -294,6 +294,8 @@ def _gemm(c: Call) -> nn.Module:
 
 def _matmul(c: Call) -> Any:
     a, b = c.tensors()
+    if c.moving == {0} and b.ndim == 1:
+        return torch.matmul(a, b[:, None]).squeeze(-1)
     if min(a.ndim, b.ndim) < 2:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:
@@ -405,6 +407,7 @@ LAYERS: dict[str, Row] = {
     "GlobalAveragePool": Row(
         lambda c: nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True), (1, 22)
     ),
+    "GlobalMaxPool": Row(lambda c: (nn.AdaptiveMaxPool1d if c.rank == 3 else nn.AdaptiveMaxPool2d)(1), (1, 22)),
     "GroupNormalization": Row(partial(_normalised, _group_norm), (18, 21)),
     "InstanceNormalization": Row(partial(_normalised, _instance_norm), (6, 22)),
     "LayerNormalization": Row(partial(_normalised, _layer_norm), (17,)),

@@ -229,13 +229,17 @@ def _pad(c: Call) -> Any:
 def _slice(c: Call) -> Any:
     starts, ends, axes, steps = (c.numbers(name, i) for i, name in enumerate(("starts", "ends", "axes", "steps"), 1))
     index: dict[int, slice] = {}
+    x = c.moved
     for axis, *part in zip(axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True):
         place = c.axis(axis)
-        if part[2] < 1 or place in index:
+        if part[2] == 0 or (part[2] < 0 and c.moving) or place in index:
             raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
+        if part[2] < 0:
+            x = x.index_select(place, torch.tensor(range(x.shape[place])[slice(*part)], dtype=torch.int64))
+            part = [0, 2**31, 1]
         # A full slice lets tracing see that the whole batch is kept.
         index[place] = slice(None) if part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1 else slice(*part)
-    return c.moved[tuple(index.get(place, slice(None)) for place in range(c.rank))]
+    return x[tuple(index.get(place, slice(None)) for place in range(c.rank))]
 
 
 def _gather(c: Call) -> Any:

@@ -10,6 +10,7 @@ import collections
 import graphlib
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ class OnnxNetwork(nn.Module):
                 made = node.row.rule(step.on([(kept | values).get(name) for name in node.input], x))
             values.update(_named(node, made))
         return values[self.result]
+
+
+def _sized(number: re.Match[str]) -> str:
+    times, rest = divmod(int(number[0]), BATCH)
+    return number[0] if rest else f"{times} * batch" if times > 1 else "batch"
 
 
 def _named(node: Node, made: Any) -> Iterator[tuple[str, Any]]:
@@ -195,6 +201,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
         raise NoRuleError(f"{path}: expected operators of ONNX, got functions of the file: {own}: export it inlined")
     (opset,), nodes, context = versions, [], onnx.checker.C.CheckerContext()
     context.ir_version, context.opset_imports = file.ir_version, {"": opset}
+    read = {*(value.name for value in file.graph.output), *(n for node in file.graph.node for n in node.input)}
     for position, node in enumerate(file.graph.node):
         name = f"{position}:{node.name or node.op_type}".replace(".", "_")
         kind, attributes = f"{node.domain}." * (node.domain not in _DOMAIN) + node.op_type, {}
@@ -209,7 +216,9 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
             for a in node.attribute:
                 tensor = a.type == onnx.AttributeProto.TENSOR
                 attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
-        nodes.append(Node(kind, list(node.input), list(node.output), name, attributes, row))
+        # Masks, indices and moments that nobody reads; further results of a BatchNormalization mean that it trains.
+        more = [n for n in node.output[1:] if n in read or kind not in ("Dropout", "LayerNormalization", "MaxPool")]
+        nodes.append(Node(kind, list(node.input), [*node.output[:1], *more], name, attributes, row))
     made = set(given)
     for one in nodes:
         outputs = [n for n in one.output if n]
@@ -375,7 +384,7 @@ class _Reader:
         except LipkitError:
             raise
         except Exception as error:  # torch refuses what the rule asks for
-            got = first_line(error).replace(str(BATCH), "batch")
+            got = re.sub(rf"\d{{{len(str(BATCH))},}}", _sized, first_line(error))
             raise call.refuse("what its rule covers", f"{type(error).__name__}: {got}") from error
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
