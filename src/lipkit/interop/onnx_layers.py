@@ -6,6 +6,7 @@ to compute with them, on values without memory for their sizes, and on symbols t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +35,11 @@ def holds_batch(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
 
 
+def _in_words(number: re.Match[str]) -> str:
+    times, rest = divmod(int(number[0]), BATCH)
+    return number[0] if rest or not times else f"{times} * batch" if times > 1 else "batch"
+
+
 class Node(NamedTuple):
     """An operator of ONNX in a version that its rule covers, or several operators of the file read as one."""
 
@@ -52,7 +58,6 @@ class Row(NamedTuple):
     versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
     moves: bool = True  # operands may depend on the input
     copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
-    rowwise: bool = False  # an operand may be a constant row that is repeated for each sample
 
 
 @dataclass
@@ -65,7 +70,6 @@ class Call:
     dtype: torch.dtype  # of the network
     moving: frozenset[int]  # indices of operands that depend on the input
     sized: frozenset[int]  # indices of operands that hold the batch size as a number
-    rows: frozenset[int]  # indices of constant operands that are repeated for each sample; one row is kept
     operands: list[Any]  # stored tensors, and values of the network or their sizes
     source: Any  # the input of the network
     used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
@@ -73,10 +77,11 @@ class Call:
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""
-        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
+        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized)
         return Call(*fixed, operands, source)
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
+        got = re.sub(r"\d{7,}", _in_words, got)
         return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
 
     def has(self, index: int) -> bool:
@@ -114,6 +119,12 @@ class Call:
         if len(formats) > 1:
             raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
         return found
+
+    def repeated(self, row: Tensor) -> Any:
+        """A constant with the batch first, repeated for each sample."""
+        if row.dtype != self.dtype or len(row) != 1:
+            raise self.refuse(f"one row of {self.dtype} for each sample", f"{tuple(row.shape)} of {row.dtype}")
+        return self.source.new_zeros((self.source.size(0), *row.shape[1:])) + row
 
     def weight(self, index: int) -> Tensor | None:
         """A stored operand; None if it is left out."""

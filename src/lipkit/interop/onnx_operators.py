@@ -75,10 +75,7 @@ def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -
 
 
 def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
-    values = c.tensors()
-    if any(values[i].ndim < max(t.ndim for t in values) for i in c.rows):
-        raise c.refuse("rows with the most dimensions", f"{[t.ndim for t in values]}")
-    return reduce(function, values)
+    return reduce(function, c.tensors())
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -177,11 +174,10 @@ def _expand(c: Call) -> Any:
             raise c.refuse("a shape that keeps the batch first", f"{sizes}")
         # torch refuses sizes that cannot come from repeating.
         return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
-    # Keep one row for the whole batch.
-    rows = [1 if n == BATCH else n for n in sizes]
-    if BATCH in sizes and x.ndim == len(sizes) and len(x) != 1:
-        raise c.refuse("one row for each sample", f"{len(x)}")
-    return x.expand(torch.broadcast_shapes(x.shape, rows)).clone()
+    row = x.expand(torch.broadcast_shapes(x.shape, [1 if n == BATCH else n for n in sizes])).clone()
+    if BATCH in sizes and row.ndim > len(sizes):
+        raise c.refuse("the batch as the first size", f"{sizes} for {tuple(x.shape)}")
+    return c.repeated(row) if BATCH in sizes else row
 
 
 def _filled_shape(c: Call) -> Tensor:
@@ -189,7 +185,8 @@ def _filled_shape(c: Call) -> Tensor:
     if BATCH in sizes[1:]:
         raise c.refuse("the batch as the first size", f"{sizes}")
     value = c.get("value", torch.zeros(1))
-    return torch.full([1 if n == BATCH else n for n in sizes], value.reshape(()).item(), dtype=value.dtype)
+    row = torch.full([1 if n == BATCH else n for n in sizes], value.reshape(()).item(), dtype=value.dtype)
+    return c.repeated(row) if BATCH in sizes else row
 
 
 BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
@@ -295,20 +292,9 @@ def _concat(c: Call) -> Any:
     if not c.moving or len(c.moving) == len(c.operands):
         c.read.update(range(len(c.operands)))
         return torch.cat(list(c.operands), axis)
-    values, places = c.tensors(), sorted(c.moving)
-    if axis == 0 or places != list(range(places[0], places[-1] + 1)):
-        raise c.refuse("constants before or behind values, along another axis than the batch", f"axis {axis}")
-    if any(len(t) != 1 or not (c.one or i in c.rows) for i, t in enumerate(values) if i not in c.moving):
-        raise c.refuse("one row for each sample", f"{[tuple(t.shape) for t in values]}")
-    # Zeros, to which the constants are added.
-    sizes = [t.size(axis) for t in values]
-    first, last = places[0], places[-1] + 1
-    x = torch.cat(values[first:last], axis) if last > first + 1 else values[first]
-    blank = [0, 0] * (x.ndim - 1 - axis)
-    around = [*blank, sum(sizes[:first]), sum(sizes[last:])]  # torch pads the last axis first
-    shapes = [[1, *(t.size(i) for i in range(1, t.ndim))] for t in values]
-    filled = [torch.zeros(shapes[i], dtype=c.dtype) if i in c.moving else t for i, t in enumerate(values)]
-    return F.pad(x, around) + torch.cat(filled, axis)
+    if not c.one:
+        raise c.refuse("a constant expanded to a row for each sample", "one without the batch")
+    return torch.cat([t if i in c.moving else c.repeated(t) for i, t in enumerate(c.tensors())], axis)
 
 
 def _enlarge(c: Call) -> nn.Module:
@@ -391,31 +377,31 @@ OPERATORS: dict[str, Row] = {
     "Greater": Row(partial(_elementwise, torch.gt), (7, 9, 13), moves=False),
     "Less": Row(partial(_elementwise, torch.lt), (7, 9, 13), moves=False),
     "Abs": Row(activation(lambda: nn.LeakyReLU(-1.0)), (6, 13)),
-    "Add": Row(partial(_elementwise, operator.add), (7, 13, 14), rowwise=True),
-    "Cast": Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True, rowwise=True),
+    "Add": Row(partial(_elementwise, operator.add), (7, 13, 14)),
+    "Cast": Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True),
     "Celu": Row(activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
     "Clip": Row(_clip, (6, 11, 12, 13)),
-    "Concat": Row(_concat, (4, 11, 13), copies=True, rowwise=True),
+    "Concat": Row(_concat, (4, 11, 13), copies=True),
     "Constant": Row(_constant, (1, 9, 11, 12, 13, 19, 21, 23, 24, 25)),
     "ConstantOfShape": Row(_filled_shape, (9, 20, 21, 23, 24, 25), copies=True),
     "DepthToSpace": Row(_depth_to_space, (1, 11, 13, 28)),
-    "Div": Row(partial(_elementwise, _divided), (7, 13, 14), rowwise=True),
+    "Div": Row(partial(_elementwise, _divided), (7, 13, 14)),
     # Operand 2 says whether it is training.
     "Dropout": Row(partial(_only, lambda c: not (c.has(2) and c.numbers("", 2)), _SAME), (7, 10, 12, 13, 22)),
     "Elu": Row(activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
     "Equal": Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
-    "Expand": Row(_expand, (8, 13), copies=True, rowwise=True),
+    "Expand": Row(_expand, (8, 13), copies=True),
     "Flatten": Row(_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
     "Gather": Row(_gather, (1, 11, 13), copies=True),
     "Gelu": Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
     "HardSigmoid": Row(_hard_sigmoid, (6, 22)),
     "HardSwish": Row(activation(nn.Hardswish), (14, 22)),
-    "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True, rowwise=True),
+    "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True),
     "LeakyRelu": Row(activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
     "Max": Row(partial(_larger, torch.maximum, 1), (6, 8, 12, 13)),
     "Min": Row(partial(_larger, torch.minimum, -1), (6, 8, 12, 13)),
     "Mish": Row(activation(nn.Mish), (18, 22)),
-    "Mul": Row(partial(_elementwise, operator.mul), (7, 13, 14), rowwise=True),
+    "Mul": Row(partial(_elementwise, operator.mul), (7, 13, 14)),
     "Neg": Row(_each(operator.neg), (6, 13)),
     "PRelu": Row(_prelu, (7, 9, 16)),
     "Pad": Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
@@ -438,8 +424,8 @@ OPERATORS: dict[str, Row] = {
     "Softsign": Row(activation(nn.Softsign), (1, 22)),
     "Split": Row(_split, (2, 11, 13, 18), copies=True),
     "Squeeze": Row(_squeeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
-    "Sub": Row(partial(_elementwise, operator.sub), (7, 13, 14), rowwise=True),
-    "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13), rowwise=True),
+    "Sub": Row(partial(_elementwise, operator.sub), (7, 13, 14)),
+    "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13)),
     "Swish": Row(partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)), (24,)),
     "Tanh": Row(activation(nn.Tanh), (6, 13)),
     "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13), moves=False),

@@ -10,7 +10,6 @@ import collections
 import graphlib
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,6 @@ class OnnxNetwork(nn.Module):
                 made = node.row.rule(step.on([(kept | values).get(name) for name in node.input], x))
             values.update(_named(node, made))
         return values[self.result]
-
-
-def _sized(number: re.Match[str]) -> str:
-    times, rest = divmod(int(number[0]), BATCH)
-    return number[0] if rest else f"{times} * batch" if times > 1 else "batch"
 
 
 def _named(node: Node, made: Any) -> Iterator[tuple[str, Any]]:
@@ -333,7 +327,6 @@ class _Reader:
         shape = (BATCH, *network.input_shape)
         self.values: dict[str, Tensor] = {network.source: torch.empty(shape, dtype=dtype, device="meta")}
         self.sized: set[str] = set()
-        self.rows: set[str] = set()
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
         # Paddings by copied pixels: their input, torch's name of the mode, and the pads before and after.
@@ -362,19 +355,17 @@ class _Reader:
             merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
             if takes_over(node, border, self.stored.get(node.input[1])):
                 node = merged
-        kinds: Any = (self.values, self.sized, self.rows)
-        moving, sized, rows = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
+        kinds: Any = (self.values, self.sized)
+        moving, sized = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
         x = self.values[self.network.source]
-        call = Call(node, self.opset, self.one, self.dtype, moving, sized, rows, given, x)
+        call = Call(node, self.opset, self.one, self.dtype, moving, sized, given, x)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
         if call.sized and not call.moving and not row.copies:
             raise call.refuse("no size computed from that of the batch", "one")
-        if call.rows and not row.rowwise:
-            raise call.refuse("values of each sample", "a constant that is repeated for each")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)
@@ -384,8 +375,7 @@ class _Reader:
         except LipkitError:
             raise
         except Exception as error:  # torch refuses what the rule asks for
-            got = re.sub(rf"\d{{{len(str(BATCH))},}}", _sized, first_line(error))
-            raise call.refuse("what its rule covers", f"{type(error).__name__}: {got}") from error
+            raise call.refuse("what its rule covers", f"{type(error).__name__}: {first_line(error)}") from error
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
         found = dict(_named(node, made))
@@ -402,13 +392,8 @@ class _Reader:
     def _keep(self, call: Call, row: Row, found: dict[str, Tensor]) -> None:
         """Store results that do not depend on the input."""
         self.stored.update(found)
-        repeated = call.rows or (call.sized and call.node.kind in ("Expand", "ConstantOfShape"))
         holds = {name for name, t in found.items() if holds_batch(t)}
-        if repeated:
-            self.rows.update(found)
-            if holds or any(t.ndim == 0 or len(t) != 1 for t in found.values()):
-                raise call.refuse("one row for each sample", f"shapes {[tuple(t.shape) for t in found.values()]}")
-        elif holds and not (row.copies or call.node.kind == "Shape"):
+        if holds and not (row.copies or call.node.kind == "Shape"):
             raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
         self.sized.update(holds)
 
