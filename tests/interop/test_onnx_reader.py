@@ -435,6 +435,28 @@ def test_what_exporters_write(tmp_path, numbers, rows, stored, expected):
     assert float(lipschitz(found)) == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-6)
 
 
+def test_a_vector_without_a_batch(tmp_path):
+    stored = {"w": MATRIX, "b": MATRIX[:, 0], "v": MATRIX[:3]}
+    nodes = [H.make_node("MatMul", ["w", "x"], ["a"]), H.make_node("Add", ["a", "b"], ["c"]),
+             H.make_node("Relu", ["c"], ["r"]), H.make_node("MatMul", ["r", "w"], ["d"]),
+             H.make_node("MatMul", ["v", "d"], ["y"])]  # fmt: skip
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, [3]))
+    x = np.array([0.5, -2, 1], np.float32)
+    expected = MATRIX[:3] @ (np.maximum(MATRIX @ x + MATRIX[:, 0], 0) @ MATRIX)
+    np.testing.assert_allclose(found(torch.from_numpy(x)[None])[0].numpy(), expected, rtol=1e-5)
+    # Operators with axes, and constants that would add one.
+    for node in (("Softmax", ["x"], {"axis": 0}), ("Add", ["x", "w"]), ("Concat", ["x", "x"], {"axis": 0})):
+        op, given, *more = node
+        path = write(tmp_path / "net.onnx", [H.make_node(op, given, ["y"], **(more or [{}])[0])], stored, [3])
+        with pytest.raises(NoRuleError, match="an input with the batch first, got one of 3 numbers"):
+            load_onnx(path)
+    path = write(
+        tmp_path / "net.onnx", [H.make_node("Add", ["x", "w"], ["y"])], {"w": np.ones((2, 3), np.float32)}, [2, 3]
+    )
+    with pytest.raises(NoRuleError, match="the first size of the input, 2, is taken for the batch"):
+        load_onnx(path)
+
+
 def test_swish_as_older_files_write_it(tmp_path):
     nodes = [H.make_node("Sigmoid", ["x"], ["s"]), H.make_node("Mul", ["s", "x"], ["y"])]
     found = load_onnx(write(tmp_path / "net.onnx", nodes, {}, [1, 4]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Call:
     node: Node
     opset: int  # version of the operators
     one: bool  # the file is for one sample, so that a first size of 1 is the batch
+    alone: bool  # the file is for one vector without a batch, which is put first
     dtype: torch.dtype  # of the network
     moving: frozenset[int]  # indices of operands that depend on the input
     sized: frozenset[int]  # indices of operands that hold the batch size as a number
@@ -77,8 +78,7 @@ class Call:
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""
-        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized)
-        return Call(*fixed, operands, source)
+        return replace(self, operands=operands, source=source, used=set(), read=set())
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
         got = re.sub(r"\d{7,}", _in_words, got)
@@ -126,18 +126,16 @@ class Call:
             raise self.refuse(f"one row of {self.dtype} for each sample", f"{tuple(row.shape)} of {row.dtype}")
         return self.source.new_zeros((self.source.size(0), *row.shape[1:])) + row
 
-    def weight(self, index: int) -> Tensor | None:
-        """A stored operand; None if it is left out."""
-        if not self.has(index):
-            return None
+    def weight(self, index: int) -> Tensor:
+        """A stored operand."""
         if index in self.moving:
             raise self.refuse(f"stored weights as operand {index}", "a tensor that is computed")
         found: Tensor = self.tensor(index)
         return found
 
-    def needed(self, index: int) -> Tensor:
-        self.tensor(index)
-        return self.weight(index)  # type: ignore[return-value]
+    @property
+    def bias(self) -> Tensor | None:
+        return self.weight(2) if self.has(2) else None
 
     def get(self, name: str, default: Any) -> Any:
         """The value of an attribute, or ``default``."""
@@ -265,7 +263,7 @@ def takes_over(conv: Node, border: tuple[str, list[int], list[int]], weight: Ten
 
 
 def _conv(c: Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
+    weight, bias = c.weight(1), c.bias
     groups, window = int(c.get("group", 1)), c.window(tuple(weight.shape[2:]))
     mode, *border = c.get("border", ("zeros",))
     if border:
@@ -278,7 +276,7 @@ def _conv(c: Call) -> nn.Module:
 
 
 def _conv_transpose(c: Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
+    weight, bias = c.weight(1), c.bias
     window = c.window(tuple(weight.shape[2:]))
     groups, extra = int(c.get("group", 1)), list(c.get("output_padding", [0] * len(window.kernel)))
     if "output_shape" in c.node.attributes or c.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
@@ -292,7 +290,7 @@ def _conv_transpose(c: Call) -> nn.Module:
 
 
 def _gemm(c: Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
+    weight, bias = c.weight(1), c.bias
     if c.get("transA", 0) or c.rank != 2:
         raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
     weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
@@ -307,6 +305,8 @@ def _matmul(c: Call) -> Any:
     a, b = c.tensors()
     if c.moving == {0} and b.ndim == 1:
         return torch.matmul(a, b[:, None]).squeeze(-1)
+    if c.alone and c.moving == {1}:
+        return torch.matmul(b, a.mT)
     if min(a.ndim, b.ndim) < 2:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:
@@ -317,7 +317,7 @@ def _matmul(c: Call) -> Any:
 def _batch_norm(c: Call) -> nn.Module:
     if c.get("training_mode", 0) or c.get("spatial", 1) != 1:
         raise c.refuse("training_mode 0 and spatial 1", f"{c.get('training_mode', 0)} and {c.get('spatial', 1)}")
-    scale, shift, mean, var = (c.needed(i) for i in (1, 2, 3, 4))
+    scale, shift, mean, var = (c.weight(i) for i in (1, 2, 3, 4))
     make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
     module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
     module.num_batches_tracked = None  # it counts batches and enters no output
@@ -325,10 +325,10 @@ def _batch_norm(c: Call) -> nn.Module:
 
 
 def _normalised(make: Callable[[Call, Tensor, float], nn.Module], c: Call) -> nn.Module:
-    scale = c.needed(1)
+    scale = c.weight(1)
     if c.get("stash_type", 1) != 1:
         raise c.refuse("stash_type 1", f"{c.get('stash_type', 1)}")
-    return filled(make(c, scale, float(c.get("epsilon", 1e-5))), weight=scale, bias=c.weight(2))
+    return filled(make(c, scale, float(c.get("epsilon", 1e-5))), weight=scale, bias=c.bias)
 
 
 def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
@@ -337,14 +337,7 @@ def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return nn.LayerNorm(tuple(scale.shape), epsilon, device="meta")
 
 
-def _group_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
-    return nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), epsilon, device="meta")
-
-
-def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
-    make: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}[c.rank]
-    found: nn.Module = make(len(scale), epsilon, affine=True, device="meta")
-    return found
+_INSTANCE_NORMS: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
 # Pools. Sequences are pooled as images of one row.
@@ -419,8 +412,14 @@ LAYERS: dict[str, Row] = {
         lambda c: nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True), (1, 22)
     ),
     "GlobalMaxPool": Row(lambda c: (nn.AdaptiveMaxPool1d if c.rank == 3 else nn.AdaptiveMaxPool2d)(1), (1, 22)),
-    "GroupNormalization": Row(partial(_normalised, _group_norm), (18, 21)),
-    "InstanceNormalization": Row(partial(_normalised, _instance_norm), (6, 22)),
+    "GroupNormalization": Row(
+        partial(_normalised, lambda c, w, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")),
+        (18, 21),
+    ),
+    "InstanceNormalization": Row(
+        partial(_normalised, lambda c, w, eps: _INSTANCE_NORMS[c.rank](len(w), eps, affine=True, device="meta")),
+        (6, 22),
+    ),
     "LayerNormalization": Row(partial(_normalised, _layer_norm), (17,)),
     "MatMul": Row(_matmul, (1, 9, 13)),
     "MaxPool": Row(partial(_pool, _max_pool), (1, 8, 10, 11, 12, 22)),

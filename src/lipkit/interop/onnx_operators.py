@@ -57,7 +57,7 @@ def _selu(c: Call) -> Any:
 
 
 def _prelu(c: Call) -> nn.Module:
-    slope = c.needed(1)
+    slope = c.weight(1)
     channels = slope.numel() if slope.numel() > 1 else 1
     if slope.ndim > c.rank or (channels > 1 and (slope.ndim < c.rank - 1 or slope.shape[1 - c.rank] != channels)):
         raise c.refuse("one slope, or one for each channel", f"shape {tuple(slope.shape)}")
@@ -93,7 +93,7 @@ def _larger(function: Callable[[Any, Any], Any], sign: int, c: Call) -> Any:
 
 def _power(c: Call) -> Any:
     if not c.moving:
-        return torch.pow(c.x, c.needed(1)).to(c.x.dtype)  # ONNX keeps the format of the base
+        return torch.pow(c.x, c.weight(1)).to(c.x.dtype)  # ONNX keeps the format of the base
     exponent = c.numbers("", 1)
     if 0 not in c.moving or exponent not in (1, 2, 3):
         raise c.refuse("the first, second or third power", f"{exponent}")
@@ -159,9 +159,8 @@ def _reshape(c: Call) -> Any:
     if not c.moving:
         return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
     # A first size of 1 comes from files that were made for one sample.
-    batch = {BATCH, 1} if c.one else {BATCH}
-    own = {0: lambda i: x.size(i), **dict.fromkeys(batch, lambda i: c.source.size(0))}
-    return x.reshape([own[n](i) if n in own and (n != 1 or not i) else n for i, n in enumerate(sizes)])
+    batch = [n == BATCH or (n == 1 and c.one and not i) for i, n in enumerate(sizes)]
+    return x.reshape([c.source.size(0) if batch[i] else n or x.size(i) for i, n in enumerate(sizes)])
 
 
 def _expand(c: Call) -> Any:

@@ -28,6 +28,8 @@ from lipkit.modules import Network
 
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
+# Operators that compute the same for a vector and for the rows of a matrix, as MatMul does.
+_ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid", "Sub", "Tanh")
 
 
 class OnnxNetwork(nn.Module):
@@ -136,7 +138,9 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
-    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
+    sizes = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
+    alone = len(sizes) == 1 and sizes[0] > 0
+    batch, *declared = [1, *sizes] if alone else sizes
     given = tuple(declared) if input_shape is None else tuple(input_shape)
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
@@ -144,17 +148,20 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
             raise _without_rules(path, lacking)
         got = [d.dim_value or "open" for d in kind.shape.dim]
         if not declared or not network.source:
-            raise NoRuleError(f"{path}: expected a named input, the batch first, got {network.source!r}: {got}")
+            raise NoRuleError(
+                f"{path}: expected an input with a name and the batch first, got {network.source!r}: {got}"
+            )
         raise ShapeError(f"{path}: expected the input_shape of one sample, {got[1:]}, got {input_shape}")
     network.input_shape = given
     nodes = _with_activations(nodes, network.result, stored)
-    reader = _Reader(network, stored, opset, batch == 1, dtype)
+    reader = _Reader(network, stored, opset, batch == 1, dtype, alone)
     with torch.no_grad(), Budget(BATCH):
         reader.read(nodes)
     if reader.lacking:
         raise _without_rules(path, reader.lacking)
     if reader.refusal:
-        raise reader.refusal
+        taken = f": the first size of the input, {batch}, is taken for the batch" * (batch > 1)
+        raise NoRuleError(f"{reader.refusal}{taken}")
     if network.result in stored:
         raise NoRuleError(f"{path}: expected an output that depends on the input, got {network.result!r}, a constant")
     if network.result not in reader.values:
@@ -320,9 +327,10 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
 
 class _Reader:
     def __init__(
-        self, network: OnnxNetwork, stored: dict[str, Tensor], opset: int, one: bool, dtype: torch.dtype
+        self, network: OnnxNetwork, stored: dict[str, Tensor], opset: int, one: bool, dtype: torch.dtype, alone: bool
     ) -> None:
         self.network, self.stored, self.opset, self.one, self.dtype = network, stored, opset, one, dtype
+        self.alone = alone
         # Sizes of values, without memory.
         shape = (BATCH, *network.input_shape)
         self.values: dict[str, Tensor] = {network.source: torch.empty(shape, dtype=dtype, device="meta")}
@@ -361,11 +369,14 @@ class _Reader:
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
         x = self.values[self.network.source]
-        call = Call(node, self.opset, self.one, self.dtype, moving, sized, given, x)
+        call = Call(node, self.opset, self.one, self.alone, self.dtype, moving, sized, given, x)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
         if call.sized and not call.moving and not row.copies:
             raise call.refuse("no size computed from that of the batch", "one")
+        most = 2 if node.kind == "MatMul" else 1 if node.kind in _ALONE else -1
+        if self.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
+            raise call.refuse("an input with the batch first", f"one of {self.network.input_shape[0]} numbers")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)
@@ -380,7 +391,11 @@ class _Reader:
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
         found = dict(_named(node, made))
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
-            self._keep(call, row, found)
+            self.stored.update(found)
+            holds = {name for name, t in found.items() if holds_batch(t)}
+            if holds and not row.copies:
+                raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
+            self.sized.update(holds)
             return
         self.values.update(found)
         if layer is not None:
@@ -388,14 +403,6 @@ class _Reader:
         self.network.steps.append(call)
         if node.kind == "Pad" and (mode := BORDERS.get(call.get("mode", b"constant"))):
             self.bordered[node.output[0]] = (node.input[0], (mode, *pads_of(call)))
-
-    def _keep(self, call: Call, row: Row, found: dict[str, Tensor]) -> None:
-        """Store results that do not depend on the input."""
-        self.stored.update(found)
-        holds = {name for name, t in found.items() if holds_batch(t)}
-        if holds and not (row.copies or call.node.kind == "Shape"):
-            raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
-        self.sized.update(holds)
 
     def finish(self) -> None:
         """Keep the stored tensors that the steps read; drop paddings that a convolution has taken over."""
