@@ -120,10 +120,13 @@ class Call:
             raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
         return found
 
-    def repeated(self, row: Tensor) -> Any:
-        """A constant with the batch first, repeated for each sample."""
-        if row.dtype != self.dtype or len(row) != 1:
-            raise self.refuse(f"one row of {self.dtype} for each sample", f"{tuple(row.shape)} of {row.dtype}")
+    def repeated(self, row: Tensor, sizes: Sequence[int]) -> Any:
+        """A constant as it is, or repeated for each sample if the batch is the first of the ``sizes`` asked for."""
+        if BATCH not in sizes:
+            return row
+        if BATCH in sizes[1:] or row.dtype != self.dtype or row.ndim > len(sizes) or len(row) != 1:
+            got = f"{tuple(row.shape)} of {row.dtype} for {sizes}"
+            raise self.refuse(f"one row of {self.dtype} for each sample, the batch first", got)
         return self.source.new_zeros((self.source.size(0), *row.shape[1:])) + row
 
     def weight(self, index: int) -> Tensor:

@@ -165,27 +165,20 @@ def _reshape(c: Call) -> Any:
 
 def _expand(c: Call) -> Any:
     x, sizes = c.moved, c.numbers("shape", 1, batch=True)
-    if BATCH in sizes[1:] or (c.moving and len(sizes) > c.rank):
-        raise c.refuse("the batch as the first size", f"{sizes}")
     if c.moving:
         sizes = [1] * (c.rank - len(sizes)) + sizes
-        if sizes[0] not in (1, BATCH):
+        if len(sizes) > c.rank or sizes[0] not in (1, BATCH) or BATCH in sizes[1:]:
             raise c.refuse("a shape that keeps the batch first", f"{sizes}")
         # torch refuses sizes that cannot come from repeating.
         return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
-    row = x.expand(torch.broadcast_shapes(x.shape, [1 if n == BATCH else n for n in sizes])).clone()
-    if BATCH in sizes and row.ndim > len(sizes):
-        raise c.refuse("the batch as the first size", f"{sizes} for {tuple(x.shape)}")
-    return c.repeated(row) if BATCH in sizes else row
+    rows = torch.broadcast_shapes(x.shape, [1 if n == BATCH else n for n in sizes])
+    return c.repeated(x.expand(rows).clone(), sizes)
 
 
 def _filled_shape(c: Call) -> Tensor:
     sizes = c.numbers("shape", 0, batch=True)
-    if BATCH in sizes[1:]:
-        raise c.refuse("the batch as the first size", f"{sizes}")
-    value = c.get("value", torch.zeros(1))
-    row = torch.full([1 if n == BATCH else n for n in sizes], value.reshape(()).item(), dtype=value.dtype)
-    return c.repeated(row) if BATCH in sizes else row
+    value = c.get("value", torch.zeros(1)).reshape(())
+    return c.repeated(value.expand([1 if n == BATCH else n for n in sizes]).clone(), sizes)
 
 
 BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
@@ -293,7 +286,9 @@ def _concat(c: Call) -> Any:
         return torch.cat(list(c.operands), axis)
     if not c.one:
         raise c.refuse("a constant expanded to a row for each sample", "one without the batch")
-    return torch.cat([t if i in c.moving else c.repeated(t) for i, t in enumerate(c.tensors())], axis)
+    return torch.cat(
+        [t if i in c.moving else c.repeated(t, [BATCH, *t.shape[1:]]) for i, t in enumerate(c.tensors())], axis
+    )
 
 
 def _enlarge(c: Call) -> nn.Module:

@@ -10,7 +10,8 @@ import collections
 import graphlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,8 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
         raise ShapeError(f"{path}: expected the input_shape of one sample, {got[1:]}, got {input_shape}")
     network.input_shape = given
     nodes = _with_activations(nodes, network.result, stored)
-    reader = _Reader(network, stored, opset, batch == 1, dtype, alone)
+    x = torch.empty(BATCH, *given, dtype=dtype, device="meta")
+    reader = _Reader(network, stored, x, partial(Call, opset=opset, one=batch == 1, alone=alone, dtype=dtype))
     with torch.no_grad(), Budget(BATCH):
         reader.read(nodes)
     if reader.lacking:
@@ -326,14 +328,9 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
 
 
 class _Reader:
-    def __init__(
-        self, network: OnnxNetwork, stored: dict[str, Tensor], opset: int, one: bool, dtype: torch.dtype, alone: bool
-    ) -> None:
-        self.network, self.stored, self.opset, self.one, self.dtype = network, stored, opset, one, dtype
-        self.alone = alone
-        # Sizes of values, without memory.
-        shape = (BATCH, *network.input_shape)
-        self.values: dict[str, Tensor] = {network.source: torch.empty(shape, dtype=dtype, device="meta")}
+    def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
+        self.network, self.stored, self.call = network, stored, partial(call, source=x)
+        self.values = {network.source: x}  # without memory, for their sizes
         self.sized: set[str] = set()
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
@@ -368,14 +365,13 @@ class _Reader:
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
-        x = self.values[self.network.source]
-        call = Call(node, self.opset, self.one, self.alone, self.dtype, moving, sized, given, x)
+        call: Call = self.call(node=node, moving=moving, sized=sized, operands=given)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
         if call.sized and not call.moving and not row.copies:
             raise call.refuse("no size computed from that of the batch", "one")
         most = 2 if node.kind == "MatMul" else 1 if node.kind in _ALONE else -1
-        if self.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
+        if call.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
             raise call.refuse("an input with the batch first", f"one of {self.network.input_shape[0]} numbers")
         layer: nn.Module | None = None
         try:
