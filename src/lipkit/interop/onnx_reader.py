@@ -139,9 +139,9 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
-    sizes = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
-    alone = len(sizes) == 1 and sizes[0] > 0
-    batch, *declared = [1, *sizes] if alone else sizes
+    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
+    if alone := not declared and batch > 0:
+        batch, declared = 1, [batch]
     given = tuple(declared) if input_shape is None else tuple(input_shape)
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
