@@ -702,6 +702,26 @@ def test_a_row_for_each_sample(tmp_path, first, numbers):
     assert float(lipschitz(found)) == pytest.approx(1)
 
 
+def test_arithmetic_with_a_row_for_each_sample(tmp_path):
+    row = made(
+        ("Shape", ["x"], "s", {}), ("Slice", ["s", "l0", "l1", "l0"], "n", {}),
+        ("Concat", ["n", "four"], "to", {"axis": 0}), ("Expand", ["one", "to"], "r", {}), ("Mul", ["r", "half"], "h", {}), ("Add", ["h", "k"], "e", {}),
+    )  # fmt: skip
+    stored = {**STORED, "four": np.array([4]), "one": np.float32([[1]]), "half": np.float32(0.5)}
+    stored["k"] = np.arange(4, dtype=np.float32)
+    used = made(("Add", ["x", "e"], "z", {}), ("Concat", ["z", "e"], "y", {"axis": 1}))
+    found = load_onnx(write(tmp_path / "net.onnx", [*row, *used], stored, ["b", 4]))
+    x, e = torch.randn(5, 4), torch.arange(4) + 0.5
+    assert torch.equal(found(x), torch.cat([x + e, e.expand(5, 4)], 1))
+    assert float(lipschitz(found)) == pytest.approx(1)
+    # Their sum counts the samples, and their products with each other hold as many numbers as there are pairs.
+    count = made(("ReduceSum", ["e", "l0"], "c", {"keepdims": 0}), ("Add", ["x", "c"], "y", {}))
+    pairs = made(("Transpose", ["e"], "t", {}), ("MatMul", ["e", "t"], "p", {}), ("MatMul", ["p", "x"], "y", {}))
+    for nodes in (count, pairs):
+        with pytest.raises(NoRuleError, match="size of the batch"):
+            load_onnx(write(tmp_path / "net.onnx", [*row, *nodes], stored, ["b", 4]))
+
+
 def test_values_of_stored_numbers_have_a_budget(tmp_path):
     column, row = np.zeros((2**14, 1), np.float32), np.zeros((1, 2**14), np.float32)
     nodes = made(("Add", ["c", "r"], "w", {}), ("MatMul", ["x", "w"], "y", {}))
