@@ -685,6 +685,13 @@ def test_operators_without_rules_are_named_all_at_once(tmp_path):
         )
 
 
+def test_sizes_of_what_has_no_rule_are_no_reason(tmp_path):
+    nodes = made(("Sin", ["x"], "a", {}), ("Shape", ["a"], "s", {}), ("Equal", ["s", "all"], "e", {}),
+                 ("Where", ["e", "l1", "s"], "t", {}), ("Expand", ["a", "t"], "y", {}))  # fmt: skip
+    with pytest.raises(NoRuleError, match="the operators Sin: nothing"):
+        read_onnx(write(tmp_path / "net.onnx", nodes, STORED, ["b", 4]))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_row_for_each_sample(tmp_path, first, numbers):
     token = numbers.normal(size=(1, 1, 3)).astype(np.float32)
@@ -705,7 +712,8 @@ def test_a_row_for_each_sample(tmp_path, first, numbers):
 def test_arithmetic_with_a_row_for_each_sample(tmp_path):
     row = made(
         ("Shape", ["x"], "s", {}), ("Slice", ["s", "l0", "l1", "l0"], "n", {}),
-        ("Concat", ["n", "four"], "to", {"axis": 0}), ("Expand", ["one", "to"], "r", {}), ("Mul", ["r", "half"], "h", {}), ("Add", ["h", "k"], "e", {}),
+        ("Concat", ["n", "four"], "to", {"axis": 0}), ("Expand", ["one", "to"], "r", {}),
+        ("Mul", ["r", "half"], "h", {}), ("Add", ["h", "k"], "e", {}),
     )  # fmt: skip
     stored = {**STORED, "four": np.array([4]), "one": np.float32([[1]]), "half": np.float32(0.5)}
     stored["k"] = np.arange(4, dtype=np.float32)

@@ -338,21 +338,19 @@ class _Reader:
         self.bordered: dict[str, tuple[str, Any]] = {}
 
     def read(self, nodes: Iterable[Node]) -> None:
-        unknown: set[str] = set()
+        unknown: dict[str, bool] = {}  # True: may depend on the input
         for node in nodes:
-            lost = unknown.intersection(node.input)
-            moving = lost or self.values.keys() & set(node.input)
+            lost = [unknown[name] for name in node.input if name in unknown]
+            moving = any(lost) or not self.values.keys().isdisjoint(node.input)
             if node.row is None or (moving and not node.row.moves):
                 self.lacking.add(node.kind)
-                unknown.update(node.output)
-            elif lost:
-                unknown.update(node.output)
-            else:
+            elif not lost:
                 try:
                     self._add(node, node.row)
+                    continue
                 except NoRuleError as error:  # a later node without a rule is the better reason
                     self.refusal = self.refusal or error
-                    unknown.update(node.output)
+            unknown.update(dict.fromkeys(node.output, moving and node.kind != "Shape"))
 
     def _add(self, node: Node, row: Row) -> None:
         if node.kind == "Conv" and node.input[0] in self.bordered:
