@@ -269,7 +269,9 @@ def test_a_number_of_more_dimensions_is_part_of_no_activation(tmp_path):
         ([("Slice", ["x", "i", "j", "a", "s"], {})], {"i": [0], "j": [3], "a": [1], "s": [-1]}, "steps from 1 on"),
         ([("Unsqueeze", ["x", "i"], {})], {"i": [1, 1]}, "each once"),
         ([("Reshape", ["x", "i"], {})], {"i": [-1, -1, 3]}, "one size -1 at most"),
-        ([("MatMul", ["x", "w"], {})], {"w": np.ones(5, np.float32)}, r"operands of \[3, 1\] dimensions"),
+        ([("MatMul", ["w", "x"], {})], {"w": np.ones(3, np.float32)}, r"operands of \[1, 3\] dimensions"),
+        ([("Reshape", ["x", "w"], {})], {"w": [15, 1]}, r"size 15 \* batch$"),
+        ([("BatchNormalization", ["x", *"wwww"], {}, ["y", *"abcd"])], {"w": np.ones(3, np.float32)}, "got 5"),
         ([("Clip", ["x", "w", "v"], {})], {"w": np.float32(2), "v": np.float32(1)}, "the lower one first"),
         ([("ReduceProd", ["w"], {"noop_with_empty_axes": 1}, ["p"]), ("Mul", ["x", "p"], {})],
          {"w": np.full(5, 3, np.float32)}, "axes other than the batch, got none"),
@@ -279,7 +281,7 @@ def test_a_number_of_more_dimensions_is_part_of_no_activation(tmp_path):
 def test_what_a_runtime_refuses_or_takes_otherwise_is_refused(tmp_path, nodes, stored, words):
     made = [H.make_node(op, given, out[0] if out else ["y"], **more) for op, given, more, *out in nodes]
     stored = {key: np.array(value) for key, value in stored.items()}
-    opset = 18 if made[0].op_type == "ReduceProd" else 13
+    opset = {"ReduceProd": 18, "BatchNormalization": 9}.get(made[0].op_type, 13)
     with pytest.raises(LipkitError, match=words):
         load_onnx(write(tmp_path / "net.onnx", made, stored, ["b", 3, 5], opset))
 
@@ -407,6 +409,52 @@ def test_pieces_in_any_order(tmp_path, sizes):
     found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, [1, 6], 18))
     assert torch.equal(found(x), torch.cat([c, a, b], 1))
     assert float(lipschitz(found)) == pytest.approx(1, rel=1e-9)
+
+
+MATRIX = np.arange(12, dtype=np.float32).reshape(4, 3) / 8
+UPWARDS = ("Slice", ["w", "i", "j", "a", "s"], ["z"], {})
+BACK = {"w": MATRIX, "i": [4, 1], "j": [-20, -9], "a": [0, 1], "s": [-2, -1]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "stored", "expected"),
+    [
+        ([("Dropout", ["x"], ["d", "mask"], {}), ("Relu", ["d"], ["y"], {})], {}, lambda x: x.clip(0)),
+        ([("GlobalMaxPool", ["x"], ["y"], {})], {}, lambda x: x.max(2, keepdims=True)),
+        ([("MatMul", ["x", "v"], ["y"], {})], {"v": MATRIX[:, 2]}, lambda x: x @ MATRIX[:, 2]),
+        ([UPWARDS, ("MatMul", ["x", "z"], ["y"], {})], BACK, lambda x: x @ MATRIX[::-2, 1::-1]),
+    ],
+)
+def test_what_exporters_write(tmp_path, numbers, rows, stored, expected):
+    nodes = [H.make_node(op, given, made, **more) for op, given, made, more in rows]
+    shape = [3, 2] if stored is BACK else [3, 4]
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", *shape], 13))
+    x = numbers.normal(size=(5, *shape)).astype(np.float32)
+    np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), expected(x), rtol=1e-5, atol=1e-6)
+    matrix = {"v": MATRIX[:, 2:], "w": MATRIX[::-2, 1::-1]}.get(next(iter(stored), ""), np.eye(1))
+    assert float(lipschitz(found)) == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-6)
+
+
+def test_a_vector_without_a_batch(tmp_path):
+    stored = {"w": MATRIX, "b": MATRIX[:, 0], "v": MATRIX[:3]}
+    nodes = [H.make_node("MatMul", ["w", "x"], ["a"]), H.make_node("Add", ["a", "b"], ["c"]),
+             H.make_node("Relu", ["c"], ["r"]), H.make_node("MatMul", ["r", "w"], ["d"]),
+             H.make_node("MatMul", ["v", "d"], ["y"])]  # fmt: skip
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, [3]))
+    x = np.array([0.5, -2, 1], np.float32)
+    expected = MATRIX[:3] @ (np.maximum(MATRIX @ x + MATRIX[:, 0], 0) @ MATRIX)
+    np.testing.assert_allclose(found(torch.from_numpy(x)[None])[0].numpy(), expected, rtol=1e-5)
+    # Operators with axes, and constants that would add one.
+    for node in (("Softmax", ["x"], {"axis": 0}), ("Add", ["x", "w"]), ("Concat", ["x", "x"], {"axis": 0})):
+        op, given, *more = node
+        path = write(tmp_path / "net.onnx", [H.make_node(op, given, ["y"], **(more or [{}])[0])], stored, [3])
+        with pytest.raises(NoRuleError, match="an input with the batch first, got one of 3 numbers"):
+            load_onnx(path)
+    path = write(
+        tmp_path / "net.onnx", [H.make_node("Add", ["x", "w"], ["y"])], {"w": np.ones((2, 3), np.float32)}, [2, 3]
+    )
+    with pytest.raises(NoRuleError, match="the first size of the input, 2, is taken for the batch"):
+        load_onnx(path)
 
 
 def test_swish_as_older_files_write_it(tmp_path):
@@ -637,6 +685,13 @@ def test_operators_without_rules_are_named_all_at_once(tmp_path):
         )
 
 
+def test_sizes_of_what_has_no_rule_are_no_reason(tmp_path):
+    nodes = made(("Sin", ["x"], "a", {}), ("Shape", ["a"], "s", {}), ("Equal", ["s", "all"], "e", {}),
+                 ("Where", ["e", "l1", "s"], "t", {}), ("Expand", ["a", "t"], "y", {}))  # fmt: skip
+    with pytest.raises(NoRuleError, match="the operators Sin: nothing"):
+        read_onnx(write(tmp_path / "net.onnx", nodes, STORED, ["b", 4]))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_row_for_each_sample(tmp_path, first, numbers):
     token = numbers.normal(size=(1, 1, 3)).astype(np.float32)
@@ -652,6 +707,27 @@ def test_a_row_for_each_sample(tmp_path, first, numbers):
     found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 2, 3]))
     assert torch.equal(found(x), torch.cat([row, x] if first else [x, row], 1))
     assert float(lipschitz(found)) == pytest.approx(1)
+
+
+def test_arithmetic_with_a_row_for_each_sample(tmp_path):
+    row = made(
+        ("Shape", ["x"], "s", {}), ("Slice", ["s", "l0", "l1", "l0"], "n", {}),
+        ("Concat", ["n", "four"], "to", {"axis": 0}), ("Expand", ["one", "to"], "r", {}),
+        ("Mul", ["r", "half"], "h", {}), ("Add", ["h", "k"], "e", {}),
+    )  # fmt: skip
+    stored = {**STORED, "four": np.array([4]), "one": np.float32([[1]]), "half": np.float32(0.5)}
+    stored["k"] = np.arange(4, dtype=np.float32)
+    used = made(("Add", ["x", "e"], "z", {}), ("Concat", ["z", "e"], "y", {"axis": 1}))
+    found = load_onnx(write(tmp_path / "net.onnx", [*row, *used], stored, ["b", 4]))
+    x, e = torch.randn(5, 4), torch.arange(4) + 0.5
+    assert torch.equal(found(x), torch.cat([x + e, e.expand(5, 4)], 1))
+    assert float(lipschitz(found)) == pytest.approx(1)
+    # Their sum counts the samples, and their products with each other hold as many numbers as there are pairs.
+    count = made(("ReduceSum", ["e", "l0"], "c", {"keepdims": 0}), ("Add", ["x", "c"], "y", {}))
+    pairs = made(("Transpose", ["e"], "t", {}), ("MatMul", ["e", "t"], "p", {}), ("MatMul", ["p", "x"], "y", {}))
+    for nodes in (count, pairs):
+        with pytest.raises(NoRuleError, match="size of the batch"):
+            load_onnx(write(tmp_path / "net.onnx", [*row, *nodes], stored, ["b", 4]))
 
 
 def test_values_of_stored_numbers_have_a_budget(tmp_path):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates.measurement import check_network, float64_copy
 from lipkit.errors import NoRuleError
+from lipkit.linalg.matrices import all_finite
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
@@ -54,7 +55,7 @@ def monotone(network: Network) -> Tensor:
     up, down = torch.ones_like(same), ~same
     for module in float64_copy(network):
         guard(module)
-        if not all(bool(t.isfinite().all()) for t in (*module.parameters(), *module.buffers())):
+        if not all_finite(*module.parameters(), *module.buffers()):
             raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")
         if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()

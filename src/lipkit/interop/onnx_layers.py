@@ -6,8 +6,9 @@ to compute with them, on values without memory for their sizes, and on symbols t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +35,11 @@ def holds_batch(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
 
 
+def _in_words(number: re.Match[str]) -> str:
+    times, rest = divmod(int(number[0]), BATCH)
+    return number[0] if rest or not times else f"{times} * batch" if times > 1 else "batch"
+
+
 class Node(NamedTuple):
     """An operator of ONNX in a version that its rule covers, or several operators of the file read as one."""
 
@@ -52,7 +58,6 @@ class Row(NamedTuple):
     versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
     moves: bool = True  # operands may depend on the input
     copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
-    rowwise: bool = False  # an operand may be a constant row that is repeated for each sample
 
 
 @dataclass
@@ -62,10 +67,10 @@ class Call:
     node: Node
     opset: int  # version of the operators
     one: bool  # the file is for one sample, so that a first size of 1 is the batch
+    alone: bool  # the file is for one vector without a batch, which is put first
     dtype: torch.dtype  # of the network
     moving: frozenset[int]  # indices of operands that depend on the input
     sized: frozenset[int]  # indices of operands that hold the batch size as a number
-    rows: frozenset[int]  # indices of constant operands that are repeated for each sample; one row is kept
     operands: list[Any]  # stored tensors, and values of the network or their sizes
     source: Any  # the input of the network
     used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
@@ -73,10 +78,10 @@ class Call:
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""
-        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
-        return Call(*fixed, operands, source)
+        return replace(self, operands=operands, source=source, used=set(), read=set())
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
+        got = re.sub(r"\d{7,}", _in_words, got)
         return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
 
     def has(self, index: int) -> bool:
@@ -115,18 +120,25 @@ class Call:
             raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
         return found
 
-    def weight(self, index: int) -> Tensor | None:
-        """A stored operand; None if it is left out."""
-        if not self.has(index):
-            return None
+    def repeated(self, row: Tensor, sizes: Sequence[int]) -> Any:
+        """A constant as it is, or repeated for each sample if the batch is the first of the ``sizes`` asked for."""
+        if BATCH not in sizes:
+            return row
+        if BATCH in sizes[1:] or row.dtype != self.dtype or row.ndim > len(sizes) or len(row) != 1:
+            got = f"{tuple(row.shape)} of {row.dtype} for {sizes}"
+            raise self.refuse(f"one row of {self.dtype} for each sample, the batch first", got)
+        return self.source.new_zeros((self.source.size(0), *row.shape[1:])) + row
+
+    def weight(self, index: int) -> Tensor:
+        """A stored operand."""
         if index in self.moving:
             raise self.refuse(f"stored weights as operand {index}", "a tensor that is computed")
         found: Tensor = self.tensor(index)
         return found
 
-    def needed(self, index: int) -> Tensor:
-        self.tensor(index)
-        return self.weight(index)  # type: ignore[return-value]
+    @property
+    def bias(self) -> Tensor | None:
+        return self.weight(2) if self.has(2) else None
 
     def get(self, name: str, default: Any) -> Any:
         """The value of an attribute, or ``default``."""
@@ -254,7 +266,7 @@ def takes_over(conv: Node, border: tuple[str, list[int], list[int]], weight: Ten
 
 
 def _conv(c: Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
+    weight, bias = c.weight(1), c.bias
     groups, window = int(c.get("group", 1)), c.window(tuple(weight.shape[2:]))
     mode, *border = c.get("border", ("zeros",))
     if border:
@@ -267,7 +279,7 @@ def _conv(c: Call) -> nn.Module:
 
 
 def _conv_transpose(c: Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
+    weight, bias = c.weight(1), c.bias
     window = c.window(tuple(weight.shape[2:]))
     groups, extra = int(c.get("group", 1)), list(c.get("output_padding", [0] * len(window.kernel)))
     if "output_shape" in c.node.attributes or c.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
@@ -281,7 +293,7 @@ def _conv_transpose(c: Call) -> nn.Module:
 
 
 def _gemm(c: Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
+    weight, bias = c.weight(1), c.bias
     if c.get("transA", 0) or c.rank != 2:
         raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
     weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
@@ -294,6 +306,10 @@ def _gemm(c: Call) -> nn.Module:
 
 def _matmul(c: Call) -> Any:
     a, b = c.tensors()
+    if c.moving == {0} and b.ndim == 1:
+        return torch.matmul(a, b[:, None]).squeeze(-1)
+    if c.alone and c.moving == {1}:
+        return torch.matmul(b, a.mT)
     if min(a.ndim, b.ndim) < 2:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:
@@ -304,7 +320,7 @@ def _matmul(c: Call) -> Any:
 def _batch_norm(c: Call) -> nn.Module:
     if c.get("training_mode", 0) or c.get("spatial", 1) != 1:
         raise c.refuse("training_mode 0 and spatial 1", f"{c.get('training_mode', 0)} and {c.get('spatial', 1)}")
-    scale, shift, mean, var = (c.needed(i) for i in (1, 2, 3, 4))
+    scale, shift, mean, var = (c.weight(i) for i in (1, 2, 3, 4))
     make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
     module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
     module.num_batches_tracked = None  # it counts batches and enters no output
@@ -312,10 +328,10 @@ def _batch_norm(c: Call) -> nn.Module:
 
 
 def _normalised(make: Callable[[Call, Tensor, float], nn.Module], c: Call) -> nn.Module:
-    scale = c.needed(1)
+    scale = c.weight(1)
     if c.get("stash_type", 1) != 1:
         raise c.refuse("stash_type 1", f"{c.get('stash_type', 1)}")
-    return filled(make(c, scale, float(c.get("epsilon", 1e-5))), weight=scale, bias=c.weight(2))
+    return filled(make(c, scale, float(c.get("epsilon", 1e-5))), weight=scale, bias=c.bias)
 
 
 def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
@@ -324,14 +340,7 @@ def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return nn.LayerNorm(tuple(scale.shape), epsilon, device="meta")
 
 
-def _group_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
-    return nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), epsilon, device="meta")
-
-
-def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
-    make: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}[c.rank]
-    found: nn.Module = make(len(scale), epsilon, affine=True, device="meta")
-    return found
+_INSTANCE_NORMS: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
 # Pools. Sequences are pooled as images of one row.
@@ -405,8 +414,15 @@ LAYERS: dict[str, Row] = {
     "GlobalAveragePool": Row(
         lambda c: nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True), (1, 22)
     ),
-    "GroupNormalization": Row(partial(_normalised, _group_norm), (18, 21)),
-    "InstanceNormalization": Row(partial(_normalised, _instance_norm), (6, 22)),
+    "GlobalMaxPool": Row(lambda c: (nn.AdaptiveMaxPool1d if c.rank == 3 else nn.AdaptiveMaxPool2d)(1), (1, 22)),
+    "GroupNormalization": Row(
+        partial(_normalised, lambda c, w, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")),
+        (18, 21),
+    ),
+    "InstanceNormalization": Row(
+        partial(_normalised, lambda c, w, eps: _INSTANCE_NORMS[c.rank](len(w), eps, affine=True, device="meta")),
+        (6, 22),
+    ),
     "LayerNormalization": Row(partial(_normalised, _layer_norm), (17,)),
     "MatMul": Row(_matmul, (1, 9, 13)),
     "MaxPool": Row(partial(_pool, _max_pool), (1, 8, 10, 11, 12, 22)),

@@ -57,7 +57,7 @@ def _selu(c: Call) -> Any:
 
 
 def _prelu(c: Call) -> nn.Module:
-    slope = c.needed(1)
+    slope = c.weight(1)
     channels = slope.numel() if slope.numel() > 1 else 1
     if slope.ndim > c.rank or (channels > 1 and (slope.ndim < c.rank - 1 or slope.shape[1 - c.rank] != channels)):
         raise c.refuse("one slope, or one for each channel", f"shape {tuple(slope.shape)}")
@@ -75,10 +75,7 @@ def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -
 
 
 def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
-    values = c.tensors()
-    if any(values[i].ndim < max(t.ndim for t in values) for i in c.rows):
-        raise c.refuse("rows with the most dimensions", f"{[t.ndim for t in values]}")
-    return reduce(function, values)
+    return reduce(function, c.tensors())
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -96,7 +93,7 @@ def _larger(function: Callable[[Any, Any], Any], sign: int, c: Call) -> Any:
 
 def _power(c: Call) -> Any:
     if not c.moving:
-        return torch.pow(c.x, c.needed(1)).to(c.x.dtype)  # ONNX keeps the format of the base
+        return torch.pow(c.x, c.weight(1)).to(c.x.dtype)  # ONNX keeps the format of the base
     exponent = c.numbers("", 1)
     if 0 not in c.moving or exponent not in (1, 2, 3):
         raise c.refuse("the first, second or third power", f"{exponent}")
@@ -162,34 +159,26 @@ def _reshape(c: Call) -> Any:
     if not c.moving:
         return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
     # A first size of 1 comes from files that were made for one sample.
-    batch = {BATCH, 1} if c.one else {BATCH}
-    own = {0: lambda i: x.size(i), **dict.fromkeys(batch, lambda i: c.source.size(0))}
-    return x.reshape([own[n](i) if n in own and (n != 1 or not i) else n for i, n in enumerate(sizes)])
+    batch = [n == BATCH or (n == 1 and c.one and not i) for i, n in enumerate(sizes)]
+    return x.reshape([c.source.size(0) if batch[i] else n or x.size(i) for i, n in enumerate(sizes)])
 
 
 def _expand(c: Call) -> Any:
     x, sizes = c.moved, c.numbers("shape", 1, batch=True)
-    if BATCH in sizes[1:] or (c.moving and len(sizes) > c.rank):
-        raise c.refuse("the batch as the first size", f"{sizes}")
     if c.moving:
         sizes = [1] * (c.rank - len(sizes)) + sizes
-        if sizes[0] not in (1, BATCH):
+        if len(sizes) > c.rank or sizes[0] not in (1, BATCH) or BATCH in sizes[1:]:
             raise c.refuse("a shape that keeps the batch first", f"{sizes}")
         # torch refuses sizes that cannot come from repeating.
         return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
-    # Keep one row for the whole batch.
-    rows = [1 if n == BATCH else n for n in sizes]
-    if BATCH in sizes and x.ndim == len(sizes) and len(x) != 1:
-        raise c.refuse("one row for each sample", f"{len(x)}")
-    return x.expand(torch.broadcast_shapes(x.shape, rows)).clone()
+    rows = torch.broadcast_shapes(x.shape, [1 if n == BATCH else n for n in sizes])
+    return c.repeated(x.expand(rows).clone(), sizes)
 
 
 def _filled_shape(c: Call) -> Tensor:
     sizes = c.numbers("shape", 0, batch=True)
-    if BATCH in sizes[1:]:
-        raise c.refuse("the batch as the first size", f"{sizes}")
-    value = c.get("value", torch.zeros(1))
-    return torch.full([1 if n == BATCH else n for n in sizes], value.reshape(()).item(), dtype=value.dtype)
+    value = c.get("value", torch.zeros(1)).reshape(())
+    return c.repeated(value.expand([1 if n == BATCH else n for n in sizes]).clone(), sizes)
 
 
 BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
@@ -229,13 +218,17 @@ def _pad(c: Call) -> Any:
 def _slice(c: Call) -> Any:
     starts, ends, axes, steps = (c.numbers(name, i) for i, name in enumerate(("starts", "ends", "axes", "steps"), 1))
     index: dict[int, slice] = {}
+    x = c.moved
     for axis, *part in zip(axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True):
         place = c.axis(axis)
-        if part[2] < 1 or place in index:
+        if part[2] == 0 or (part[2] < 0 and c.moving) or place in index:
             raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
+        if part[2] < 0:
+            x = x.index_select(place, torch.tensor(range(x.shape[place])[slice(*part)], dtype=torch.int64))
+            part = [0, 2**31, 1]
         # A full slice lets tracing see that the whole batch is kept.
         index[place] = slice(None) if part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1 else slice(*part)
-    return c.moved[tuple(index.get(place, slice(None)) for place in range(c.rank))]
+    return x[tuple(index.get(place, slice(None)) for place in range(c.rank))]
 
 
 def _gather(c: Call) -> Any:
@@ -291,20 +284,11 @@ def _concat(c: Call) -> Any:
     if not c.moving or len(c.moving) == len(c.operands):
         c.read.update(range(len(c.operands)))
         return torch.cat(list(c.operands), axis)
-    values, places = c.tensors(), sorted(c.moving)
-    if axis == 0 or places != list(range(places[0], places[-1] + 1)):
-        raise c.refuse("constants before or behind values, along another axis than the batch", f"axis {axis}")
-    if any(len(t) != 1 or not (c.one or i in c.rows) for i, t in enumerate(values) if i not in c.moving):
-        raise c.refuse("one row for each sample", f"{[tuple(t.shape) for t in values]}")
-    # Zeros, to which the constants are added.
-    sizes = [t.size(axis) for t in values]
-    first, last = places[0], places[-1] + 1
-    x = torch.cat(values[first:last], axis) if last > first + 1 else values[first]
-    blank = [0, 0] * (x.ndim - 1 - axis)
-    around = [*blank, sum(sizes[:first]), sum(sizes[last:])]  # torch pads the last axis first
-    shapes = [[1, *(t.size(i) for i in range(1, t.ndim))] for t in values]
-    filled = [torch.zeros(shapes[i], dtype=c.dtype) if i in c.moving else t for i, t in enumerate(values)]
-    return F.pad(x, around) + torch.cat(filled, axis)
+    if not c.one:
+        raise c.refuse("a constant expanded to a row for each sample", "one without the batch")
+    return torch.cat(
+        [t if i in c.moving else c.repeated(t, [BATCH, *t.shape[1:]]) for i, t in enumerate(c.tensors())], axis
+    )
 
 
 def _enlarge(c: Call) -> nn.Module:
@@ -387,31 +371,31 @@ OPERATORS: dict[str, Row] = {
     "Greater": Row(partial(_elementwise, torch.gt), (7, 9, 13), moves=False),
     "Less": Row(partial(_elementwise, torch.lt), (7, 9, 13), moves=False),
     "Abs": Row(activation(lambda: nn.LeakyReLU(-1.0)), (6, 13)),
-    "Add": Row(partial(_elementwise, operator.add), (7, 13, 14), rowwise=True),
-    "Cast": Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True, rowwise=True),
+    "Add": Row(partial(_elementwise, operator.add), (7, 13, 14)),
+    "Cast": Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True),
     "Celu": Row(activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
     "Clip": Row(_clip, (6, 11, 12, 13)),
-    "Concat": Row(_concat, (4, 11, 13), copies=True, rowwise=True),
+    "Concat": Row(_concat, (4, 11, 13), copies=True),
     "Constant": Row(_constant, (1, 9, 11, 12, 13, 19, 21, 23, 24, 25)),
     "ConstantOfShape": Row(_filled_shape, (9, 20, 21, 23, 24, 25), copies=True),
     "DepthToSpace": Row(_depth_to_space, (1, 11, 13, 28)),
-    "Div": Row(partial(_elementwise, _divided), (7, 13, 14), rowwise=True),
+    "Div": Row(partial(_elementwise, _divided), (7, 13, 14)),
     # Operand 2 says whether it is training.
     "Dropout": Row(partial(_only, lambda c: not (c.has(2) and c.numbers("", 2)), _SAME), (7, 10, 12, 13, 22)),
     "Elu": Row(activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
     "Equal": Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
-    "Expand": Row(_expand, (8, 13), copies=True, rowwise=True),
+    "Expand": Row(_expand, (8, 13), copies=True),
     "Flatten": Row(_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
     "Gather": Row(_gather, (1, 11, 13), copies=True),
     "Gelu": Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
     "HardSigmoid": Row(_hard_sigmoid, (6, 22)),
     "HardSwish": Row(activation(nn.Hardswish), (14, 22)),
-    "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True, rowwise=True),
+    "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True),
     "LeakyRelu": Row(activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
     "Max": Row(partial(_larger, torch.maximum, 1), (6, 8, 12, 13)),
     "Min": Row(partial(_larger, torch.minimum, -1), (6, 8, 12, 13)),
     "Mish": Row(activation(nn.Mish), (18, 22)),
-    "Mul": Row(partial(_elementwise, operator.mul), (7, 13, 14), rowwise=True),
+    "Mul": Row(partial(_elementwise, operator.mul), (7, 13, 14)),
     "Neg": Row(_each(operator.neg), (6, 13)),
     "PRelu": Row(_prelu, (7, 9, 16)),
     "Pad": Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
@@ -434,8 +418,8 @@ OPERATORS: dict[str, Row] = {
     "Softsign": Row(activation(nn.Softsign), (1, 22)),
     "Split": Row(_split, (2, 11, 13, 18), copies=True),
     "Squeeze": Row(_squeeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
-    "Sub": Row(partial(_elementwise, operator.sub), (7, 13, 14), rowwise=True),
-    "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13), rowwise=True),
+    "Sub": Row(partial(_elementwise, operator.sub), (7, 13, 14)),
+    "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13)),
     "Swish": Row(partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)), (24,)),
     "Tanh": Row(activation(nn.Tanh), (6, 13)),
     "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13), moves=False),

@@ -10,7 +10,8 @@ import collections
 import graphlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from lipkit.modules import Network
 
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
+# Operators that compute the same for a vector and for the rows of a matrix, as MatMul does.
+_ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid", "Sub", "Tanh")
 
 
 class OnnxNetwork(nn.Module):
@@ -137,6 +140,8 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
     batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
+    if alone := not declared and batch > 0:
+        batch, declared = 1, [batch]
     given = tuple(declared) if input_shape is None else tuple(input_shape)
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
@@ -144,17 +149,21 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
             raise _without_rules(path, lacking)
         got = [d.dim_value or "open" for d in kind.shape.dim]
         if not declared or not network.source:
-            raise NoRuleError(f"{path}: expected a named input, the batch first, got {network.source!r}: {got}")
+            raise NoRuleError(
+                f"{path}: expected an input with a name and the batch first, got {network.source!r}: {got}"
+            )
         raise ShapeError(f"{path}: expected the input_shape of one sample, {got[1:]}, got {input_shape}")
     network.input_shape = given
     nodes = _with_activations(nodes, network.result, stored)
-    reader = _Reader(network, stored, opset, batch == 1, dtype)
+    x = torch.empty(BATCH, *given, dtype=dtype, device="meta")
+    reader = _Reader(network, stored, x, partial(Call, opset=opset, one=batch == 1, alone=alone, dtype=dtype))
     with torch.no_grad(), Budget(BATCH):
         reader.read(nodes)
     if reader.lacking:
         raise _without_rules(path, reader.lacking)
     if reader.refusal:
-        raise reader.refusal
+        taken = f": the first size of the input, {batch}, is taken for the batch" * (batch > 1)
+        raise NoRuleError(f"{reader.refusal}{taken}")
     if network.result in stored:
         raise NoRuleError(f"{path}: expected an output that depends on the input, got {network.result!r}, a constant")
     if network.result not in reader.values:
@@ -195,6 +204,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
         raise NoRuleError(f"{path}: expected operators of ONNX, got functions of the file: {own}: export it inlined")
     (opset,), nodes, context = versions, [], onnx.checker.C.CheckerContext()
     context.ir_version, context.opset_imports = file.ir_version, {"": opset}
+    read = {*(value.name for value in file.graph.output), *(n for node in file.graph.node for n in node.input)}
     for position, node in enumerate(file.graph.node):
         name = f"{position}:{node.name or node.op_type}".replace(".", "_")
         kind, attributes = f"{node.domain}." * (node.domain not in _DOMAIN) + node.op_type, {}
@@ -209,7 +219,9 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
             for a in node.attribute:
                 tensor = a.type == onnx.AttributeProto.TENSOR
                 attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
-        nodes.append(Node(kind, list(node.input), list(node.output), name, attributes, row))
+        # Masks, indices and moments that nobody reads; further results of a BatchNormalization mean that it trains.
+        more = [n for n in node.output[1:] if n in read or kind not in ("Dropout", "LayerNormalization", "MaxPool")]
+        nodes.append(Node(kind, list(node.input), [*node.output[:1], *more], name, attributes, row))
     made = set(given)
     for one in nodes:
         outputs = [n for n in one.output if n]
@@ -316,36 +328,29 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
 
 
 class _Reader:
-    def __init__(
-        self, network: OnnxNetwork, stored: dict[str, Tensor], opset: int, one: bool, dtype: torch.dtype
-    ) -> None:
-        self.network, self.stored, self.opset, self.one, self.dtype = network, stored, opset, one, dtype
-        # Sizes of values, without memory.
-        shape = (BATCH, *network.input_shape)
-        self.values: dict[str, Tensor] = {network.source: torch.empty(shape, dtype=dtype, device="meta")}
+    def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
+        self.network, self.stored, self.call = network, stored, partial(call, source=x)
+        self.values = {network.source: x}  # without memory, for their sizes
         self.sized: set[str] = set()
-        self.rows: set[str] = set()
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
         # Paddings by copied pixels: their input, torch's name of the mode, and the pads before and after.
         self.bordered: dict[str, tuple[str, Any]] = {}
 
     def read(self, nodes: Iterable[Node]) -> None:
-        unknown: set[str] = set()
+        unknown: dict[str, bool] = {}  # True: may depend on the input
         for node in nodes:
-            lost = unknown.intersection(node.input)
-            moving = lost or self.values.keys() & set(node.input)
+            lost = [unknown[name] for name in node.input if name in unknown]
+            moving = any(lost) or not self.values.keys().isdisjoint(node.input)
             if node.row is None or (moving and not node.row.moves):
                 self.lacking.add(node.kind)
-                unknown.update(node.output)
-            elif lost:
-                unknown.update(node.output)
-            else:
+            elif not lost:
                 try:
                     self._add(node, node.row)
+                    continue
                 except NoRuleError as error:  # a later node without a rule is the better reason
                     self.refusal = self.refusal or error
-                    unknown.update(node.output)
+            unknown.update(dict.fromkeys(node.output, moving and node.kind != "Shape"))
 
     def _add(self, node: Node, row: Row) -> None:
         if node.kind == "Conv" and node.input[0] in self.bordered:
@@ -353,19 +358,19 @@ class _Reader:
             merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
             if takes_over(node, border, self.stored.get(node.input[1])):
                 node = merged
-        kinds: Any = (self.values, self.sized, self.rows)
-        moving, sized, rows = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
+        kinds: Any = (self.values, self.sized)
+        moving, sized = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
-        x = self.values[self.network.source]
-        call = Call(node, self.opset, self.one, self.dtype, moving, sized, rows, given, x)
+        call: Call = self.call(node=node, moving=moving, sized=sized, operands=given)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
         if call.sized and not call.moving and not row.copies:
             raise call.refuse("no size computed from that of the batch", "one")
-        if call.rows and not row.rowwise:
-            raise call.refuse("values of each sample", "a constant that is repeated for each")
+        most = 2 if node.kind == "MatMul" else 1 if node.kind in _ALONE else -1
+        if call.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
+            raise call.refuse("an input with the batch first", f"one of {self.network.input_shape[0]} numbers")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)
@@ -375,13 +380,16 @@ class _Reader:
         except LipkitError:
             raise
         except Exception as error:  # torch refuses what the rule asks for
-            got = first_line(error).replace(str(BATCH), "batch")
-            raise call.refuse("what its rule covers", f"{type(error).__name__}: {got}") from error
+            raise call.refuse("what its rule covers", f"{type(error).__name__}: {first_line(error)}") from error
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
         found = dict(_named(node, made))
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
-            self._keep(call, row, found)
+            self.stored.update(found)
+            holds = {name for name, t in found.items() if holds_batch(t)}
+            if holds and not row.copies:
+                raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
+            self.sized.update(holds)
             return
         self.values.update(found)
         if layer is not None:
@@ -389,19 +397,6 @@ class _Reader:
         self.network.steps.append(call)
         if node.kind == "Pad" and (mode := BORDERS.get(call.get("mode", b"constant"))):
             self.bordered[node.output[0]] = (node.input[0], (mode, *pads_of(call)))
-
-    def _keep(self, call: Call, row: Row, found: dict[str, Tensor]) -> None:
-        """Store results that do not depend on the input."""
-        self.stored.update(found)
-        repeated = call.rows or (call.sized and call.node.kind in ("Expand", "ConstantOfShape"))
-        holds = {name for name, t in found.items() if holds_batch(t)}
-        if repeated:
-            self.rows.update(found)
-            if holds or any(t.ndim == 0 or len(t) != 1 for t in found.values()):
-                raise call.refuse("one row for each sample", f"shapes {[tuple(t.shape) for t in found.values()]}")
-        elif holds and not (row.copies or call.node.kind == "Shape"):
-            raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
-        self.sized.update(holds)
 
     def finish(self) -> None:
         """Keep the stored tensors that the steps read; drop paddings that a convolution has taken over."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
+from lipkit.linalg.matrices import all_finite
 from lipkit.lowering import export
 from lipkit.lowering.tracing import flat
 from lipkit.modules import Network
@@ -85,7 +86,7 @@ def _without_memory(value: Any) -> Any:
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     """Refuse stored numbers that are not finite, and values of more than ``VALUES`` numbers before they take memory."""
     for name, t in (*network.named_parameters(), *network.named_buffers()):
-        if not t.isfinite().all():
+        if not all_finite(t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
     dtype = first_floating(network).dtype
     try:

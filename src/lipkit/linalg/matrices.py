@@ -75,9 +75,13 @@ def orthogonality_residual(q: Tensor) -> Tensor:
     return (gram - eye_like(gram)).abs().amax((-2, -1))
 
 
-def _finite(*values: Tensor) -> bool:
-    """True if no number is infinite or NaN; meta tensors hold none."""
-    return all(value.is_meta or bool(value.isfinite().all()) for value in values)
+def all_finite(*values: Tensor) -> bool:
+    """True if no number is infinite or NaN; meta tensors hold none.
+
+    Infinity and NaN are the least or the largest number of a tensor: found without a mask of its size.
+    """
+    real = [torch.view_as_real(v.detach()) if v.is_complex() else v.detach() for v in values if v.numel()]
+    return all(v.is_meta or bool(torch.stack(v.aminmax()).isfinite().all()) for v in real)
 
 
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,10 +101,10 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     stalled = torch.linalg.LinAlgError("linalg.svd: expected finite factors of finite matrices, got infinity or NaN")
     try:
         u, s, vh = torch.linalg.svd(w, full_matrices=False)
-        if transformed() or torch.compiler.is_compiling() or _finite(u, s, vh) or not _finite(w):
+        if transformed() or torch.compiler.is_compiling() or all_finite(u, s, vh) or not all_finite(w):
             return u, s, vh
     except torch.linalg.LinAlgError as error:
-        if transformed() or not _finite(w):
+        if transformed() or not all_finite(w):
             raise
         stalled = error
     wide = w.to(torch.promote_types(w.dtype, torch.float64))
@@ -113,7 +117,7 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             u, s, vh = torch.linalg.svd(wide - 2 * (wide @ v)[..., None] * v, full_matrices=False)
         except torch.linalg.LinAlgError:
             continue
-        if _finite(u, s, vh):
+        if all_finite(u, s, vh):
             return u.to(w.dtype), s.to(w.real.dtype), (vh - 2 * (vh @ v)[..., None] * v).to(w.dtype)
     raise stalled
 

@@ -42,9 +42,10 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 # How a value depends on the input: on its values; it is the batch size; it has one equal row for each sample; or it
 # depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
-# Functions that make a given number of equal rows, and functions that keep rows equal.
+# Functions that make a given number of equal rows, and functions that keep rows equal, also beside constants.
 _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
-_ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_")
+_ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
+            operator.add, operator.sub, operator.mul, operator.truediv, torch.cat)  # fmt: skip
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
@@ -76,11 +77,11 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
+    elif node.target in _ROWWISE and {*hows} <= {ROWS, None}:
+        found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
-        kept = node.target in _ROWWISE and hows[0] == ROWS
         if (given[1] if node.target is getattr else node.target) not in (*_STATIC, *_STATIC_METHODS):
-            like = kept or node.target in LIKE[:-1]
-            found[node] = SIZE if node.target == "size" else ROWS if like else BATCH
+            found[node] = SIZE if node.target == "size" else ROWS if node.target in LIKE[:-1] else BATCH
     else:
         made = [how for how in hows if how in (SIZE, BATCH)]
         filled = node.target in _FILLED and made == [SIZE]

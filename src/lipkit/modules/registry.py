@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, interval, lacks_memory
+from lipkit.linalg.matrices import all_finite
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.network import Network, checked_shape, first_floating
@@ -176,8 +177,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
     # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
     # Blocks are bounded through their children; what else they hold may be a claim that proves nothing.
     own = () if module._modules else (*module.parameters(), *module.buffers())
-    finite = all(bool(t.detach().isfinite().all()) for t in own if t.is_floating_point() or t.is_complex())
-    known = finite and not bool(bound.isnan())
+    known = all_finite(*own) and not bool(bound.isnan())
     return bound if known else torch.full_like(bound, math.inf)
 
 
@@ -239,7 +239,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             for tensor in (*network.parameters(), *network.buffers()):
                 # As files hold it: torch rounds otherwise in other memory formats, which 1 x 1 kernels only name.
                 tensor.data = tensor.clone(memory_format=torch.contiguous_format)
-            if not _finite(network) and _finite(module):
+            if not all_finite(*network.parameters()) and all_finite(*module.parameters()):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
             return network
         except torch.linalg.LinAlgError as error:
@@ -273,10 +273,6 @@ def _generalised(network: Network, kind: type[nn.Module]) -> Network:
             parts[-1].carry(0, multiplier)
         shape = output_shape(module, shape)
     return Network(parts, network.input_shape)
-
-
-def _finite(module: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in module.parameters())
 
 
 def output_shape(module: nn.Module, *input_shapes: Shape) -> Shape:
