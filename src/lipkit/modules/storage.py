@@ -136,7 +136,7 @@ def contents(network: nn.Module) -> Contents:
     """All that `sha256` reads: the configuration, and the names and bytes of tensors, views where they can be."""
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
     for name, tensor in sorted(network.state_dict().items()):
-        data = tensor.detach().cpu().contiguous()
+        data = tensor.cpu().contiguous()
         numbers = data.reshape(-1)[:, None].view(torch.uint8).numpy().reshape(-1)
         words = numbers.view(np.uint8 if numbers.size % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
