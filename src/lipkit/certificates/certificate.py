@@ -247,10 +247,10 @@ def certify(
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
     constants, rows = proof.pair_constants(outputs.shape[1])
-    ignored = margins.radii(outputs, labels, constants)
-    radius = ignored
-    if measured.logits is not None:
-        radius = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
+    if measured.logits is None:
+        radius = ignored = margins.radii(outputs, labels, constants)
+    else:
+        radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
         local = _local(network, proof, x, labels, radius)

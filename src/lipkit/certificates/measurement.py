@@ -80,6 +80,7 @@ class Proof(Shown):
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
         guard(*network.modules())
+        now = [(name, _switches(module)) for name, module in network.named_modules()]  # before weights fill the cache
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or not same_contents(contents(network), self.stored):
@@ -93,12 +94,12 @@ class Proof(Shown):
                 f"proof: expected one for inputs in {network.input_range}, got one for {self.network.input_range}: the "
                 "integer program depends on them, prove this network again"
             )
-        for (name, module), then in zip(network.named_modules(), self.switches, strict=True):
-            if (now := _switches(module)) != then:
-                key = min(key for key in {*now, *then} if now.get(key, ...) != then.get(key, ...))
+        for (name, own), then in zip(now, self.switches, strict=True):
+            if own != then:
+                key = min(key for key in {*own, *then} if own.get(key, ...) != then.get(key, ...))
                 raise OptionError(
                     f"proof: expected the module {name!r} as it was proved, with {key} = {then.get(key)!r}, got "
-                    f"{now.get(key)!r}: prove this network again"
+                    f"{own.get(key)!r}: prove this network again"
                 )
 
 

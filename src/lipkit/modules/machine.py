@@ -143,21 +143,27 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
+# Maps a batch x (N, n) to bounds (N,) from below and above of what takes the place of ||x|| in a module's own error.
+Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 class NormFactors(NamedTuple):
     """The bounds of a chain of K modules that `by_norms` only scales by norms.
 
     Attributes:
         errors: (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``.
         slopes: of the modules' own errors.
+        sizes: what counts as the norm of each module's input, None for ||x||.
         origin: the bounds around the input 0.
     """
 
     errors: Tensor
     slopes: list[float]
+    sizes: Sequence[Sizes | None]
     origin: ErrorBound
 
 
-def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
+def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes | None]) -> NormFactors:
     """Factors of a chain: a module's error, at most ``own(0) + slope ||h||`` for every h, grows by the later gains."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
@@ -169,7 +175,7 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
             own = RoundingBound(Line(at, line.slope), nothing(at))
             factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
             zero = step.module(zero)  # the exact value behind the input 0
-    return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, origin)
+    return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, sizes, origin)
 
 
 def by_norms(
@@ -177,23 +183,29 @@ def by_norms(
 ) -> tuple[ErrorBound, Tensor]:
     """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
 
-    ``spare`` maps outputs to the error (N,) that does no harm. Samples with a larger one have the modules that add most
-    measured. The second result is True for samples that `through` could still improve by more than their spare error.
+    ``spare`` maps outputs to the error (N,) that does no harm. Samples that could lose more of it have the modules that
+    add most measured. The second result is True for samples that `through` could still improve by more than that.
     """
-    errors, slopes, origin = factors
+    errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
     norms, before, x = [x.new_ones(len(x))], dict[int, Tensor](), x.clone()  # modules may work in place
+    least = [nothing(x).at]
     peak = Line(size(x), 1.0).times(origin.peak.slope).plus(Line(origin.peak.at, 0.0))
     with torch.no_grad():
         for place, step in enumerate(steps):
-            norms.append(size(x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
+            if (found := sizes[place]) is None or x.ndim != 2:
+                norms.append(size(x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
+                least.append(least[0])
+            else:
+                for bounds, one in zip((least, norms), found(x), strict=True):
+                    bounds.append(one)
             if most[place]:
                 before[place] = x.clone()
             x = step.module(x)
     sums = 1 + FLOAT64.gamma(len(norms) + 4)  # covers the rounding of the products below
     beside = torch.stack(norms, 1) * sums
     total, enough = beside @ errors, spare(x)
-    far = ~(total.sum(1) < enough)
+    far = ~((total - torch.stack(least, 1) @ errors).sum(1) < enough)  # how much less `through` could find
     if len(rows := far.nonzero()[:, 0]):
         measured = torch.zeros_like(beside[rows])
         for place, value in before.items():

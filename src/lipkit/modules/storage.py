@@ -129,6 +129,8 @@ def sha256(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
+_OF_NUMPY = {torch.float32, torch.float64}
+
 Contents = list[tuple[str, np.ndarray[Any, Any]]]
 
 
@@ -137,8 +139,9 @@ def contents(network: nn.Module) -> Contents:
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
     for name, tensor in sorted(network.state_dict().items()):
         data = tensor.cpu().contiguous()
-        numbers = data.reshape(-1)[:, None].view(torch.uint8).numpy().reshape(-1)
-        words = numbers.view(np.uint8 if numbers.size % 8 else np.int64)  # words of eight bytes are compared faster
+        known = data if data.dtype in _OF_NUMPY else data.reshape(-1)[:, None].view(torch.uint8)
+        numbers = known.numpy().reshape(-1)
+        words = numbers.view(np.uint8 if numbers.nbytes % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
     return found
 

@@ -80,7 +80,9 @@ def next_up(value: Values) -> Values:
 
 def next_down(value: Values) -> Values:
     """The next float64 below."""
-    return -next_up(-value)
+    if isinstance(value, Tensor):
+        return torch.nextafter(value, torch.full_like(value, -math.inf))
+    return math.nextafter(value, -math.inf)
 
 
 def multiply_up(a: Tensor, b: Tensor) -> Tensor:
