@@ -47,7 +47,7 @@ from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
 
 # Samples evaluated at once.
-_BATCH = 256
+_BATCH = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

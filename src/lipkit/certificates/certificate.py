@@ -174,7 +174,7 @@ def certify(
     method: str = "global",
     rounding: str = "sound",
     evaluator: str = "float64",
-    batch_size: int = 256,
+    batch_size: int = 128,
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> Certificate:

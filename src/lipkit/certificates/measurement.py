@@ -270,7 +270,7 @@ def evaluate(
     return Measurement(proof, torch.cat(outputs), sound.Logits.join(logits) if logits else None, made_for)
 
 
-def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 256) -> Measurement:
+def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 128) -> Measurement:
     """`measure` for the rounding, evaluator and device of a proof; None proves the network for the default ones."""
     check_inputs(network, x, batch_size)
     proof = prove(network) if proof is None else proof

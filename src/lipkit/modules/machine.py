@@ -205,7 +205,8 @@ def by_norms(
     sums = 1 + FLOAT64.gamma(len(norms) + 4)  # covers the rounding of the products below
     beside = torch.stack(norms, 1) * sums
     total, enough = beside @ errors, spare(x)
-    far = ~((total - torch.stack(least, 1) @ errors).sum(1) < enough)  # how much less `through` could find
+    close = ~(total.sum(1) < 2.0**24 * enough)  # a part of the error could be much of what it leaves of a margin
+    far = close | ~((total - torch.stack(least, 1) @ errors).sum(1) < enough)  # how much less `through` could find
     if len(rows := far.nonzero()[:, 0]):
         measured = torch.zeros_like(beside[rows])
         for place, value in before.items():
@@ -213,7 +214,7 @@ def by_norms(
             measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
         total[rows] = rest + (measured * sums) @ errors
-        far[rows] = ~(rest.sum(1) < enough[rows])  # errors that are not measured may alone be too large
+        far[rows] = close[rows] | ~(rest.sum(1) < enough[rows])  # what is not measured may alone be too large
     error, centre = grow(total).unbind(1)  # the machine's error, and that of the float64 centre
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
     return ErrorBound(x, centre, error_line, move, peak._replace(slope=origin.peak.slope)), far
