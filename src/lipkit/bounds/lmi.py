@@ -148,10 +148,10 @@ class _Blocks:
             self.gram[live[:, None], live] += rows[:, live].mT @ rows[:, live]
         rows, n = torch.cat((h[first, inner], h[last, inner])), len(h)
         self.sizes = up(torch.linalg.vector_norm(rows, dim=0), n) + 2.0**-500
-        self.errors = up(2 * UNIT * self.sizes, 1)
+        self.errors = 2 * UNIT * self.sizes + 2.0**-500
         if self.off is not None:
-            off = torch.cat((self.off[first, inner], self.off[last, inner]))
-            self.errors = up(self.errors + torch.linalg.vector_norm(off, dim=0), n) + 2.0**-500
+            self.errors += torch.linalg.vector_norm(torch.cat((self.off[first, inner], self.off[last, inner])), dim=0)
+        self.errors = up(self.errors, n)
         apart = not bool(self.error(last, first).any())
         self.eliminated = bool(multipliers) and apart and bool(self.gram.isfinite().all())
 

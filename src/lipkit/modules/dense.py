@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
-from lipkit.modules.machine import Sizes, entries
+from lipkit.modules.machine import Sizes, entries, norm_sizes
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
@@ -169,24 +169,26 @@ _features = {"in_features": COUNT, "out_features": COUNT, "bias": flag}
 add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), _linear_error, _features, linear_range))
 
 
-def moduli_sizes(module: nn.Module) -> Sizes | None:
+def moduli_sizes(module: nn.Module) -> Sizes:
     r"""Of a dense layer of vectors: bounds of :math:`\| |W| |x| \|` over the norm that `inner_products` has for |W|.
 
     .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \|
 
-    Only the upper one is rounded up: it takes the place of ||x|| in a proof. None for weights that could be flushed.
+    Only the upper one is rounded up. Other modules and weights that could be flushed have `norm_sizes`.
     """
     if type(module) is not nn.Linear or _has_subnormal(module.weight, FLOAT64):
-        return None
+        return norm_sizes
     magnitude = module.weight.detach().abs()
     sums, columns = magnitude.sum(0), size(magnitude.T)
     norm = math.sqrt(float(magnitude.sum(1).amax()) * float(sums.amax()))
     if not 0 < norm < math.inf:
-        return None
+        return norm_sizes
     up = 1 + FLOAT64.gamma(magnitude.numel() + 16)
     both = torch.stack((sums / (norm * math.sqrt(len(magnitude))), grow(columns / norm * up)), 1)
 
     def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.ndim > 2:
+            return norm_sizes(x)
         low, high = (x.abs() @ both).unbind(1)
         return low, torch.minimum(grow(high * up), size(x))
 

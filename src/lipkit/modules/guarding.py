@@ -64,9 +64,8 @@ def guard(*modules: nn.Module) -> None:
         name, alike = type_name(kind), [module for module in modules if type(module) is kind]
         for module in alike:
             _refuse_hooks(module, name)
-        _refuse_attributes(kind, dict.fromkeys(key for module in alike for key in vars(module)), name)
-        for module in alike:
             _refuse_weights(module, name)
+        _refuse_attributes(kind, dict.fromkeys(key for module in alike for key in vars(module)), name)
         _refuse_methods(kind, name)
 
 

@@ -143,8 +143,13 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
-# Maps a batch x (N, n) to bounds (N,) from below and above of what takes the place of ||x|| in a module's own error.
+# Maps a batch x to bounds (N,) from below and above of what takes the place of ||x|| in a module's own error.
 Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def norm_sizes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm itself, of which nothing is known from below."""
+    return nothing(x).at, size(x)
 
 
 class NormFactors(NamedTuple):
@@ -153,17 +158,17 @@ class NormFactors(NamedTuple):
     Attributes:
         errors: (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``.
         slopes: of the modules' own errors.
-        sizes: what counts as the norm of each module's input, None for ||x||.
+        sizes: what counts as the norm of each module's input.
         origin: the bounds around the input 0.
     """
 
     errors: Tensor
     slopes: list[float]
-    sizes: Sequence[Sizes | None]
+    sizes: Sequence[Sizes]
     origin: ErrorBound
 
 
-def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes | None]) -> NormFactors:
+def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:
     """Factors of a chain: a module's error, at most ``own(0) + slope ||h||`` for every h, grows by the later gains."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
@@ -188,30 +193,25 @@ def by_norms(
     """
     errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
-    norms, before, x = [x.new_ones(len(x))], dict[int, Tensor](), x.clone()  # modules may work in place
-    least = [nothing(x).at]
+    norms, before, x = [(nothing(x).at, x.new_ones(len(x)))], dict[int, Tensor](), x.clone()  # modules work in place
     peak = Line(size(x), 1.0).times(origin.peak.slope).plus(Line(origin.peak.at, 0.0))
     with torch.no_grad():
         for place, step in enumerate(steps):
-            if (found := sizes[place]) is None or x.ndim != 2:
-                norms.append(size(x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
-                least.append(least[0])
-            else:
-                for bounds, one in zip((least, norms), found(x), strict=True):
-                    bounds.append(one)
+            norms.append(sizes[place](x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
             if most[place]:
                 before[place] = x.clone()
             x = step.module(x)
     sums = 1 + FLOAT64.gamma(len(norms) + 4)  # covers the rounding of the products below
-    beside = torch.stack(norms, 1) * sums
+    least, norm = (torch.stack(each, 1) for each in zip(*norms, strict=True))
+    beside = norm * sums
     total, enough = beside @ errors, spare(x)
     close = ~(total.sum(1) < 2.0**24 * enough)  # a part of the error could be much of what it leaves of a margin
-    far = close | ~((total - torch.stack(least, 1) @ errors).sum(1) < enough)  # how much less `through` could find
+    far = close | ~((total - least @ errors).sum(1) < enough)  # how much less `through` could find
     if len(rows := far.nonzero()[:, 0]):
         measured = torch.zeros_like(beside[rows])
         for place, value in before.items():
             at = steps[place].machine(value[rows]).error.at
-            measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
+            measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norm[rows, place + 1])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
         total[rows] = rest + (measured * sums) @ errors
         far[rows] = close[rows] | ~(rest.sum(1) < enough[rows])  # what is not measured may alone be too large

@@ -129,8 +129,6 @@ def sha256(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-_OF_NUMPY = {torch.float32, torch.float64}
-
 Contents = list[tuple[str, np.ndarray[Any, Any]]]
 
 
@@ -139,7 +137,7 @@ def contents(network: nn.Module) -> Contents:
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
     for name, tensor in sorted(network.state_dict().items()):
         data = tensor.cpu().contiguous()
-        known = data if data.dtype in _OF_NUMPY else data.reshape(-1)[:, None].view(torch.uint8)
+        known = data if data.dtype in (torch.float32, torch.float64) else data.reshape(-1)[:, None].view(torch.uint8)
         numbers = known.numpy().reshape(-1)
         words = numbers.view(np.uint8 if numbers.nbytes % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
