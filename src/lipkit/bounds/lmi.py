@@ -146,12 +146,8 @@ class _Blocks:
         for rows in (h[first, inner], h[last, inner]):
             live = rows.any(0).nonzero()[:, 0]  # the few coupled to this end: elsewhere it is 0
             self.gram[live[:, None], live] += rows[:, live].mT @ rows[:, live]
-        rows, n = torch.cat((h[first, inner], h[last, inner])), len(h)
-        self.sizes = up(torch.linalg.vector_norm(rows, dim=0), n) + 2.0**-500
-        self.errors = 2 * UNIT * self.sizes + 2.0**-500
-        if self.off is not None:
-            self.errors += torch.linalg.vector_norm(torch.cat((self.off[first, inner], self.off[last, inner])), dim=0)
-        self.errors = up(self.errors, n)
+        ends = (torch.cat((of(first, inner), of(last, inner))) for of in (lambda *place: h[place], self.error))
+        self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in ends)
         apart = not bool(self.error(last, first).any())
         self.eliminated = bool(multipliers) and apart and bool(self.gram.isfinite().all())
 
@@ -163,15 +159,13 @@ class _Blocks:
     def guess(self) -> float:
         """Nearly the smallest gain, the largest eigenvalue of ``C M^-1 C^T``; nan where M is close to singular."""
         live = self.gram.diagonal() > 0
+        count = int(live.sum())
         order = torch.argsort(live, stable=True)  # eliminates what is not coupled to the ends, the factor's last rows
         middle = self.h[self.inner, self.inner][order[:, None], order]
         scale = middle.diagonal().rsqrt()
         lower, info = torch.linalg.cholesky_ex(scale[:, None] * middle * scale)
-        if not self.eliminated or int(info) or float(lower.diagonal().amin()) < 0.01:
+        if not (self.eliminated and count) or int(info) or float(lower.diagonal().amin()) < 0.01:
             return math.nan
-        count = int(live.sum())
-        if not count:
-            return 0.0
         some, rest, part = order[-count:], lower[-count:, -count:], scale[-count:]
         ends = (part[:, None] * self.gram[some[:, None], some]).mul_(part)
         for _ in range(2):  # both sides of the symmetric matrix

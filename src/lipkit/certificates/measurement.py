@@ -160,7 +160,6 @@ def prove(
     chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
     program: Program | None = None
     logits: Callable[[Tensor], sound.Logits] | None = None
-    outputs = 0 if chain.last is None else len(chain.last.weight)
     if evaluator == "integer":
         with torch.no_grad():
             program = quantise(exact, chain)
@@ -179,7 +178,7 @@ def prove(
         network=exact,
         stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
         switches=[_switches(module) for module in network.modules()],
-        pairs=pair_constants(chain, outputs) if 0 < outputs <= 256 else None,  # it grows with their square
+        pairs=pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
         device=where,
         program=program,
         logits=logits,

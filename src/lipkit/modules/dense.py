@@ -212,12 +212,9 @@ def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Ten
     slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
     floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
 
-    flushed = bool(tiny.any())
-
     def measure(x: Tensor) -> tuple[Tensor, Tensor]:
         peak = grow(F.linear(x.abs(), weight, bias) * up)  # partial sums of moduli are below
-        lost = F.linear(x.abs(), tiny) * arithmetic.tiny * up if flushed else 0.0
-        return grow(peak * error + lost + floor), peak
+        return grow(peak * error + F.linear(x.abs(), tiny) * arithmetic.tiny * up + floor), peak
 
     return measure, torch.where(zero, 0.0, slope)
 

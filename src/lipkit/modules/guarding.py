@@ -7,8 +7,6 @@ own functions, in the code object of a method, or in a method that asks if it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -98,7 +96,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         )
 
 
-def _refuse_attributes(kind: type[nn.Module], attributes: Iterable[str], name: str) -> None:
+def _refuse_attributes(kind: type[nn.Module], attributes: dict[str, None], name: str) -> None:
     for attribute in attributes:
         if callable(getattr(kind, attribute, None)):
             raise NoRuleError(

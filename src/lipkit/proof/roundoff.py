@@ -80,9 +80,7 @@ def next_up(value: Values) -> Values:
 
 def next_down(value: Values) -> Values:
     """The next float64 below."""
-    if isinstance(value, Tensor):
-        return torch.nextafter(value, torch.full_like(value, -math.inf))
-    return math.nextafter(value, -math.inf)
+    return -next_up(-value)
 
 
 def multiply_up(a: Tensor, b: Tensor) -> Tensor:
