@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates import margins, sound
-from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.measurement import (
     Measurement,
@@ -47,7 +46,7 @@ from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
 
 # Samples evaluated at once.
-_BATCH = 256
+_BATCH = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -306,7 +305,7 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
     outputs, proof, logits = measured.outputs, measured.proof, measured.logits
     margins.check_logits(outputs)
     assert logits is not None
-    constants, rows = pair_constants(proof.chain, outputs.shape[1])
+    constants, rows = proof.pair_constants(outputs.shape[1])
     moved = grow(constants * eps)  # K eps, pair by pair
     found = []
     for k in range(outputs.shape[1]):

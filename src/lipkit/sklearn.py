@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
-from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.measurement import float64_copy, measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
@@ -292,7 +291,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         measured = measure_by(self.export_, z, None)
         logits = measured.logits
         assert logits is not None  # the proof includes rounding
-        constants, rows = pair_constants(measured.proof.chain, logits.values.shape[1])
+        constants, rows = measured.proof.pair_constants(logits.values.shape[1])
         ends = []
         for k in range(logits.values.shape[1]):
             at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)

@@ -201,3 +201,46 @@ def test_errors_by_norms_are_not_below_those_that_are_measured() -> None:
         assert bool((found.peak.at >= walk.peak.at).all() and (found.error.at < 20 * walk.error.at).all())
         assert found.error.slope == walk.error.slope
         assert far.all() == (spare == 0.0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "one column", "diagonal", "sparse"])
+def test_two_inner_products_bound_a_product_of_moduli_from_both_sides(kind: str) -> None:
+    """n with low <= || |W| |x| || / N <= n <= ||x||, N the norm that the rule of dense layers grows with."""
+    import numpy as np
+
+    from lipkit.modules.dense import moduli_sizes
+    from lipkit.modules.machine import local_error
+    from lipkit.proof.arithmetic import FLOAT64
+
+    rng = np.random.default_rng(0)
+    weight, x = rng.standard_normal((7, 40)), rng.standard_normal((20, 40)) * rng.random((20, 40)) ** 4
+    kept = {"one column": np.arange(40) == 3, "diagonal": np.eye(7, 40), "sparse": rng.random((7, 40)) < 0.1}
+    weight = weight * kept.get(kind, 1.0)
+    layer = nn.Linear(40, 7, bias=False).double().requires_grad_(False)
+    layer.weight.copy_(torch.from_numpy(weight))
+    sizes = moduli_sizes(layer)
+    low, high = (t.numpy() for t in sizes(torch.from_numpy(x)))
+    modulus = np.abs(weight)
+    product = np.linalg.norm(np.abs(x) @ modulus.T, axis=1)
+    norm = np.sqrt(modulus.sum(0).max() * modulus.sum(1).max())
+    assert (low * norm <= product * (1 + 1e-12)).all()
+    assert (product <= high * norm).all()
+    assert (high <= np.linalg.norm(x, axis=1) * (1 + 1e-12)).all()
+    if kind in ("dense", "one column"):  # where the bound of the norm alone is wide
+        assert (high < 0.95 * np.linalg.norm(x, axis=1)).any()
+        assert (low > 0.7 * high).all()
+    # What is measured at x grows from that at 0 by at most its slope times n.
+    error = local_error(layer, (40,), FLOAT64)
+    at, zero = error(torch.from_numpy(x)).error, error(torch.zeros(20, 40).double()).error
+    assert (at.at.numpy() <= zero.at.numpy() + at.slope * high * (1 + 1e-12)).all()
+
+
+def test_weights_that_could_be_flushed_count_by_the_norm() -> None:
+    from lipkit.modules.dense import moduli_sizes
+    from lipkit.modules.machine import norm_sizes
+
+    layer = nn.Linear(2, 2, bias=False).double().requires_grad_(False)
+    for number in (1e-310, math.inf):
+        layer.weight.copy_(torch.tensor([[1.0, number], [1.0, 1.0]], dtype=torch.float64))
+        assert moduli_sizes(layer) is norm_sizes
+    assert moduli_sizes(nn.ReLU()) is norm_sizes

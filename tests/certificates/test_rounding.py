@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lipkit import modules
 from lipkit.certificates import Certificate, certify, certify_regression
 from lipkit.certificates.evaluators import evaluator, machine, violations
+from lipkit.certificates.evaluators import settings as settings_of
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import ROWS
 
@@ -318,9 +319,9 @@ def test_autocast_and_convolutions_that_are_no_inner_products_are_refused() -> N
                 certify(network, x, y, evaluator="float32")
         certify(network, x, y, evaluator="float32_blocked")  # its convolutions are products of windows
         certify(network, x, y)
-    assert any("cuDNN" in reason for reason in violations("float32", "cuda", network))
-    assert any("nothing is known" in reason for reason in violations("float32", "xpu"))
-    assert violations("float64", "cuda", network) == []
+    assert any("cuDNN" in reason for reason in violations("float32", "cuda", settings_of("cuda"), network))
+    assert any("nothing is known" in reason for reason in violations("float32", "xpu", settings_of("xpu")))
+    assert violations("float64", "cuda", settings_of("cuda"), network) == []
 
 
 @pytest.mark.parametrize("value", ["BF16", "any", "F16", "tf32"])

@@ -59,9 +59,9 @@ def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
     diagonal = h.diagonal()
     g = gamma(2 * (n + 2))
     shift = (g / (1 - g)) * float(diagonal.clamp_min(0).sum()) * (1 + gamma(n)) + error
-    shifted = h - shift * (1 + 8 * UNIT) * torch.eye(n, dtype=h.dtype, device=h.device)
+    shifted = h.clone()
     # The subtraction itself rounds the diagonal by at most u times its size.
-    shifted = shifted - 2 * UNIT * torch.diag(diagonal.abs() + shift)
+    shifted.diagonal().sub_(shift * (1 + 8 * UNIT)).sub_(2 * UNIT * (diagonal.abs() + shift))
     return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
 
 
@@ -135,30 +135,43 @@ class _Blocks:
 
     def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
         h = self.h = lmi_matrix(weights, multipliers, 0.0)
-        self.error = 2 * UNIT * h.abs()  # off the diagonal, Lambda W is rounded once, possibly to a subnormal
+        self.off: Tensor | None = None
         if any(bool(error.any()) for error in errors):
             # H is linear in the weights: the same matrix made of their errors bounds the errors of H, entry by entry.
-            off = lmi_matrix(errors, multipliers, 0.0)
-            off.diagonal().zero_()
-            self.error += off.abs()
-        self.inner = slice(weights[0].shape[1], len(h) - weights[-1].shape[0])
-        rows, wrong = (torch.cat((t[: self.inner.start], t[self.inner.stop :]))[:, self.inner] for t in (h, self.error))
-        live = rows.any(0).nonzero()[:, 0]  # the few coupled to the ends: elsewhere it is 0
-        self.gram = rows.new_zeros(rows.shape[1], rows.shape[1])
-        self.gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
-        self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in (rows, wrong))
-        apart = not bool(self.error[self.inner.stop :, : self.inner.start].any())
+            self.off = lmi_matrix(errors, multipliers, 0.0).abs()
+            self.off.diagonal().zero_()
+        first, last = slice(weights[0].shape[1]), slice(len(h) - weights[-1].shape[0], None)
+        inner = self.inner = slice(first.stop, last.start)
+        self.gram = h.new_zeros(last.start - first.stop, last.start - first.stop)
+        for rows in (h[first, inner], h[last, inner]):
+            live = rows.any(0).nonzero()[:, 0]  # the few coupled to this end: elsewhere it is 0
+            self.gram[live[:, None], live] += rows[:, live].mT @ rows[:, live]
+        ends = (torch.cat((of(first, inner), of(last, inner))) for of in (lambda *place: h[place], self.error))
+        self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in ends)
+        apart = not bool(self.error(last, first).any())
         self.eliminated = bool(multipliers) and apart and bool(self.gram.isfinite().all())
+
+    def error(self, *place: slice) -> Tensor:
+        """Bounds of the errors of the entries of H at a place."""
+        rounded = 2 * UNIT * self.h[place].abs()  # off the diagonal, Lambda W is rounded once, possibly to a subnormal
+        return rounded if self.off is None else rounded + self.off[place]
 
     def guess(self) -> float:
         """Nearly the smallest gain, the largest eigenvalue of ``C M^-1 C^T``; nan where M is close to singular."""
-        middle = self.h[self.inner, self.inner]
+        live = self.gram.diagonal() > 0
+        count = int(live.sum())
+        order = torch.argsort(live, stable=True)  # eliminates what is not coupled to the ends, the factor's last rows
+        middle = self.h[self.inner, self.inner][order[:, None], order]
         scale = middle.diagonal().rsqrt()
         lower, info = torch.linalg.cholesky_ex(scale[:, None] * middle * scale)
-        if not self.eliminated or int(info) or float(lower.diagonal().amin()) < 0.01:
+        if not (self.eliminated and count) or int(info) or float(lower.diagonal().amin()) < 0.01:
             return math.nan
-        ends, last = (t.cpu().numpy() for t in (self.gram, middle)), len(middle) - 1
-        return float(linalg.eigh(*ends, eigvals_only=True, subset_by_index=[last, last])[0])
+        some, rest, part = order[-count:], lower[-count:, -count:], scale[-count:]
+        ends = (part[:, None] * self.gram[some[:, None], some]).mul_(part)
+        for _ in range(2):  # both sides of the symmetric matrix
+            ends = torch.linalg.solve_triangular(rest, ends.mT, upper=False)
+        found = linalg.eigh(ends.cpu().numpy(), eigvals_only=True, subset_by_index=[count - 1] * 2)
+        return float(found[0])
 
     def proves(self, gain: float) -> bool:
         if not (math.isfinite(gain) and gain > 0):
@@ -166,13 +179,13 @@ class _Blocks:
         if not (self.eliminated and 1e-100 < gain < 1e100):
             h = self.h.clone()
             h.diagonal()[: self.inner.start] = h.diagonal()[self.inner.stop :] = gain
-            return is_positive_within(h, self.error)
+            return is_positive_within(h, self.error(slice(None)))
         # The Gram matrix is off by gamma_n |c_i| |c_j|, and column i of C by a vector of norm e_i.
         square, c, e = self.gram / gain, self.sizes, self.errors  # C^T C / gamma
         h = self.h[self.inner, self.inner] - square
-        off = torch.outer(c, gamma(len(self.h) + 8) * c + e) + torch.outer(e, c + e)
-        off = off * ((1 + 2.0**-40) / gain) + 4 * UNIT * (square.abs() + h.abs())
-        return is_positive_within(h, self.error[self.inner, self.inner] + off)
+        off = torch.outer(c, gamma(len(self.h) + 8) * c + e).addr_(e, c + e).mul_((1 + 2.0**-40) / gain)
+        off.add_(square.abs_().add_(h.abs()), alpha=4 * UNIT).add_(self.error(self.inner, self.inner))
+        return is_positive_within(h, off)
 
 
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
@@ -191,8 +204,8 @@ def is_positive_within(h: Tensor, error: Tensor) -> bool:
     _, exponent = torch.frexp(diagonal)
     half = -torch.div(exponent, 2, rounding_mode="floor")
     scale = power_of_two(half)
-    h = scale[:, None] * h * scale[None, :]
-    size = float(torch.linalg.matrix_norm(scale[:, None] * error * scale[None, :]))
+    h = (scale[:, None] * h).mul_(scale)
+    size = float(torch.linalg.matrix_norm((scale[:, None] * error).mul_(scale)))
     size = size * (1 + gamma(h.shape[0] ** 2 + 8)) + 1e-60
     return math.isfinite(size) and is_positive_semidefinite(h, size)
 
@@ -242,7 +255,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
     guess = max(guess, 1e-300)
     width = len(blocks.gram if blocks.eliminated else blocks.h)
     # A factorisation needs an allowance of gamma_2n times the trace: smaller slacks are hopeless.
-    for exponent in range(max(-13, math.floor(math.log10(2 * UNIT * width**2))), 1):
+    for exponent in range(max(-13, math.ceil(math.log10(2 * UNIT * width**2))), 1):
         candidate = guess * (1 + 10.0**exponent)
         if blocks.proves(candidate):
             return candidate

@@ -19,7 +19,6 @@ from lipkit.certificates.local import Bounds
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
-from lipkit.modules.chains import ChainProof
 from lipkit.shown import Shown, axes, upper
 from lipkit.text import csv_text, table
 
@@ -175,7 +174,7 @@ def certify(
     method: str = "global",
     rounding: str = "sound",
     evaluator: str = "float64",
-    batch_size: int = 256,
+    batch_size: int = 128,
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> Certificate:
@@ -247,11 +246,11 @@ def certify(
     )  # fmt: skip
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
-    constants, rows = pair_constants(proof.chain, outputs.shape[1])
-    ignored = margins.radii(outputs, labels, constants)
-    radius = ignored
-    if measured.logits is not None:
-        radius = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
+    constants, rows = proof.pair_constants(outputs.shape[1])
+    if measured.logits is None:
+        radius = ignored = margins.radii(outputs, labels, constants)
+    else:
+        radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
         local = _local(network, proof, x, labels, radius)
@@ -284,16 +283,6 @@ def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, kn
         bounds = Bounds(proof.network, arithmetic, network.input_range)
         at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
         return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()  # copies: no inference tensors
-
-
-def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
-    """Proved constants (K, K) of the differences of two outputs, and the distances of the last layer's rows or None."""
-    constants = margins.global_constants(proof.constant * proof.slack, classes)
-    if proof.last is None or proof.body_constant is None:
-        return constants, None
-    distances = margins.row_distances(proof.last.weight.cpu())
-    body = margins.scaled_distances(distances, proof.body_constant * proof.slack)
-    return torch.minimum(constants, body), margins.scaled_distances(distances, 1.0)
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

@@ -299,7 +299,7 @@ LONGEST_CLAIM = 2000
 
 
 def verify(
-    file: CertificateFile, network: modules.Network, x: Samples, y: Samples, *, batch_size: int = 256
+    file: CertificateFile, network: modules.Network, x: Samples, y: Samples, *, batch_size: int = 128
 ) -> Certificate:
     r"""Prove every radius of a certificate again, from the network and the samples alone.
 

@@ -66,7 +66,7 @@ class Evaluator:
             raise OptionError(
                 f"made for torch {self.torch}: expected that version, got {torch.__version__}; certify again"
             )
-        _refuse(self.name, violations(self.name, self.device, network))
+        _refuse(self.name, violations(self.name, self.device, settings(self.device), network))
 
 
 def evaluator(name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
@@ -74,9 +74,10 @@ def evaluator(name: str, device: str | torch.device, network: nn.Module | None =
     if name not in _DTYPES:
         raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
     kind = torch.device(device).type
-    _refuse(name, violations(name, kind, network))
+    found = settings(kind)
+    _refuse(name, violations(name, kind, found, network))
     dtype = str(_DTYPES[name]).removeprefix("torch.")
-    return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, settings(kind))
+    return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, found)
 
 
 def named(rounding: str, name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
@@ -144,9 +145,8 @@ def settings(kind: str) -> dict[str, str]:
     return product_settings(kind) | {name: str(value) for name, value in found.items()}
 
 
-def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
-    """Settings that break the model of arithmetic of this evaluator now, each with its remedy; empty if none does."""
-    found = settings(kind)
+def violations(name: str, kind: str, found: dict[str, str], network: nn.Module | None = None) -> list[str]:
+    """The `settings` that break the model of arithmetic of this evaluator, each with its remedy; empty if none does."""
     if name in ("float64", "integer"):
         # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
         wrong = [reason for reason in reduced_products(found) if "DOUBLE" in reason]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates import evaluators, sound
+from lipkit.certificates import evaluators, margins, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
@@ -44,6 +44,8 @@ class Proof(Shown):
         arithmetic: of the evaluator.
         network: the copy in float64, on `device`.
         stored: a copy of all that is stored (`lipkit.modules.storage.contents`), to recognise the network.
+        switches: the plain attributes of each module, which the stored form does not cover.
+        pairs: `pair_constants` of a network that ends in a linear layer with at most 256 outputs.
         program: of the evaluator ``"integer"``; else None.
         logits: maps inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
     """
@@ -57,6 +59,8 @@ class Proof(Shown):
     arithmetic: Arithmetic = dataclasses.field(repr=False)
     network: modules.Network = dataclasses.field(repr=False)
     stored: Contents = dataclasses.field(repr=False)
+    switches: list[dict[str, Any]] = dataclasses.field(repr=False)
+    pairs: tuple[Tensor, Tensor | None] | None = dataclasses.field(repr=False)
     device: torch.device = dataclasses.field(repr=False)
     program: Program | None = dataclasses.field(repr=False)
     logits: Callable[[Tensor], sound.Logits] | None = dataclasses.field(repr=False)
@@ -69,9 +73,14 @@ class Proof(Shown):
             f"from the stored numbers, for {self.evaluator.name} evaluation"
         )
 
+    def pair_constants(self, classes: int) -> tuple[Tensor, Tensor | None]:
+        """`pair_constants` of the chain."""
+        return self.pairs or pair_constants(self.chain, classes)
+
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
         guard(*network.modules())
+        now = [(name, _switches(module)) for name, module in network.named_modules()]  # before weights fill the cache
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or not same_contents(contents(network), self.stored):
@@ -85,13 +94,12 @@ class Proof(Shown):
                 f"proof: expected one for inputs in {network.input_range}, got one for {self.network.input_range}: the "
                 "integer program depends on them, prove this network again"
             )
-        for (name, module), twin in zip(network.named_modules(), self.network.modules(), strict=True):
-            now, then = _switches(module), _switches(twin)
-            if changed := sorted(key for key in {*now, *then} if now.get(key) != then.get(key)):
-                key = changed[0]
+        for (name, own), then in zip(now, self.switches, strict=True):
+            if own != then:
+                key = min(key for key in {*own, *then} if own.get(key, ...) != then.get(key, ...))
                 raise OptionError(
                     f"proof: expected the module {name!r} as it was proved, with {key} = {then.get(key)!r}, got "
-                    f"{now.get(key)!r}: prove this network again"
+                    f"{own.get(key)!r}: prove this network again"
                 )
 
 
@@ -169,10 +177,22 @@ def prove(
         arithmetic=arithmetic,
         network=exact,
         stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
+        switches=[_switches(module) for module in network.modules()],
+        pairs=pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
         device=where,
         program=program,
         logits=logits,
     )
+
+
+def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
+    """Proved constants (K, K) of the differences of two outputs, and the distances of the last layer's rows or None."""
+    constants = margins.global_constants(proof.constant * proof.slack, classes)
+    if proof.last is None or proof.body_constant is None:
+        return constants, None
+    distances = margins.row_distances(proof.last.weight.cpu())
+    body = margins.scaled_distances(distances, proof.body_constant * proof.slack)
+    return torch.minimum(constants, body), margins.scaled_distances(distances, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,7 +269,7 @@ def evaluate(
     return Measurement(proof, torch.cat(outputs), sound.Logits.join(logits) if logits else None, made_for)
 
 
-def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 256) -> Measurement:
+def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 128) -> Measurement:
     """`measure` for the rounding, evaluator and device of a proof; None proves the network for the default ones."""
     check_inputs(network, x, batch_size)
     proof = prove(network) if proof is None else proof

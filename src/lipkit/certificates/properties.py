@@ -22,7 +22,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lipkit.certificates.evaluators import Evaluator, arithmetic, machine, violations
+from lipkit.certificates.evaluators import Evaluator, arithmetic, machine, settings, violations
 from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
 from lipkit.certificates.measurement import check_network, float64_copy
@@ -205,7 +205,7 @@ def verify_property(
     end = time.monotonic() + seconds
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
-        evaluator = "float64" if wide or violations("float32", "cpu", network) else "float32"
+        evaluator = "float64" if wide or violations("float32", "cpu", settings("cpu"), network) else "float32"
     made_for = evaluator_of(evaluator, "cpu", network)
     bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)

@@ -134,7 +134,7 @@ def certify_regression(
     delta: float | Samples | Sequence[float],
     rounding: str = "sound",
     evaluator: str = "float64",
-    batch_size: int = 256,
+    batch_size: int = 128,
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> RegressionCertificate:

@@ -26,7 +26,7 @@ from torch import Tensor
 from lipkit.certificates import margins
 from lipkit.integer.program import Program
 from lipkit.modules.chains import ChainProof
-from lipkit.modules.dense import last_layer
+from lipkit.modules.dense import last_layer, moduli_sizes
 from lipkit.modules.machine import ErrorBound, by_norms, norm_factors, through
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
 from lipkit.proof.roundoff import grow, next_down
@@ -89,8 +89,9 @@ class Evaluation:
             self.double = self.machine if arithmetic == FLOAT64 else last_layer(self.last, FLOAT64)
             self.largest, rows = self.last.weight.abs().amax(), size(self.last.weight)
             self.norm = float(rows.amax()) if bool(self.largest > 0) else 0.0
-        self.factors = norm_factors(self.steps, zero) if arithmetic == FLOAT64 and self.steps else None
-        if self.factors is not None:
+        self.factors = None
+        if arithmetic == FLOAT64 and self.steps:
+            self.factors = norm_factors(self.steps, zero, [moduli_sizes(step.module) for step in self.steps])
             features = self.factors.origin.centre
             values = features if self.last is None else self.last(features)
             self.factors = self.factors if values.ndim == 2 and values.shape[1] > 1 else None
@@ -106,7 +107,7 @@ class Evaluation:
                 near = self._logits(through(self.steps, x[rows]))
                 found = _merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
         outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # features are read no more
-        on_cpu: Logits = _merged([outputs], lambda tensors: tensors[0].cpu())
+        on_cpu: Logits = outputs if x.device.type == "cpu" else _merged([outputs], lambda tensors: tensors[0].cpu())
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
@@ -119,13 +120,13 @@ class Evaluation:
         if self.last is None:
             return Logits(walk.centre, walk, None, walk.peak)
         features = walk.centre
-        at, slope, numbers = self.machine
-        biggest = Line(numbers(features).amax(1) + self.largest, self.norm)  # a weight times a feature that moved
+        measure, slope = self.machine
+        own, numbers = measure(features)
+        biggest = Line(numbers.amax(1) + self.largest, self.norm)  # a weight times a feature that moved
         peak = walk.peak.most(biggest.below(walk.spread))
         with torch.no_grad():
             values = self.last(features)
-        own = at(features)
-        own64 = own if self.double is self.machine else self.double[0](features)
+        own64 = own if self.double is self.machine else self.double[0](features)[0]
         return Logits(values, walk, Own(own64, own, slope.expand_as(own)), peak)
 
 
@@ -144,16 +145,20 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
     return Logits(values, walk, Own(own, own, torch.zeros_like(own)), zero)
 
 
-def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Radii (N,) of the module docstring, rounded down: 0 where nothing is certified; constants of `pair_constants`."""
-    values = logits.values
+def radii(
+    logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Radii (N,) of the module docstring, and `margins.radii`, from `pair_constants`: 0 where nothing is certified."""
+    values, constants = logits.values, constants[labels]
     difference = next_down(values.gather(1, labels[:, None]) - values)  # m, its subtraction rounded down
     at, slope = margin_errors(logits, labels, rows)
-    radius = margins.nearest(next_down(difference - at), grown(constants[labels] + slope), labels)
+    gaps, slopes = (next_down(difference - at), difference), (grown(constants + slope), constants)
+    radius, ignored = margins.nearest(torch.cat(gaps), torch.cat(slopes), labels.repeat(2)).chunk(2)
     room = arithmetic.room - logits.peak.at  # how far numbers may still grow
     cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
-    known = values.isfinite().all(dim=1) & (room > 0)  # false for NaN, too
-    return torch.where(known, torch.minimum(radius, cap), 0.0)
+    finite = values.isfinite().all(dim=1)
+    known = finite & (room > 0)  # false for NaN, too
+    return torch.where(known, torch.minimum(radius, cap), 0.0), torch.where(finite, ignored, 0.0)
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,7 @@ import torch
 
 from lipkit import modules
 from lipkit.certificates import sound
-from lipkit.certificates.certificate import pair_constants
-from lipkit.certificates.measurement import prove
+from lipkit.certificates.measurement import pair_constants, prove
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.files import write_atomic
 from lipkit.integer import Program, c_source

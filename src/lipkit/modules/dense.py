@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import Sizes, entries, norm_sizes
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
@@ -169,13 +169,37 @@ _features = {"in_features": COUNT, "out_features": COUNT, "bias": flag}
 add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), _linear_error, _features, linear_range))
 
 
-def last_layer(
-    module: nn.Linear, arithmetic: Arithmetic
-) -> tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], Tensor]]:
-    """The rounding error of each output of a dense layer alone: (at, slope, peak).
+def moduli_sizes(module: nn.Module) -> Sizes:
+    r"""Of a dense layer of vectors: bounds of :math:`\| |W| |x| \|` over the norm that `inner_products` has for |W|.
 
-    Inputs (N, n) are mapped by ``at`` to the error (N, K) there, which grows by ``slope`` (K,) per unit of l2 distance,
-    and by ``peak`` to bounds (N, K) of the moduli of intermediate numbers.
+    .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \|
+
+    Only the upper one is rounded up. Other modules and weights that could be flushed have `norm_sizes`.
+    """
+    if type(module) is not nn.Linear or _has_subnormal(module.weight, FLOAT64):
+        return norm_sizes
+    magnitude = module.weight.detach().abs()
+    sums, columns = magnitude.sum(0), size(magnitude.T)
+    norm = math.sqrt(float(magnitude.sum(1).amax()) * float(sums.amax()))
+    if not 0 < norm < math.inf:
+        return norm_sizes
+    up = 1 + FLOAT64.gamma(magnitude.numel() + 16)
+    both = torch.stack((sums / (norm * math.sqrt(len(magnitude))), grow(columns / norm * up)), 1)
+
+    def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.ndim > 2:
+            return norm_sizes(x)
+        low, high = (x.abs() @ both).unbind(1)
+        return low, torch.minimum(grow(high * up), size(x))
+
+    return measure
+
+
+def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor]:
+    """The rounding error of each output of a dense layer alone: (measure, slope).
+
+    ``measure`` maps inputs (N, n) to the error (N, K) there, which grows by ``slope`` (K,) per unit of l2 distance, and
+    to bounds (N, K) of the moduli of intermediate numbers.
     """
     weight = module.weight.detach().abs()
     bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().abs()
@@ -188,13 +212,11 @@ def last_layer(
     slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
     floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
 
-    def peak(x: Tensor) -> Tensor:
-        return grow(F.linear(x.abs(), weight, bias) * up)  # partial sums of moduli are below
+    def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+        peak = grow(F.linear(x.abs(), weight, bias) * up)  # partial sums of moduli are below
+        return grow(peak * error + F.linear(x.abs(), tiny) * arithmetic.tiny * up + floor), peak
 
-    def at(x: Tensor) -> Tensor:
-        return grow(peak(x) * error + F.linear(x.abs(), tiny) * arithmetic.tiny * up + floor)
-
-    return at, torch.where(zero, 0.0, slope), peak
+    return measure, torch.where(zero, 0.0, slope)
 
 
 def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:

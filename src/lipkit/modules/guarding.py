@@ -58,13 +58,13 @@ def guard(*modules: nn.Module) -> None:
             operations.
     """
     _refuse_modes()
-    for module in modules:
-        name = type_name(type(module))
-        _refuse_hooks(module, name)
-        _refuse_attributes(module, name)
-        _refuse_weights(module, name)
     for kind in dict.fromkeys(map(type, modules)):
-        _refuse_methods(kind, type_name(kind))
+        name, alike = type_name(kind), [module for module in modules if type(module) is kind]
+        for module in alike:
+            _refuse_hooks(module, name)
+            _refuse_weights(module, name)
+        _refuse_attributes(kind, dict.fromkeys(key for module in alike for key in vars(module)), name)
+        _refuse_methods(kind, name)
 
 
 def _refuse_modes() -> None:
@@ -85,20 +85,19 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         raise NoRuleError(
             f"{name} has forward hooks or pre-hooks, which can change its output, expected none: remove them"
         )
+    if vars(module).get("_compiled_call_impl") is not None:
+        raise NoRuleError(
+            f"{name} has a _compiled_call_impl, which replaces its forward pass, expected none: take the module as "
+            "it was before .compile(), or set that attribute to None"
+        )
     if has_global_hooks():
         raise NoRuleError(
             f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
         )
 
 
-def _refuse_attributes(module: nn.Module, name: str) -> None:
-    kind = type(module)
-    for attribute, value in vars(module).items():
-        if attribute == "_compiled_call_impl" and value is not None:
-            raise NoRuleError(
-                f"{name} has a _compiled_call_impl, which replaces its forward pass, expected none: take the module as "
-                "it was before .compile(), or set that attribute to None"
-            )
+def _refuse_attributes(kind: type[nn.Module], attributes: dict[str, None], name: str) -> None:
+    for attribute in attributes:
         if callable(getattr(kind, attribute, None)):
             raise NoRuleError(
                 f"{name} has an instance-level {attribute!r} that hides the method of its class, expected none: "

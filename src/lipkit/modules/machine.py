@@ -143,21 +143,32 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
+# Maps a batch x to bounds (N,) from below and above of what takes the place of ||x|| in a module's own error.
+Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def norm_sizes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm itself, of which nothing is known from below."""
+    return nothing(x).at, size(x)
+
+
 class NormFactors(NamedTuple):
     """The bounds of a chain of K modules that `by_norms` only scales by norms.
 
     Attributes:
         errors: (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``.
         slopes: of the modules' own errors.
+        sizes: what counts as the norm of each module's input.
         origin: the bounds around the input 0.
     """
 
     errors: Tensor
     slopes: list[float]
+    sizes: Sequence[Sizes]
     origin: ErrorBound
 
 
-def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
+def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:
     """Factors of a chain: a module's error, at most ``own(0) + slope ||h||`` for every h, grows by the later gains."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
@@ -169,7 +180,7 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
             own = RoundingBound(Line(at, line.slope), nothing(at))
             factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
             zero = step.module(zero)  # the exact value behind the input 0
-    return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, origin)
+    return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, sizes, origin)
 
 
 def by_norms(
@@ -177,31 +188,33 @@ def by_norms(
 ) -> tuple[ErrorBound, Tensor]:
     """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
 
-    ``spare`` maps outputs to the error (N,) that does no harm. Samples with a larger one have the modules that add most
-    measured. The second result is True for samples that `through` could still improve by more than their spare error.
+    ``spare`` maps outputs to the error (N,) that does no harm. Samples that could lose more of it have the modules that
+    add most measured. The second result is True for samples that `through` could still improve by more than that.
     """
-    errors, slopes, origin = factors
+    errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
-    norms, before, x = [x.new_ones(len(x))], dict[int, Tensor](), x.clone()  # modules may work in place
+    norms, before, x = [(nothing(x).at, x.new_ones(len(x)))], dict[int, Tensor](), x.clone()  # modules work in place
     peak = Line(size(x), 1.0).times(origin.peak.slope).plus(Line(origin.peak.at, 0.0))
     with torch.no_grad():
         for place, step in enumerate(steps):
-            norms.append(size(x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
+            norms.append(sizes[place](x) if slopes[place] else norms[0])  # its factor is 0: any norm will do
             if most[place]:
                 before[place] = x.clone()
             x = step.module(x)
     sums = 1 + FLOAT64.gamma(len(norms) + 4)  # covers the rounding of the products below
-    beside = torch.stack(norms, 1) * sums
+    least, norm = (torch.stack(each, 1) for each in zip(*norms, strict=True))
+    beside = norm * sums
     total, enough = beside @ errors, spare(x)
-    far = ~(total.sum(1) < enough)
+    close = ~(total.sum(1) < 2.0**24 * enough)  # a part of the error could be much of what it leaves of a margin
+    far = close | ~((total - least @ errors).sum(1) < enough)  # how much less `through` could find
     if len(rows := far.nonzero()[:, 0]):
         measured = torch.zeros_like(beside[rows])
         for place, value in before.items():
             at = steps[place].machine(value[rows]).error.at
-            measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
+            measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norm[rows, place + 1])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
         total[rows] = rest + (measured * sums) @ errors
-        far[rows] = ~(rest.sum(1) < enough[rows])  # errors that are not measured may alone be too large
+        far[rows] = close[rows] | ~(rest.sum(1) < enough[rows])  # what is not measured may alone be too large
     error, centre = grow(total).unbind(1)  # the machine's error, and that of the float64 centre
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
     return ErrorBound(x, centre, error_line, move, peak._replace(slope=origin.peak.slope)), far

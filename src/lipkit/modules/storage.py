@@ -136,9 +136,10 @@ def contents(network: nn.Module) -> Contents:
     """All that `sha256` reads: the configuration, and the names and bytes of tensors, views where they can be."""
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
     for name, tensor in sorted(network.state_dict().items()):
-        data = tensor.detach().cpu().contiguous()
-        numbers = data.reshape(-1)[:, None].view(torch.uint8).numpy().reshape(-1)
-        words = numbers.view(np.uint8 if numbers.size % 8 else np.int64)  # words of eight bytes are compared faster
+        data = tensor.cpu().contiguous()
+        known = data if data.dtype in (torch.float32, torch.float64) else data.reshape(-1)[:, None].view(torch.uint8)
+        numbers = known.numpy().reshape(-1)
+        words = numbers.view(np.uint8 if numbers.nbytes % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
     return found
 
