@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.true_norms import KINDS, measured
 
 
