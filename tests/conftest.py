@@ -43,7 +43,7 @@ FLAWS = """() => {
 
 
 # Of a test with more cases than this, as many are fast, evenly spread.
-FAST_CASES = 12
+FAST_CASES = 8
 
 
 @pytest.hookimpl(tryfirst=True)

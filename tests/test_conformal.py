@@ -91,6 +91,7 @@ def curve_of(net: Network, x: Tensor, y: Tensor, radii: list[float]) -> conforma
     return conformal.calibrate(net, x[:60], y[:60]).coverage_curve(x[60:], y[60:], radii, alpha=0.1)
 
 
+@pytest.mark.thorough
 def test_the_curve_falls_and_bounds_what_attacks_leave() -> None:
     split = load_data("digits").test
     x, y = split.batch(slice(None))

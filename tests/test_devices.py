@@ -111,6 +111,7 @@ def test_errors_of_rounding_hold(device: str) -> None:
     assert bool((off.cpu() <= proved).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [conv_net, plain_net])
 def test_local_certificates(device: str, make: Callable[[], nn.Module]) -> None:
     network, x = exported(make(), device), samples(3, 3, 8, 8)
@@ -133,6 +134,7 @@ def test_other_certificates(device: str, tmp_path: Path) -> None:
     assert 0 < gain <= float(lipkit.lipschitz(certificates.tight(trained_elsewhere))) * (1 + 1e-6)
 
 
+@pytest.mark.thorough
 def test_files(device: str, tmp_path: Path) -> None:
     network, x = exported(dense_net(), device), samples(3, 6)
     lipkit.save(network, tmp_path / "net")

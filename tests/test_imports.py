@@ -118,6 +118,7 @@ def test_every_form_of_import_is_seen(source: str, found: str) -> None:
     assert [name for _, name in _imported(source, ("lipkit", "conv"))] == [found]
 
 
+@pytest.mark.thorough
 def test_no_circle_of_imports() -> None:
     """Inside functions and for annotations neither. ``lipkit`` itself names what others import, and imports nothing."""
     assert (

@@ -168,7 +168,9 @@ def test_the_device_refuses_what_cuda_refuses(device: torch.device) -> None:
         x.numpy()
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in ("cpl", "sll", "svcm"))) for n in families.names()]
+)
 def test_training_steps_exports_and_constants(device: torch.device, name: str) -> None:
     torch.manual_seed(0)
     family, kernel = families.get(name), 2 if name == "eco" else 3

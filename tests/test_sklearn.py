@@ -47,6 +47,7 @@ def test_scikit_learns_checks_pass_without_exemptions(kind: type) -> None:
     check_estimator(kind(**SMALL), on_skip=None)
 
 
+@pytest.mark.thorough
 def test_tools_of_scikit_learn(iris: LipschitzClassifier, tmp_path: Path) -> None:
     X, y = IRIS
     model = LipschitzClassifier(**SMALL)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.true_norms import KINDS, measured
 
 
+@pytest.mark.thorough
 def test_no_norm_is_above_one_and_exact_ones_are_reached() -> None:
     found = measured(4 * len(KINDS), seed=1)
     assert all(row["layers"] == 4 and row["own_max"] <= 1 for row in found.values())

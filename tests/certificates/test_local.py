@@ -258,15 +258,15 @@ def _size(values: Tensor) -> Tensor:
 def test_attacks_inside_never_succeed(make: Callable[[int], modules.Network], evaluator: str) -> None:
     dtype = torch.float64 if evaluator == "float64" else torch.float32
     with torch.backends.nnpack.flags(enabled=False):
-        for seed in range(2):
+        for seed in range(2) if make is joined else [int(evaluator == "float32")]:  # images take seconds
             network = make(seed).to(dtype)
             if seed:
                 network.input_range = (0.0, 1.0)
-            x = torch.rand(25, *network.input_shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            x = torch.rand(8, *network.input_shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
             labels = network(x).argmax(1)
             found = certify(network, x, labels, method="local", evaluator=evaluator)
-            assert (found.radius > 0).sum() > 20
-            assert attacks(network, x, found.radius, labels, 20) == 0
+            assert (found.radius > 0).sum() > 6
+            assert attacks(network, x, found.radius, labels, 60) == 0
             plain = certify(network, x, labels, evaluator=evaluator)
             assert (found.radius >= plain.radius).all()
             assert found.radius.median() > plain.radius.median()
@@ -494,11 +494,13 @@ def test_an_attack_stays_where_local_radii_hold() -> None:
 
 
 def test_rows_in_blocks_and_samples_in_groups_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = images(0).double()
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(24, 3)]
+    network = modules.Network(layers, (2, 4, 6)).double()
     x = torch.rand(5, 2, 4, 6, dtype=torch.float64)
     labels = network(x).argmax(1)
     whole = certify(network, x, labels, method="local").radius
-    monkeypatch.setattr(local, "_BLOCK", 20_000)
+    monkeypatch.setattr(local, "_BLOCK", 5_000)
     assert torch.allclose(certify(network, x, labels, method="local").radius, whole, rtol=1e-9, atol=0)
     assert torch.allclose(certify(network, x[3:], labels[3:], method="local").radius, whole[3:], rtol=1e-9, atol=0)
 

@@ -183,6 +183,7 @@ def test_a_policy_has_its_tight_bound_by_default_and_less_on_a_box(module, capsy
     assert out.splitlines()[3].split() == ["factor", "bound", "type", "method", "layer"]
 
 
+@pytest.mark.thorough
 def test_wide_networks_are_tight_on_request(module, capsys):
     command = ["bound", f"{module}:wide", "--input-shape", "2", "--restarts", "0"]
     assert main(command) == 0
@@ -237,6 +238,7 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["certify", str(tmp_path / "nowhere")]) != 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("option", "method"), [((), "local"), (("--method", "global"), "last layer")])
 def test_a_foreign_network_gets_local_radii_unless_told_otherwise(module, tmp_path, capsys, option, method) -> None:
     from lipkit.certificates.certificate_file import read_certificate

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from tests.interop.test_read_back import comes_back
 from torch import Tensor, nn
 
 import lipkit
@@ -54,6 +55,7 @@ def test_onnx_and_program_compute_the_same_for_every_family(family: str, tmp_pat
         assert check.certified == check.runtime
         # a batch of one, which traces easily take for a constant
         torch.testing.assert_close(runtime(x[:1]), exported(x[:1]), rtol=0, atol=1e-5)
+    comes_back(exported, onnx_file, program)
 
 
 @pytest.mark.thorough

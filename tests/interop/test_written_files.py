@@ -12,6 +12,9 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from tests.interop.test_read_back import comes_back
+from tests.interop.test_runtimes import KINDS
+from tests.interop.test_runtimes import network as family
 from torch import Tensor, nn
 
 import lipkit
@@ -290,23 +293,42 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+# Their modules are in the files of other models or families: the same graphs with other numbers.
+ALIKE = ("bronet", "convnet", "kwlarge", "lbdn", "lbdn_conv", "lipconvnet", "mlp", "resnet9", "small")
+
+
+def exported(name: str) -> modules.Network:
+    options, shape = MODELS[name]
+    torch.manual_seed(0)
+    built = models.build(name, **{"input_shape": shape, "classes": 5, **options})
+    network: modules.Network = lipkit.export(built.eval(), shape)
+    return network
+
+
+def types(network: nn.Module) -> set[tuple[type[nn.Module], str]]:
+    return {(type(module), getattr(module, "padding_mode", "")) for module in network.modules()}
+
+
 def test_every_model_is_in_the_table() -> None:
     assert set(models.MODELS) - {"rebuild"} == set(MODELS)  # that one is made of the modules of another network
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", MODELS)
+def test_alike_models_have_no_module_of_their_own() -> None:
+    others = [types(exported(name)) for name in MODELS if name not in ALIKE] + [types(family(k)) for k in KINDS]
+    for name in ALIKE:
+        assert types(exported(name)) <= set.union(*others), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in MODELS])
 def test_every_model_is_the_same_in_both_files(name: str, tmp_path: Path) -> None:
-    options, shape = MODELS[name]
-    torch.manual_seed(0)
-    built = models.build(name, **{"input_shape": shape, "classes": 5, **options})
-    network = lipkit.export(built.eval(), shape)
+    network, shape = exported(name), MODELS[name][1]
     path = interop.write_onnx(network, tmp_path / "network.onnx")
     others = [interop.onnx_runtime(path), reference(path)]
     program = interop.write_program(network, tmp_path / "network.pt2")
     others.append(interop.program_runtime(program))
-    for back in (interop.load_onnx(path), interop.load_program(program)):
-        assert modules.sha256(back) == modules.sha256(network)
+    comes_back(network, path, program)
     if importlib.util.find_spec("openvino") and b"wrap" not in path.read_bytes():
         others.append(openvino(path))
     x = torch.rand(5, *shape)

@@ -75,7 +75,13 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+FAST = ("fused", "batch first", "keys of another size", "encoder layer")
+each_network = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in FAST)) for name in NETWORKS]
+)
+
+
+@each_network
 def test_the_same_function_on_a_box(name: str) -> None:
     net = NETWORKS[name]().eval()
     plain = lipkit.export(net, SHAPE, box=BOX)
@@ -94,7 +100,7 @@ def test_the_same_function_on_a_box(name: str) -> None:
     assert lipkit.analyze(net, SHAPE, box=BOX, restarts=0).upper == pytest.approx(bound, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@each_network
 def test_without_a_box_the_product_is_named(name: str) -> None:
     for verb in (lipkit.export, lipkit.lipschitz):
         with pytest.raises(NoRuleError, match=r"(matmul|scaled_dot_product).*box=\(0, 1\)"):

@@ -182,7 +182,7 @@ STRIDED = [
 def test_strides(kind: type[nn.Module], options: dict[str, object], groups: int) -> None:
     if kind is nn.ConvTranspose2d and options.get("padding_mode", "zeros") != "zeros":
         pytest.skip("transposed convolutions have zero padding only")
-    for seed, size in itertools.product(range(3), (6, 7, 8)):
+    for seed, size in ((0, 6), (1, 7), (2, 8), (2, 7)):
         torch.manual_seed(seed)
         layer = kind(4, 2, groups=groups, bias=False, **options)
         if seed == 2:

@@ -75,6 +75,7 @@ def test_its_range_limits_products() -> None:
     assert product.limits.tolist() == pytest.approx([3.0, 3.0], rel=1e-5)  # 1 + 4 by the constant alone
 
 
+@pytest.mark.thorough
 def test_it_is_written_as_onnx(tmp_path: Path) -> None:
     if not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))):
         pytest.skip("onnx is not installed")

@@ -94,6 +94,7 @@ def test_contours_go_around_the_largest_value() -> None:
     assert "#c2410c" in draw("t", made, {"a": found(figures)})
 
 
+@pytest.mark.thorough
 def test_a_picture_is_a_file_with_every_point_once(monkeypatch, tmp_path, capsys) -> None:
     picture = Picture(rows="(?P<series>.*) (?P<x>[0-9]+)", y=("clean",), log_x=True)
     made = table(picture, u_1=(50.0, None), u_10=(), v_10=(25.0, None))

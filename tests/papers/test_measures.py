@@ -208,6 +208,7 @@ def test_the_gain_of_a_layer_of_relu_is_found_where_all_units_are_open() -> None
     assert 0.999 < found["layer_gain(0)"] <= 1 + 1e-6
 
 
+@pytest.mark.thorough
 def test_gains_of_sandwich_layers_are_at_most_one_in_the_norms_of_their_multipliers() -> None:
     torch.manual_seed(0)
     free = nn.Sequential(nn.Flatten(), lbdn([16, 8, 8, 3], gamma=3.0)).double()

@@ -86,8 +86,9 @@ def test_every_row_has_a_valid_recipe_at_every_scale(name: str, scale: str) -> N
     table = TABLES[name]
     runs = plan(table, Path("runs") / name, scale=scale)  # type: ignore[arg-type]
     expected = [row for row in table.rows if not row.absent]
-    fewer = {run.row.label for run in plan(table, Path("runs") / name, scale=scale, thin=False)}  # type: ignore[arg-type]
-    assert fewer == {row.label for row in expected if not row.thin}
+    if scale == "smoke":
+        fewer = {run.row.label for run in plan(table, Path("runs") / name, scale=scale, thin=False)}
+        assert fewer == {row.label for row in expected if not row.thin}
     assert list(dict.fromkeys(run.row.label for run in runs)) == [row.label for row in expected]
     assert len(runs) == len(expected) * (table.seeds if scale == "full" else 1)
     assert len({run.folder for run in runs}) == len(runs)

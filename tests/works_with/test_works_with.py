@@ -76,6 +76,7 @@ def test_vmap_over_an_ensemble() -> None:
         torch.testing.assert_close(y, model(X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_torch_compile() -> None:
     model = network()
     torch.testing.assert_close(torch.compile(model, backend="aot_eager")(X), model(X), rtol=1e-5, atol=1e-6)
