@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -308,8 +307,7 @@ SLL = Family(
     affine=CayleyLinear,
 )
 
-CPL = replace(
-    SLL,
+CPL = Family(
     name="cpl",
     title="Residual around an activation, weight used twice, divided by its squared norm",
     paper="Meunier et al., ICML 2022",
@@ -317,4 +315,11 @@ CPL = replace(
     definition=definitions.cpl,
     conv=CplConv2d,
     linear=CplLinear,
+    claim="contraction",
+    smooth=False,
+    sizes="odd kernels, any image",
+    accepts=lambda k, h, w: k % 2 == 1,
+    options={"activation": ("relu", "tanh"), "hidden": (4, 6)},
+    own_activation=True,
+    affine=CayleyLinear,
 )
