@@ -417,8 +417,9 @@ def test_a_loss_of_ones_own_keeps_its_error():
 )
 def test_data_that_are_probably_wrong_are_warned_of(x, y, options, message):
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as warned:
         training.fit(model, (x, y), epochs=1, accelerator="cpu", **options)
+    assert [w.filename for w in warned] == [__file__]  # the line of the call, not one of lipkit
 
 
 def test_samples_of_a_sensor_are_taken_without_a_word():
