@@ -138,6 +138,7 @@ def test_overrides_apply_in_order_and_open_short_forms():
         ("loss=hing", "loss: expected loss as one of hinge, .* got 'hing'"),
         ("loss.options.eps=1", "loss: expected options of loss 'hinge' among eps0, lipschitz, got 'eps'"),
         ("loss.options.eps0=-1", "loss: expected eps0 > 0, got -1"),
+        (f"loss.options.eps0={10**400}", "loss: expected numbers as options of hinge, got"),
         ("loss=mse", "expected for task classification a loss.name among .*, got mse"),
         ("train.schedule=multistep", None),
         ("train.schedule.options.knots=[0, 1]", "train.schedule: expected as many factors as knots"),
