@@ -137,6 +137,8 @@ def test_overrides_apply_in_order_and_open_short_forms():
         ("certify.confidence=1", "certify.confidence: expected less than 1"),
         ("loss=hing", "loss: expected loss as one of hinge, .* got 'hing'"),
         ("loss.options.eps=1", "loss: expected options of loss 'hinge' among eps0, lipschitz, got 'eps'"),
+        ("loss.options={kind: 1}", "loss: expected options of loss 'hinge' among eps0, lipschitz, got 'kind'"),
+        ("loss.options={name: 1}", "loss: expected options of loss 'hinge' among eps0, lipschitz, got 'name'"),
         ("loss.options.eps0=-1", "loss: expected eps0 > 0, got -1"),
         (f"loss.options.eps0={10**400}", "loss: expected numbers as options of hinge, got"),
         ("loss=mse", "expected for task classification a loss.name among .*, got mse"),
