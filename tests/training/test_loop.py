@@ -401,8 +401,8 @@ def test_a_loss_of_ones_own_keeps_its_error():
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss=loss, epochs=1, accelerator="cpu")
     with pytest.raises(OptionError, match=r"expected targets of shape \(8, 3\), got \(8, 1\)"):
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss="mse", epochs=1, accelerator="cpu")
+    each = nn.CrossEntropyLoss(reduction="none")
     with pytest.raises(OptionError, match=r"expected one number from the loss, a mean, got shape \(8,\)"):
-        each = nn.CrossEntropyLoss(reduction="none")
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), LABELS % 3), loss=each, epochs=1, accelerator="cpu")
     with pytest.raises(DataError, match="expected labels below the number of outputs 3, got 3"):
         training.fit(
