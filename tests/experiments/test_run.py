@@ -274,6 +274,8 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
         with pytest.raises(error, match=message):
             pipeline.train(quick(override, f"data.root={tmp_path}", "augment.flip=true"), out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+    # To certify a network from elsewhere, nothing is augmented.
+    assert build.load_data(quick(f"data={mine}:points", "augment.flip=true")).input_shape == (2,)
 
 
 def test_options_that_training_refuses_are_refused_before_a_folder_is_made(tmp_path):

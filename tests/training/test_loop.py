@@ -402,6 +402,9 @@ def test_a_loss_of_ones_own_keeps_its_error():
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss=loss, epochs=1, accelerator="cpu")
     with pytest.raises(OptionError, match=r"expected targets of shape \(8, 3\), got \(8, 1\)"):
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss="mse", epochs=1, accelerator="cpu")
+    each = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(OptionError, match=r"expected one number from the loss, a mean, got shape \(8,\)"):
+        training.fit(nn.Linear(2, 3), (torch.rand(8, 2), LABELS % 3), loss=each, epochs=1, accelerator="cpu")
     with pytest.raises(DataError, match="expected labels below the number of outputs 3, got 3"):
         training.fit(
             nn.Linear(2, 3), (torch.rand(8, 2), LABELS), loss=nn.CrossEntropyLoss(), epochs=1, accelerator="cpu"
@@ -418,8 +421,9 @@ def test_a_loss_of_ones_own_keeps_its_error():
 )
 def test_data_that_are_probably_wrong_are_warned_of(x, y, options, message):
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as warned:
         training.fit(model, (x, y), epochs=1, accelerator="cpu", **options)
+    assert [w.filename for w in warned] == [__file__]  # the line of the call, not one of lipkit
 
 
 def test_samples_of_a_sensor_are_taken_without_a_word():

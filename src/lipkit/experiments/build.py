@@ -26,15 +26,13 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
     Raises:
         DataError, OptionError: see `lipkit.data.load`; or a radius is implausible for these data, see
             `lipkit.certificates.intervals.check_radii` (``large_eps`` accepts large ones).
-        RecipeError: the data are not for the recipe's task, or no images for its augmentation.
+        RecipeError: the data are not for the recipe's task.
     """
     section = recipe.data
     root = None if section.root is None else Path(section.root)
     data = datasets.load(section.spec, root=root, limit=section.limit, limits=section.range)
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
-    if (recipe.augment.crop or recipe.augment.flip) and len(data.input_shape) != 3:
-        raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     if large_eps is not None:
         certify, adversary = recipe.certify, recipe.adversary
         radii: dict[str, Sequence[float]] = {"certify.delta": [certify.delta]}

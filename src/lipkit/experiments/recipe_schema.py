@@ -60,7 +60,7 @@ def _checked_by(build: Callable[..., Any]) -> Any:
             build(section.name, **section.options)
         except LipkitError as error:
             raise ValueError(str(error)) from None
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:  # an integer of 400 digits overflows
             raise ValueError(f"expected numbers as options of {section.name}, got {section.options}: {error}") from None
         return section
 

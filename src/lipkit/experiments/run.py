@@ -27,7 +27,7 @@ from torch import nn
 
 from lipkit import modules
 from lipkit.data import Data, Split
-from lipkit.errors import RunError, ShapeError
+from lipkit.errors import RecipeError, RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import augment, build_model, load_data, outputs
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
@@ -77,6 +77,7 @@ def train(
     for spec in recipe.code().values():
         display.note(f"importing {spec}: this runs the code of its module")
     data = load_data(recipe, large_eps)
+    options = training_options(recipe, data, display.progress)
     model = build_model(recipe, data)
     fabric = fabric or make_fabric(recipe.train)
     if resume is not None:
@@ -85,7 +86,7 @@ def train(
         if (Path(resume) / RECORD).exists():
             return _ended(Path(resume), display) if fabric.is_global_zero else None
     # All is checked before a folder is made.
-    session = loop.prepare(model, data.train, training_options(recipe, data, display.progress), fabric)
+    session = loop.prepare(model, data.train, options, fabric)
     folder = on_first(fabric, lambda: _new_folder(recipe, out, folder)) if resume is None else Path(resume)
     section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
     if fabric.is_global_zero:
@@ -130,8 +131,10 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes."""
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
+    if (change.crop or change.flip) and len(data.input_shape) != 3:
+        raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,

@@ -34,7 +34,6 @@ from lipkit.errors import RunError
 from lipkit.files import MAX_TEXT, append_line, read_bytes, write_atomic
 
 SETTINGS, METRICS, CHECKPOINTS, MANIFEST = "settings.json", "metrics.jsonl", "checkpoints", "checkpoint.json"
-_KEEP = 2
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _FORMAT = 1
 
@@ -134,7 +133,7 @@ def truncate_metrics(folder: Path, epochs_done: int) -> list[dict[str, Any]]:
 
 
 def save_checkpoint(
-    folder: Path, epoch: int, model: nn.Module, state: Mapping[str, Any], *, step: int = 0, keep: int = _KEEP
+    folder: Path, epoch: int, model: nn.Module, state: Mapping[str, Any], *, step: int = 0, keep: int = 2
 ) -> Path:
     """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 

@@ -22,7 +22,7 @@ from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.options import TrainOptions, check_precision
 from lipkit.training.progress import Divergence, finite, peak_memory, tensorboard
 from lipkit.training.session import Session, update
-from lipkit.training.sources import NETWORK, batches, derived_seed, own_random_state, source
+from lipkit.training.sources import NETWORK, Source, batches, derived_seed, own_random_state, source
 from lipkit.training.step import Step, take_step
 
 
@@ -151,7 +151,7 @@ def fit(
     for name, wanted in (("resume", resume), ("tensorboard", options.tensorboard)):
         if wanted and run_dir is None:
             raise OptionError(f"expected run_dir with {name}=True, got None")
-    session = prepare(model, data, options, fabric)
+    session = prepare(model, source(data), options, fabric)
     if changes.get("batch_size", 0) > (count := len(session.data)):
         warnings.warn(f"batch_size: {options.batch_size} for {count} samples is one step an epoch", stacklevel=2)
     with ExitStack() as held:
@@ -160,13 +160,12 @@ def fit(
         return train(session)
 
 
-def prepare(model: nn.Module, data: object, options: TrainOptions, fabric: Any = None) -> Session:
+def prepare(model: nn.Module, data: Source, options: TrainOptions, fabric: Any = None) -> Session:
     """The state of a run before its first step, with ``model`` on its device. It writes nothing.
 
     Raises:
         OptionError, DataError: all that `fit` refuses, except for its folder.
     """
-    samples = source(data)
     fabric = fabric or make_fabric(options)
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
@@ -183,9 +182,9 @@ def prepare(model: nn.Module, data: object, options: TrainOptions, fabric: Any =
     if options.cuda_graph:
         check_recordable(fabric, options)
     free = torch.cuda.mem_get_info(fabric.device)[0] if fabric.device.type == "cuda" else 0
-    if isinstance(samples, Split) and isinstance(samples.x, torch.Tensor) and 4 * samples.x.nbytes < free:
-        samples = samples.to(fabric.device)  # so that the GPU gathers the batches
-    return Session(fabric, model, options, samples)
+    if isinstance(data, Split) and isinstance(data.x, torch.Tensor) and 4 * data.x.nbytes < free:
+        data = data.to(fabric.device)  # so that the GPU gathers the batches
+    return Session(fabric, model, options, data)
 
 
 def train(session: Session) -> Run:

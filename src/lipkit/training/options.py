@@ -85,7 +85,7 @@ bf16-mixed, got 'bf16-true': constraints do not hold in less
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {"loss": losses.LOSSES, "schedule": schedules.SCHEDULES}
 
 
-def chosen(kind: Literal["loss", "schedule"], name: str, **options: Any) -> Any:
+def chosen(kind: Literal["loss", "schedule"], name: str, /, **options: Any) -> Any:
     """The loss or schedule of this name with its keyword arguments bound; wrong ones are refused at once.
 
     >>> chosen("schedule", "multistep", milestones=[0.5])(0.75)

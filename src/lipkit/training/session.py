@@ -125,7 +125,8 @@ class Session:
 
         Random numbers start anew if the checkpoint was made with another number of processes.
         """
-        rank, seed, (state, self.resumed) = self.fabric.global_rank, self.options.seed, (self.resumed, {})
+        rank, seed = self.fabric.global_rank, self.options.seed
+        state, self.resumed = self.resumed, {}  # for the first epoch of this call; later ones start anew
         streams = {"augment": AUGMENT, "attack": ATTACK}
         self.generators = {name: generator(seed, self.epoch, stream, rank) for name, stream in streams.items()}
         random = state.get("random")

@@ -141,7 +141,7 @@ def source(train: object) -> Source:
         if isinstance(split.x, Tensor):
             warn_of_bytes(split.x, "x / 255 or uint8")
         if not split.y.is_floating_point() and len(split) > 1 and bool((split.y == split.y[0]).all()):
-            warnings.warn(f"expected labels of several classes, got {int(split.y[0])} alone", stacklevel=4)
+            warnings.warn(f"expected labels of several classes, got {int(split.y[0])} alone", stacklevel=3)
         return split
     if isinstance(train, Dataset):
         return DatasetSource(train)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.errors import DataError, LipkitError, lacks_memory
+from lipkit.errors import DataError, LipkitError, OptionError, lacks_memory
 from lipkit.training.adversarial import attacked_batch
 from lipkit.training.losses import LOSSES
 from lipkit.training.session import Session
@@ -48,6 +48,8 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
                 if clear or not (found := _mistake(part, outputs, targets, loss)):
                     raise
                 raise DataError(found) from error
+            if value.ndim:
+                raise OptionError(f"expected one number from the loss, a mean, got shape {tuple(value.shape)}")
             if len(targets) > rows:  # adversarial examples follow the samples
                 outputs, targets = outputs[-rows:], targets[-rows:]
             sums.append(_sums(value, outputs, targets, own))
