@@ -131,6 +131,33 @@ def test_switches_that_no_hash_sees_are_compared() -> None:
             lipkit.certify(plain, x, y, proof=proof)
 
 
+def test_hooks_of_the_state_hide_no_change() -> None:
+    (x, y), proof, plain = samples(), lipkit.prove(network()), network()
+    plain[3].weight.mul_(2)
+    plain[3].register_state_dict_post_hook(lambda m, state, prefix, _: state[prefix + "weight"].div_(2))
+    with pytest.raises(OptionError, match="proof: expected one of the network"):
+        lipkit.certify(plain, x, y, proof=proof)
+
+
+def test_buffers_that_are_not_stored_are_compared_with_and_without_a_proof() -> None:
+    fourier = modules.FourierConv2d(1, 1, 4, 4)
+    plain = modules.Network([fourier, nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
+    (x, _), proof = samples(), lipkit.prove(plain)
+    lipkit.certify(plain, x, torch.zeros(5, dtype=torch.int64), proof=proof)
+    plain.get_buffer("0.transform0").mul_(2)
+    for given_proof in (proof, None):
+        with pytest.raises(OptionError, match=r"expected 'transform0' of FourierConv2d.* got other numbers"):
+            lipkit.certify(plain, x, torch.zeros(5, dtype=torch.int64), proof=given_proof)
+
+
+def test_activations_that_become_one_module_are_another_network() -> None:
+    relus = [nn.ReLU(), nn.ReLU()]
+    plain = modules.Network([nn.Linear(2, 2), relus[0], nn.Linear(2, 2), relus[1]], (2,))
+    proof, plain._modules["3"] = lipkit.prove(plain), relus[0]
+    with pytest.raises(OptionError, match="proof: expected one of the network"):
+        lipkit.certify(plain, torch.ones(1, 2), torch.zeros(1, dtype=torch.int64), proof=proof)
+
+
 def test_hooks_and_replaced_methods_are_refused_with_a_proof_too() -> None:
     (x, y), proof = samples(), lipkit.prove(network())
     plain = network()

@@ -242,6 +242,11 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         write_c(network, tmp_path / 'a"b.c')
     with pytest.raises(OptionError, match="prefix: expected a name of C, got '2b'"):
         write_c(network, tmp_path / "a.c", prefix="2b")
+    vast = modules.Network([nn.Linear(2, 2, dtype=torch.float64)], (2,))
+    vast.input_range = (0.0, 1.0)
+    vast[0].weight.fill_(1e300)
+    with pytest.raises(OptionError, match="outputs whose proved error is finite, got inf: the weights are too large"):
+        write_c(vast, tmp_path / "a.c")
     nothing = modules.Network([nn.Identity()], (2,))
     nothing.input_range = (0.0, 1.0)
     with pytest.raises(OptionError, match="expected a network that computes something, got one that returns its input"):

@@ -109,6 +109,10 @@ WEIGHTS: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
     "a bias": (lambda m: m._parameters.update(bias=torch.ones(2).as_subclass(Tenfold)), "'bias'.*Tenfold"),
     "a buffer": (lambda m: m.register_buffer("extra", torch.ones(2).as_subclass(Tenfold)), "'extra'.*Tenfold"),
     "an attribute": (lambda m: _attribute(m, torch.ones(2, 2).as_subclass(Tenfold)), "'weight'.*Tenfold"),
+    "one that hides a weight": (
+        lambda m: vars(m).update(weight=torch.ones(2, 2)),
+        "attribute that hides its own 'weight'",
+    ),
     "sparse": (lambda m: _put(m, torch.eye(2).to_sparse()), r"'weight'.*sparse_coo.*\.to_dense\(\)"),
     "sparse by rows": (lambda m: _put(m, _rows()), r"'weight'.*sparse_csr.*\.to_dense\(\)"),
     "on the meta device": (lambda m: m.to("meta"), "'weight'.*meta device.*load it first"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit import export, modules
+from lipkit import certify, export, modules
 from lipkit.certificates.evaluators import machine
 from lipkit.conv import kernel_symbol
 from lipkit.errors import NoRuleError
@@ -21,10 +21,11 @@ from lipkit.layers.families import FAMILIES, names
 from lipkit.lowering import lipschitz
 from lipkit.modules import ROWS, local_error
 from lipkit.modules.blocked import blocked
+from lipkit.modules.fourier import spectral_blocks
 from lipkit.modules.graph import JOINS
 from lipkit.modules.machine import prepare, prove_module, through
 from lipkit.modules.plain import stored_types
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64, Line
 
 VECTOR, IMAGE = (12,), (4, 6, 6)
 
@@ -290,6 +291,31 @@ def test_weights_below_the_normal_range_may_count_as_zero() -> None:
     error = float(local_error(layer, (3,), FLOAT32)(x).error.at)
     assert error >= float(layer(x).detach().norm())  # flushed to zero, nothing of the output is left
     assert float(local_error(layer, (3,), FLOAT64)(x).error.at) < 1e-20
+
+
+def test_errors_of_weights_whose_squares_underflow_still_grow() -> None:
+    # Row sum times column sum is below every float64 number, their roots are not.
+    layer = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    fourier = modules.FourierConv2d(1, 1, 4, 4, bias=False, dtype=torch.float64)
+    for tensor in (layer.weight, fourier.real, fourier.pair):
+        nn.init.constant_(tensor, 1e-175)
+    slope = local_error(layer, (3,), FLOAT64)(torch.zeros(1, 3).double()).error.slope
+    assert 1e-175 * 2.0**-53 < slope < 1e-175 * 2.0**-46
+    assert spectral_blocks(fourier) >= 1e-175
+    assert Line(torch.zeros(1).double(), 1e-200).times(1e-200).slope > 0  # rounded up
+
+
+def test_a_certificate_counts_the_errors_of_tiny_weights() -> None:
+    torch.manual_seed(1)
+    first, last = nn.Linear(64, 1, bias=False).double(), nn.Linear(1, 2, bias=False).double()
+    with torch.no_grad():
+        first.weight.copy_(torch.rand(1, 64) * 1e-10).mul_(1e-165)
+        last.weight.copy_(torch.tensor([[1.0], [-1.0]])).mul_(1e120)
+        x = torch.randn(40, 64, dtype=torch.float64) * 1e55
+        for _ in range(3):  # the sums cancel: only their errors are left
+            x[:, -1] -= (first(x) / first.weight[0, -1])[:, 0]
+    found = [certify(modules.Network([first, last], (64,)), x, torch.full((40,), label)).radius for label in (0, 1)]
+    assert float(torch.maximum(*found).max()) == 0
 
 
 def test_the_jump_of_softplus_counts() -> None:

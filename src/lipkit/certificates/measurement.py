@@ -83,7 +83,7 @@ class Proof(Shown):
         now = [(name, _switches(module)) for name, module in network.named_modules()]  # before weights fill the cache
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
-        if wanted != got or not same_contents(contents(network), self.stored):
+        if wanted != got or len(now) != len(self.switches) or not same_contents(contents(network), self.stored):
             asked, made = ("rounding={!r}, evaluator={!r} on {}".format(*each) for each in (wanted, got))
             raise OptionError(
                 f"proof: expected one of the network with sha256 {modules.sha256(network)} for {asked}, got one of "
@@ -94,6 +94,7 @@ class Proof(Shown):
                 f"proof: expected one for inputs in {network.input_range}, got one for {self.network.input_range}: the "
                 "integer program depends on them, prove this network again"
             )
+        _check_transforms(network, self.network)
         for (name, own), then in zip(now, self.switches, strict=True):
             if own != then:
                 key = min(key for key in {*own, *then} if own.get(key, ...) != then.get(key, ...))
@@ -116,6 +117,17 @@ def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
     plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
     return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
+
+
+def _check_transforms(network: modules.Network, exact: modules.Network) -> None:
+    """Raise if a buffer that is not stored is another than its sizes give, as those of the float64 copy, made anew."""
+    for module, twin in zip(network.modules(), exact.modules(), strict=True):
+        for name in twin._non_persistent_buffers_set:
+            own, made = getattr(module, name), getattr(twin, name)
+            if not torch.equal(own.cpu(), made.cpu().to(own.dtype)):
+                raise OptionError(
+                    f"expected {name!r} of {module} as its sizes give it, got other numbers: load it anew"
+                )
 
 
 def prove(
@@ -156,6 +168,7 @@ def prove(
     check_network(network, "prove")
     where, made_for = _asked(network, rounding, evaluator, device)
     exact = float64_copy(network, where)
+    _check_transforms(network, exact)
     arithmetic = evaluators.arithmetic(evaluator, network)
     chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
     program: Program | None = None

@@ -95,8 +95,11 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     moving = exact[exact.isfinite() & (exact > 0)]
     fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
     rates = torch.where(exact.isinf(), -1.0, (exact * 2.0**fraction).floor().clamp_max(2.0**29))
-    error = math.ceil(math.ldexp(float(own.max()), program.fraction))
-    return c_source.Radii(classes, errors.long().flatten().tolist(), rates.long().flatten().tolist(), fraction, error)
+    error = float(own.max()) * 2.0**program.fraction
+    if not math.isfinite(error):
+        raise OptionError(f"expected outputs whose proved error is finite, got {error}: the weights are too large")
+    both = errors.long().flatten().tolist(), rates.long().flatten().tolist()
+    return c_source.Radii(classes, *both, fraction, math.ceil(error))
 
 
 def c_runtime(source: str | Path, network: modules.Network, folder: str | Path) -> Runtime:

@@ -127,7 +127,7 @@ def inner_products(
     error = arithmetic.gamma(depth + 1 + arithmetic.stored)  # the bias, and a weight that is rounded first
     up = 1 + FLOAT64.gamma(weight.numel() + terms + 16)  # for the sums that are taken here
     row, column = (value * up for value in sums(magnitude))
-    norm = grow(math.sqrt(row * column * copies))  # Schur
+    norm = grow(math.sqrt(row) * math.sqrt(column * copies))  # Schur; root by root, as no product may underflow to 0
     lost = 0.0
     if _has_subnormal(magnitude, arithmetic):
         tiny = (magnitude < arithmetic.tiny) & (magnitude > 0)
@@ -180,7 +180,7 @@ def moduli_sizes(module: nn.Module) -> Sizes:
         return norm_sizes
     magnitude = module.weight.detach().abs()
     sums, columns = magnitude.sum(0), size(magnitude.T)
-    norm = math.sqrt(float(magnitude.sum(1).amax()) * float(sums.amax()))
+    norm = math.sqrt(float(magnitude.sum(1).amax())) * math.sqrt(float(sums.amax()))
     if not 0 < norm < math.inf:
         return norm_sizes
     up = 1 + FLOAT64.gamma(magnitude.numel() + 16)

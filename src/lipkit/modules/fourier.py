@@ -201,8 +201,8 @@ def schur(magnitude: Tensor) -> float:
     """The largest root of row sum times column sum in a batch of non-negative matrices (F, m, n); 0 for none."""
     if not magnitude.numel():
         return 0.0
-    products = magnitude.sum(2).amax(1) * magnitude.sum(1).amax(1)
-    return grow(math.sqrt(float(products.amax())) * (1 + FLOAT64.gamma(magnitude.shape[1] + magnitude.shape[2])))
+    products = magnitude.sum(2).amax(1).sqrt() * magnitude.sum(1).amax(1).sqrt()  # no product underflows to 0
+    return grow(float(products.amax()) * (1 + FLOAT64.gamma(magnitude.shape[1] + magnitude.shape[2])))
 
 
 def spectral_blocks(module: FourierConv2d) -> float:

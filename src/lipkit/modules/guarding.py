@@ -120,7 +120,10 @@ def _refuse_methods(kind: type[nn.Module], name: str) -> None:
 
 def _refuse_weights(module: nn.Module, name: str) -> None:
     own = vars(module)
-    for key, value in (*own["_parameters"].items(), *own["_buffers"].items(), *own.items()):
+    held = own["_parameters"] | own["_buffers"]
+    if hidden := sorted((held.keys() | own["_modules"].keys()) & own.keys()):
+        raise NoRuleError(f"{name} has a plain attribute that hides its own {hidden[0]!r}, expected none: delete it")
+    for key, value in (*held.items(), *own.items()):
         if not isinstance(value, Tensor):
             continue
         if type(value) not in (Tensor, nn.Parameter):

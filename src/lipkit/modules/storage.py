@@ -135,8 +135,14 @@ Contents = list[tuple[str, np.ndarray[Any, Any]]]
 def contents(network: nn.Module) -> Contents:
     """All that `sha256` reads: the configuration, and the names and bytes of tensors, views where they can be."""
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
-    for name, tensor in sorted(network.state_dict().items()):
-        data = tensor.cpu().contiguous()
+    held = [  # as `state_dict`, whose hooks could change what it shows
+        (f"{place}.{name}".removeprefix("."), tensor)
+        for place, module in network.named_modules(remove_duplicate=False)
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    ]
+    for name, tensor in sorted(held):
+        data = tensor.detach().cpu().contiguous()
         known = data if data.dtype in (torch.float32, torch.float64) else data.reshape(-1)[:, None].view(torch.uint8)
         numbers = known.numpy().reshape(-1)
         words = numbers.view(np.uint8 if numbers.nbytes % 8 else np.int64)  # words of eight bytes are compared faster

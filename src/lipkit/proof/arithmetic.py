@@ -104,8 +104,8 @@ class Line(NamedTuple):
         """The bound times a number >= 0; exactly 0 if the number is 0."""
         if factor == 0:
             return Line(torch.zeros_like(self.at), 0.0)
-        # The growth covers the rounding of the product; a slope of 0 stays 0 even for an infinite factor.
-        return Line(grow(self.at * factor), grow(self.slope * factor) if self.slope else 0.0)
+        # The growth covers the product's rounding, underflow too; a slope of 0 stays 0 even for an infinite factor.
+        return Line(grow(self.at * factor), grow(max(self.slope * factor, 2.0**-1074)) if self.slope else 0.0)
 
     def below(self, inner: Line) -> Line:
         """The bound at distances that the line ``inner`` bounds: ``at + slope * inner``."""
