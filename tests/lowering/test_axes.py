@@ -253,7 +253,6 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
     "contracted over the batch": (V, lambda s, x: torch.einsum("bi,bj->ij", x, x) + 0 * x[:1].T),
     "contracted samples": (V, lambda s, x: torch.einsum("bi,ci->bc", x, x) @ x),
     "contracted batches": (V, lambda s, x: torch.einsum("bi,ci->ci", x, s.a(x))),
-    "contracted over the other batch": (M, lambda s, x: torch.einsum("bni,nbj->bij", x, x[:, :1].transpose(0, 1))),
     "contracted with rows": (V, lambda s, x: torch.einsum("bi,cb->ci", x, torch.ones((x.shape[0], x.shape[0])))),
     "selected sample": (M, lambda s, x: x + x.transpose(0, 1).select(1, 0)),
     "batch around itself": (M, lambda s, x: F.pad(x.permute(1, 2, 0), (1, -1), mode="circular").permute(2, 0, 1)),

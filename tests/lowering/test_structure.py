@@ -562,7 +562,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "einsum of two that move": (V, lambda s, x: torch.einsum("bi,bi->b", x, x), "einsum.*one factor to be constant"),
     "vector": (M, lambda s, x: x @ s.mid, "matmul.*matrix that leaves the batch"),
     "addmm with a factor": (V, lambda s, x: torch.addmm(s.mid, x, s.w, alpha=2), "torch.addmm.*alpha"),
-    "one of the batch selected": (M, lambda s, x: x.transpose(0, 1).select(1, 0) + x[:, 0], "select.*batch|row per"),
+    "one of the batch selected": (M, lambda s, x: x + x.transpose(0, 1).select(1, 0), "Tensor.select.*row per"),
     "outputs in a class": (V, lambda s, x: Outputs(s.a(x)), r"^export: tests\.lowering\.test_structure\.Outputs"),
     "bilinear": (V, lambda s, x: F.bilinear(x, x, s.w[None]), "functional.bilinear"),
     "quotient": (V, lambda s, x: x / s.a(x), "truediv.*constant divisor"),
