@@ -157,7 +157,7 @@ REFUSED = {
     "variance": (lambda s, x: x.var(1, keepdim=True), NO_RULE),
     "attention": (lambda s, x: (x[:, :, None].softmax(1) @ x[:, None]).flatten(1), "constant matrix"),
     "squared by a matrix product": (lambda s, x: (x[:, None] @ x[:, :, None]).flatten(1), "constant matrix"),
-    "einsum with itself": (lambda s, x: torch.einsum("bi,bj->bij", x, x).flatten(1), NO_RULE),
+    "einsum with itself": (lambda s, x: torch.einsum("bi,bj->bij", x, x).flatten(1), "einsum.*one constant factor"),
     "gate": (lambda s, x: F.glu(torch.cat((x, x), 1)), NO_RULE),
     "multiply-add": (lambda s, x: torch.addcmul(x, x, x), NO_RULE),
     # Memory.

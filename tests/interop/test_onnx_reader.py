@@ -591,6 +591,35 @@ def test_damaged_files_raise_errors_of_ours(tmp_path, numbers):
     assert 40 <= refused < 120
 
 
+@pytest.mark.parametrize("policy", ["stretch", "not_larger", "not_smaller"])
+def test_images_are_enlarged_as_they_are_stretched(tmp_path, policy):
+    nodes = [H.make_node("Resize", ["x", "", "s"], ["y"], mode="nearest", coordinate_transformation_mode="asymmetric",
+                         nearest_mode="floor", keep_aspect_ratio_policy=policy)]  # fmt: skip
+    path = write(tmp_path / "net.onnx", nodes, {"s": np.array([1, 1, 2, 2], np.float32)}, ["batch", 2, 3, 4], 18)
+    if policy != "stretch":
+        with pytest.raises(NoRuleError, match="Resize: expected images enlarged"):
+            read_onnx(path)
+        return
+    x = torch.randn(2, 2, 3, 4)
+    torch.testing.assert_close(read_onnx(path)(x), F.interpolate(x, scale_factor=2))
+
+
+def test_letters_of_the_batch_are_not_summed(tmp_path):
+    stored = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    path = tmp_path / "net.onnx"
+    net = load_onnx(
+        write(path, made(("Einsum", ["x", "w"], "y", {"equation": "bni,ij->bjn"})), stored, ["batch", 2, 3])
+    )
+    x = torch.randn(5, 2, 3)
+    torch.testing.assert_close(net(x), (x @ torch.from_numpy(stored["w"])).mT)
+    norm = np.linalg.norm(stored["w"].astype(np.float64), 2)
+    assert norm <= float(lipschitz(net)) <= norm * (1 + 1e-6)
+    for equation in ("bni,cni->bc", "bni,bni->ni", "bni,cmi->cmn"):
+        write(path, made(("Einsum", ["x", "x"], "y", {"equation": equation})), {}, ["batch", 2, 3])
+        with pytest.raises((NoRuleError, ShapeError)):
+            load_onnx(path)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test_pixels_copied_around_images_become_the_padding_of_a_convolution(tmp_path, mode):

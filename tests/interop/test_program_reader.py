@@ -109,10 +109,11 @@ def tokens(s: Any, x: Tensor) -> Tensor:
         lambda s, x: s.slopes(s.same(x))[:, :3, 1:4],
         standardised,
         tokens,
+        lambda s, x: torch.addmm(s.w[0], torch.einsum("bcn,cd->bnd", x, s.w).select(1, 2), s.w),
         lambda s, x: torch.mm(F.adaptive_avg_pool1d(x, 2)[:, :, 1], s.w.t()),
         lambda s, x: F.interpolate(x.unsqueeze(1), scale_factor=2.0, mode="bilinear"),
     ],
-    ids=["slices, slopes", "standardised weights", "tokens", "products", "bilinear"],
+    ids=["slices, slopes", "standardised weights", "tokens", "sums of products", "products", "bilinear"],
 )
 def test_parts_of_common_networks_have_the_same_constants(f: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,11 +82,24 @@ def tokens_first(s: Net, x: Tensor) -> Tensor:
     return x[0] + x[1:].mean(0) - x.reshape(2, 2, n, width).sum((0, 1))
 
 
+def contracted_heads(s: Net, x: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in s.qkv(x).chunk(3, -1))
+    weights = torch.einsum("bhid,bhjd->bhij", 0.5 * q, k).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", weights, v).transpose(1, 2).flatten(2)
+
+
 # With products of two moving values, on a box.
 ATTENTION: dict[str, tuple[tuple[int, ...], Forward]] = {
     "unbound": (G, attention),
     "picked": (G, picked),
     "heads in the batch": (G, heads_in_the_batch),
+    "contracted heads": (G, contracted_heads),
+    "contracted, tokens first": (
+        M,
+        lambda s, x: torch.einsum("ibd,jbd->bij", 0.1 * x.transpose(0, 1), s.a(x).transpose(0, 1)),
+    ),
+    "contracted to a number": (V, lambda s, x: torch.einsum("bi,bi->b", x, s.a(x))),
+    "outer products": (M, lambda s, x: torch.einsum("bni,bnj->bjni", 0.1 * x, s.a(x))),
     "windows": (I, windows),
     "products of rows": (M, lambda s, x: (0.1 * x.permute(1, 0, 2) * s.a(x).permute(1, 0, 2)).transpose(0, 1)),
 }
@@ -114,6 +129,17 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "matrix behind": (M, lambda s, x: (x.transpose(0, 1) @ s.w).transpose(0, 1)),
     "matrix before": (M, lambda s, x: (s.w[:, :3] @ x.permute(2, 1, 0)).permute(2, 1, 0)),
     "numbers": (V, lambda s, x: x.T.mean(0)),
+    "contracted": (M, lambda s, x: torch.einsum("hd, bnd -> bhn", s.w, x)),
+    "contracted, tokens first": (M, lambda s, x: torch.einsum("nbi,ij->jbn", x.transpose(0, 1), s.w).transpose(0, 1)),
+    "contracted twice": (M, lambda s, x: torch.einsum("bni,nij->bj", x, torch.stack([s.w, 2 * s.w, s.w.T]))),
+    "contracted to a number": (V, lambda s, x: torch.einsum("bi,i->b", x, s.w[0])),
+    "outer product with a weight": (V, lambda s, x: torch.einsum("bi,jk->bkij", x, s.w)),
+    "sum and product": (V, lambda s, x: s.w[:1].addmm(x, s.w) + torch.addmm(s.w[1], x, s.w)),
+    "sum with the input": (V, lambda s, x: torch.addmm(x, x, s.w)),
+    "selected": (M, lambda s, x: x.select(index=-1, dim=-2) + torch.select(x.transpose(0, 1), 0, 1)),
+    "reflected": ((2, 5, 6), lambda s, x: F.pad(x, (2, 1, 3, 0), mode="reflect")),
+    "replicated, tokens first": (M, lambda s, x: F.pad(x.transpose(0, 1), (5, 2), "replicate").transpose(0, 1)),
+    "periodic": ((2, 5, 6), lambda s, x: F.pad(x, (2, -1, 3, 3), mode="circular")),
     "padded": (M, lambda s, x: F.pad(x.transpose(0, 1), (1, 0)).transpose(0, 1)),
     "larger of two": (M, lambda s, x: torch.maximum(x.mT.permute(1, 2, 0), s.a(x).permute(2, 1, 0)).permute(2, 0, 1)),
 }
@@ -145,6 +171,18 @@ def test_exported_and_bounded(name: str) -> None:
         jacobian: Any = torch.autograd.functional.jacobian(lambda v: double(v[None])[0], row)
         assert float(torch.linalg.matrix_norm(jacobian.reshape(-1, row.numel()), 2)) <= bound * (1 + 1e-9)
     assert analyze(Net(forward).eval(), shape, restarts=1, steps=2).upper >= 0
+
+
+def test_constants_of_contractions_and_copies() -> None:
+    w = Net(lambda s, x: x).w.detach().double().numpy()
+    whole = np.concatenate([w, 2 * w, w.T])  # of all entries of a sample
+    for forward, shape, norm in (
+        (RIGHT["contracted twice"][1], M, np.linalg.norm(whole, 2)),
+        (RIGHT["outer product with a weight"][1], V, np.linalg.norm(w)),
+        (RIGHT["reflected"][1], (2, 5, 6), 2.0),  # the entries that are copied once in each direction
+        (RIGHT["replicated, tokens first"][1], M, math.sqrt(6)),  # the first, five times
+    ):
+        assert norm <= float(lipschitz(export(Net(forward).eval(), shape))) <= norm * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -212,6 +250,12 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
     "repeat": (V, lambda s, x: x.repeat(2, 1).view(-1, 2, 4).sum(1)),
     "repeat of the transpose": (V, lambda s, x: x.T.repeat(1, 2).T.reshape(-1, 8)),
     "expanded in front": (V, lambda s, x: x.expand(3, -1, -1).reshape(-1, 3, 4)),
+    "contracted over the batch": (V, lambda s, x: torch.einsum("bi,bj->ij", x, x) + 0 * x[:1].T),
+    "contracted samples": (V, lambda s, x: torch.einsum("bi,ci->bc", x, x) @ x),
+    "contracted batches": (V, lambda s, x: torch.einsum("bi,ci->ci", x, s.a(x))),
+    "contracted with rows": (V, lambda s, x: torch.einsum("bi,cb->ci", x, torch.ones((x.shape[0], x.shape[0])))),
+    "selected sample": (M, lambda s, x: x + x.transpose(0, 1).select(1, 0)),
+    "batch around itself": (M, lambda s, x: F.pad(x.permute(1, 2, 0), (1, -1), mode="circular").permute(2, 0, 1)),
     "Gram matrix": (V, lambda s, x: 0.1 * x @ (x.T @ x)),
     "products of samples": (V, lambda s, x: 0.1 * (x @ x.T) @ x),
     "attention over the batch": (M, lambda s, x: 0.1 * (y := x.transpose(0, 1)) @ y.mT @ y),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import importlib
 import itertools
 import math
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import lipkit_check
 from lipkit import analyze, certify, export, lipschitz, load, save
@@ -30,6 +32,11 @@ from lipkit.modules import ROWS, Plain
 
 V, M, I = (4,), (3, 4), (2, 6, 6)  # noqa: E741
 Forward = Callable[[Any, Tensor], Any]
+
+
+@dataclasses.dataclass
+class Outputs:
+    y: Tensor
 
 
 class Net(nn.Module):
@@ -311,6 +318,29 @@ def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: 
         function(Net(forward).eval(), V)
 
 
+@pytest.mark.parametrize("made", ["torch.zeros(x.shape[0], 4)", "s.mid.expand(x.shape[0], -1)"])
+def test_sizes_as_one_tuple_are_recorded(made: str) -> None:
+    with pytest.raises(NoRuleError, match=r"give sizes as one tuple, as in torch.zeros\(\(x.shape\[0\], 4\)\)"):
+        export(Net(eval(f"lambda s, x: torch.cat((x, {made}), 1)")).eval(), V)
+    tupled = made.replace("(x.shape[0],", "((x.shape[0],") + ")"
+    network = Net(eval(f"lambda s, x: torch.cat((x, {tupled}), 1)")).eval()
+    x = torch.rand(5, 4)
+    assert torch.equal(export(network, V)(x), network(x))
+
+
+def test_hooks_of_torch_are_removed_by_torch() -> None:
+    network, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(3, 4)
+    prune.random_unstructured(network[0], "weight", 3)
+    with pytest.raises(NoRuleError, match=r"torch.nn.utils by prune.remove\(layer, 'weight'\), remove_spectral_norm"):
+        lipschitz(network, V)
+    expected = network(x)
+    prune.remove(network[0], "weight")
+    assert torch.equal(network(x), expected)
+    network.requires_grad_(False)
+    norm = float(np.linalg.norm(network[0].weight.detach().double().numpy(), 2))
+    assert norm <= float(lipschitz(network, V)) <= norm * (1 + 1e-6)
+
+
 BRANCH = "lambda s, x: s.a(x) if x.sum() > 0 else x"
 
 
@@ -492,8 +522,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "zeros around the batch": (V, lambda s, x: F.pad(x, (0, 0, 1, 0)), "pad.*row per sample"),
     "zeros around everything": (I, lambda s, x: F.pad(x, (0,) * 8), "functional.pad"),
     "padding by ones": (I, lambda s, x: F.pad(x, (1, 1), value=1.0), "functional.pad"),
-    "padding by reflection": (I, lambda s, x: F.pad(x, (1, 1, 1, 1), mode="reflect"), "functional.pad"),
-    "circular padding": (I, lambda s, x: F.pad(x, (1, 1, 1, 1), mode="circular"), "functional.pad"),
+    "copies of a long row": ((1, 4097), lambda s, x: F.pad(x, (1, 1), mode="circular"), "pad.*at most 4096"),
     "mean in another format": (V, lambda s, x: x - x.mean(1, keepdim=True, dtype=torch.float64), "Tensor.mean"),
     "mean over samples": (V, lambda s, x: x - x.mean(0), "Tensor.mean"),
     "sum of all": (V, lambda s, x: x / 2 + x.sum(), "Tensor.sum"),
@@ -513,9 +542,28 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "matrix product": (M, lambda s, x: x @ x.transpose(1, 2), "matmul.*one factor to be constant"),
     "matrix product of samples": (V, lambda s, x: x @ x.transpose(0, 1) @ x, "matmul|transpose"),
     "batched product": (M, lambda s, x: torch.bmm(x, x.transpose(1, 2)), "torch.bmm"),
-    "einsum": (V, lambda s, x: torch.einsum("bi,ij->bj", x, s.w), "torch.einsum"),
+    "einsum of three": (
+        V,
+        lambda s, x: torch.einsum("bi,ij,jk->bk", x, s.w, s.w),
+        "einsum.*two values.*'bi,ij,jk->bk'",
+    ),
+    "einsum of one": (M, lambda s, x: torch.einsum("bij->bji", x), "einsum.*two values.*'bij->bji'"),
+    "einsum of a diagonal": ((4, 4), lambda s, x: torch.einsum("bii,ij->bj", x, s.w), "einsum.*letter once.*'bii"),
+    "einsum of dots": (M, lambda s, x: torch.einsum("...i,ij->...j", x, s.w), r"einsum.*'\.\.\.i,ij->\.\.\.j'"),
+    "einsum without result": (V, lambda s, x: torch.einsum("bi,ij", x, s.w), "einsum.*three parts.*'bi,ij'"),
+    "einsum with its own sum": (
+        M,
+        lambda s, x: torch.einsum("bni,ij->bj", x, s.w),
+        "einsum.*at least two.*'bni,ij->bj'",
+    ),
+    "einsum of two sizes": (V, lambda s, x: torch.einsum("bi,ij->bj", x, s.w[:1]), "einsum.*one size.*other 'i'"),
+    "einsum of a weight for each": (M, lambda s, x: torch.einsum("bni,ni->bn", x, s.w[:3]), "einsum.*letters of both"),
+    "einsum of rows": (V, lambda s, x: torch.einsum("bi,bi->bi", x, torch.ones_like(x)), "einsum.*except.*'bi,bi->bi'"),
+    "einsum of two that move": (V, lambda s, x: torch.einsum("bi,bi->b", x, x), "einsum.*one factor to be constant"),
     "vector": (M, lambda s, x: x @ s.mid, "matmul.*matrix that leaves the batch"),
-    "addmm": (V, lambda s, x: torch.addmm(s.mid, x, s.w), "torch.addmm"),
+    "addmm with a factor": (V, lambda s, x: torch.addmm(s.mid, x, s.w, alpha=2), "torch.addmm.*alpha"),
+    "one of the batch selected": (M, lambda s, x: x + x.transpose(0, 1).select(1, 0), "Tensor.select.*row per"),
+    "outputs in a class": (V, lambda s, x: Outputs(s.a(x)), r"^export: tests\.lowering\.test_structure\.Outputs"),
     "bilinear": (V, lambda s, x: F.bilinear(x, x, s.w[None]), "functional.bilinear"),
     "quotient": (V, lambda s, x: x / s.a(x), "truediv.*constant divisor"),
     "constant over input": (V, lambda s, x: 1 / x, "truediv"),

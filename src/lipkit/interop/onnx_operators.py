@@ -309,6 +309,7 @@ def _enlarge(c: Call) -> nn.Module:
     whole = (
         c.rank == 4 and len(scales or ()) == 4 and scales[:2] == [1, 1] and all(s >= 1 and s % 1 == 0 for s in scales)
     )
+    whole &= c.get("keep_aspect_ratio_policy", b"stretch") == b"stretch"
     if not whole or not (near or (mode == "linear" and place == "half_pixel")) or c.get("antialias", 0):
         raise c.refuse("images enlarged by whole numbers, nearest or linear", f"{mode}, {place}, {rounds}, {scales}")
     return (Enlarge if near else EnlargeBilinear)(int(scales[2]), int(scales[3]))
@@ -382,6 +383,7 @@ OPERATORS: dict[str, Row] = {
     "Div": Row(partial(_elementwise, _divided), (7, 13, 14)),
     # Operand 2 says whether it is training.
     "Dropout": Row(partial(_only, lambda c: not (c.has(2) and c.numbers("", 2)), _SAME), (7, 10, 12, 13, 22)),
+    "Einsum": Row(lambda c: torch.einsum(c.get("equation", b"").decode(), *c.tensors()), (12, 28)),
     "Elu": Row(activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
     "Equal": Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
     "Expand": Row(_expand, (8, 13), copies=True),

@@ -37,8 +37,8 @@ _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "
 def _function(name: str) -> Callable[..., Any]:
     """The function of torch, or the method of tensors, with the same arguments as the operator ``name``."""
     base = name.partition(".")[0]
-    found: Callable[..., Any] = getattr(F, base, None) or (lambda x, *args, **more: getattr(x, base)(*args, **more))
-    return found
+    found: Any = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base))
+    return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
 
 
 def _without_cudnn(norm: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,17 +55,18 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: _function(name)
     for name in """
-    adaptive_avg_pool1d.default adaptive_avg_pool2d.default add.Tensor add_.Tensor bmm.default celu.default
-    chunk.default clamp.default clamp_.default conv1d.default conv1d.padding conv2d.default conv2d.padding
-    conv_transpose1d.default conv_transpose2d.input detach.default div.Tensor div_.Tensor dropout.default
-    elu_.default flatten.using_ints gelu.default hardsigmoid.default hardswish.default hardtanh.default
-    hardtanh_.default leaky_relu.default leaky_relu_.default linear.default matmul.default maximum.default mean.dim
+    adaptive_avg_pool1d.default adaptive_avg_pool2d.default add.Tensor add_.Tensor addmm.default bmm.default cat.default
+    celu.default chunk.default clamp.default clamp_.default conv1d.default conv1d.padding conv2d.default conv2d.padding
+    conv_transpose1d.default conv_transpose2d.input detach.default div.Tensor div_.Tensor dropout.default elu_.default
+    flatten.using_ints gelu.default hardsigmoid.default hardswish.default hardtanh.default hardtanh_.default
+    leaky_relu.default leaky_relu_.default linear.default matmul.default maximum.default mean.dim
     minimum.default mish.default mm.default mul.Tensor mul_.Tensor narrow.default neg.default pad.default
     permute.default pixel_shuffle.default pixel_unshuffle.default pow.Tensor_Scalar prelu.default relu.default
     relu6.default relu_.default reshape.default roll.default rsqrt.default scaled_dot_product_attention.default
-    selu.default sigmoid.default sigmoid_.default silu.default softplus.default softshrink.default
-    split.Tensor sqrt.default squeeze.dim squeeze.dims sub.Tensor sub_.Tensor sum.dim_IntList t.default tanh.default
-    tanh_.default transpose.int unbind.int unflatten.int unsqueeze.default var.correction var.dim view.default
+    select.int selu.default sigmoid.default sigmoid_.default silu.default softplus.default softshrink.default
+    split.Tensor sqrt.default squeeze.dim squeeze.dims stack.default sub.Tensor sub_.Tensor sum.dim_IntList t.default
+    tanh.default tanh_.default transpose.int unbind.int unflatten.int unsqueeze.default var.correction var.dim
+    view.default
     """.split()  # noqa: SIM905
 } | {
     # Those with arguments of another order, or more of them.
@@ -73,10 +74,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "batch_norm.default": lambda x, weight, bias, mean, var, training, momentum, eps, cudnn: F.batch_norm(
         x, mean, var, weight, bias, training, momentum, eps
     ),
-    "cat.default": lambda tensors, dim=0: torch.cat(tensors, dim),
     "clone.default": lambda x, memory_format=None: x.clone(),
     "contiguous.default": lambda x, memory_format=None: x.contiguous(),
     "detach_.default": lambda x: x.detach(),
+    "einsum.default": lambda equation, tensors: torch.einsum(equation, *tensors),
     "elu.default": _elu,
     "expand.default": lambda x, size, implicit=False: x.expand(*size),
     "group_norm.default": _without_cudnn(F.group_norm),
@@ -85,23 +86,17 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "mT.default": lambda x: x.mT,
     "max_pool2d.default": lambda x, size, stride=(), *args: F.max_pool2d(x, size, stride or None, *args),
     "numpy_T.default": lambda x: x.T,
-    "select.int": lambda x, dim, index: x[(slice(None),) * (dim % x.ndim) + (index,)],
     "silu_.default": lambda x: F.silu(x, inplace=True),
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
         (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
     ],
     "softmax.int": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=dtype),
-    "stack.default": lambda tensors, dim=0: torch.stack(tensors, dim),
     "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
     "sym_size.int": lambda x, dim: x.size(dim),
     "upsample_bilinear2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bilinear", corners),
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
 }
-_OF_SIZES: dict[str, Callable[..., Any]] = {
-    "_operator.add": operator.add,
-    "_operator.floordiv": operator.floordiv,
-    "_operator.mul": operator.mul,
-}
+_OF_SIZES = {f"_operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "mul")}
 
 
 def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any], dict[str, Any]]:

@@ -98,9 +98,11 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
 
 
 def indexed(call: Build) -> Build:
-    """Indexing by integers, slices and None that keeps the whole batch."""
-    (x, index), out = call.args, call.results[0]
+    """Indexing by integers, slices and None that keeps the whole batch, and ``x.select(dim, index)``."""
+    x, *given = *call.args, *(call.kwargs[name] for name in ("dim", "index") if name in call.kwargs)
+    index, out = given[-1], call.results[0]
     items = list(index) if isinstance(index, tuple) else [index]
+    items[:0] = [slice(None)] * (given[0] % x.rank) if given[1:] else []  # what select leaves whole
     plain = all(i is None or i is Ellipsis or type(i) in (int, slice) for i in items)
     whole = f"expected slices and integers that leave the batch whole (x[:, ...]), got {index!r}"
     call.require(plain, whole)
@@ -112,7 +114,25 @@ def indexed(call: Build) -> Build:
     call.require((sum(type(i) is not int for i in items[:batch]), x.inner) == (out.axis, out.inner))
     if x.inner == 1:  # with merged entries the batch is a dimension of the sample as well
         del items[batch]
-    return call.to(call.target, x, (slice(None), *items))
+    return call.to(operator.getitem, x, (slice(None), *items))
+
+
+def contracted(call: Build) -> Build:
+    """``torch.einsum`` of two values: letters and their sizes, without the batch, which comes first."""
+    equation, *values = call.args
+    parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
+    letters = "".join(parts)
+    fits = len(values) == len(parts) - 1 == 2 and letters.isalpha() and all(len({*one}) == len(one) for one in parts)
+    expected = "expected two values, each letter once in at least two of the equation's three parts, of one size"
+    call.require(fits and all(letters.count(one) > 1 for one in letters), f"{expected}, got {equation!r}")
+    batch = parts[-1][call.results[0].axis]
+    for part, value in zip(parts, (*values, *call.results), strict=True):
+        place = value.axis if isinstance(value, Operand) and value.inner == 1 else None  # no sum runs over the batch
+        fits = part.find(batch) == (-1 if isinstance(value, Tensor) else place)
+        call.require(fits, f"expected the batch in all parts except those of constants, got {equation!r}")
+        for letter, size in zip(part.replace(batch, ""), value.shape, strict=True):
+            call.require(sizes.setdefault(letter, size) == size, f"{expected}, got {equation!r} with other {letter!r}")
+    return call.to(call.target, [part.replace(batch, "") for part in parts], sizes, *values)
 
 
 def multiplied(call: Build) -> Build:
@@ -133,7 +153,7 @@ def batch_first(call: Build) -> Build:
         for v in [*flat((call.args, call.kwargs)), *call.results]
     )
     place = FUNCTIONS.get(call.target, Function()).place
-    turns = place in (ordered, indexed) and (call.target is not getattr or call.args[1] in ("T", "mT"))
+    turns = place in (ordered, indexed, contracted) and (call.target is not getattr or call.args[1] in ("T", "mT"))
     if (call.target is operator.getitem and isinstance(call.args[0], tuple)) or not (moved or turns):
         return call
     call.require(all(v.place == call.results[0].place for v in call.results))

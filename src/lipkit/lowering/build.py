@@ -232,7 +232,8 @@ def function_name(target: Any) -> str:
         for name in dir(home):
             if not name.startswith("_") and getattr(home, name, None) is target:
                 return f"{home.__name__}.{name}"
-    return f"{getattr(target, '__module__', None) or ''}.{getattr(target, '__qualname__', target)}".lstrip("._")
+    where = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
+    return f"{where}.{getattr(target, '__qualname__', target)}".lstrip(".")
 
 
 def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Rule], Rule]:

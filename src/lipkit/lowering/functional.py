@@ -137,8 +137,7 @@ def _linear(call: Build, input: Operand, weight: Any, bias: Any = None) -> nn.Mo
     matrix: Tensor = call.constant(weight, "weight")
     if matrix.ndim != 2:
         raise call.refuse(f"expected a matrix as weight, got {tuple(matrix.shape)}")
-    layer = nn.Linear(matrix.shape[1], matrix.shape[0], device="meta")
-    return with_tensors(call, layer, weight=matrix, bias=bias)
+    return linear_layer(call, matrix, bias)
 
 
 def _convolution(make: Callable[..., nn.Module], axes: int, target: Callable[..., Any], *options: str) -> None:
@@ -200,6 +199,12 @@ def _group_norm(
     channels = call.operand(input).shape[0]
     module = nn.GroupNorm(call.constant(num_groups, "number"), channels, call.constant(eps, "eps"), device="meta")
     return with_tensors(call, module, weight=weight, bias=bias)
+
+
+def linear_layer(call: Build, matrix: Tensor, bias: Any = None) -> nn.Module:
+    """The layer of a constant matrix ``(outputs, inputs)``."""
+    layer = nn.Linear(matrix.shape[1], matrix.shape[0], device="meta")
+    return with_tensors(call, layer, weight=matrix.contiguous(), bias=bias)
 
 
 def with_tensors(call: Build, module: nn.Module, **tensors: Any) -> nn.Module:

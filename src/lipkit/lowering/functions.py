@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.lowering.axes import along, behind, indexed, joined, multiplied, ordered, viewed
+from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
-from lipkit.lowering.functional import with_tensors
+from lipkit.lowering.functional import linear_layer
 from lipkit.lowering.observe import Operand
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
@@ -83,7 +83,7 @@ def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
     return value
 
 
-@plain(operator.getitem, place=indexed)
+@plain(operator.getitem, torch.select, "select", place=indexed)
 def _getitem(call: Build, x: Any, index: Any) -> Value:
     if isinstance(x, (tuple, list)):
         picked = x[call.constant(index, "index")]
@@ -120,10 +120,17 @@ plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
 @plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
 def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
     sizes = call.constant(pad, "padding")
-    plain = call.constant(value, "value") in (None, 0) or call.bounding
-    if mode != "constant" or not plain or len(sizes) // 2 >= call.operand(x).ndim:
+    plain = mode != "constant" or call.constant(value, "value") in (None, 0) or call.bounding
+    if not plain or len(sizes) // 2 >= call.operand(x).ndim:
         raise call.refuse(f"expected zeros around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
-    return call.add(Pad(*sizes), x)
+    if mode == "constant":
+        return call.add(Pad(*sizes), x)
+    made = x.number
+    for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
+        call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries between copied ones, got {n}")
+        copied = call.number(F.pad(torch.eye(n, dtype=torch.float64)[None], pair, mode)[0].T, "padding", axes=2)
+        made = _along(call, linear_layer(call, copied), made, at, x.ndim, x.ndim - 1)
+    return made
 
 
 # Sums, and products with constants.
@@ -178,14 +185,41 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
     if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):
         raise call.refuse(f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
-    matrix = matrix.clone() if left else matrix.T.contiguous()  # nn.Linear multiplies by the transpose
-    layer = with_tensors(call, nn.Linear(matrix.shape[1], matrix.shape[0], device="meta"), weight=matrix, bias=None)
-    if not left:
-        return call.add(layer, moving)
-    order = list(range(1, moving.ndim))
-    order[-2:] = order[:-3:-1]  # the last two swapped
-    turned = call.add(layer, call.add(Permute(*order), moving))
-    return call.add(Permute(*order), turned)
+    layer, last = linear_layer(call, matrix if left else matrix.T), moving.ndim - 1
+    return _along(call, layer, moving.number, last - left, moving.ndim, last)
+
+
+plain(torch.addmm, "addmm")(  # without the options alpha and beta
+    lambda call, term, x, matrix: _add(call, replace(call.results[0], number=_matmul(call, x, matrix)), term)
+)
+
+
+@plain(torch.einsum, place=contracted)
+def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) -> int:
+    def shape(groups: Sequence[str]) -> Any:
+        return tuple(math.prod(sizes[letter] for letter in group) for group in groups)
+
+    def regrouped(value: int, before: Sequence[str], after: Sequence[str]) -> int:  # one dimension for each group
+        old, new = "".join(before), "".join(after)
+        value = call.reshaped(value, shape(before), shape(old))
+        value = value if old == new else call.add(Permute(*(old.index(letter) + 1 for letter in new)), value)
+        return call.reshaped(value, shape(new), shape(after))
+
+    (x, y), (first, last, out) = values, parts
+    if isinstance(x, Tensor):
+        x, y, first, last = y, x, last, first
+    shared, summed, left, right = (
+        "".join(letter for letter in sizes if (letter in first, letter in last, letter in out) == where)
+        for where in ((True, True, True), (True, True, False), (True, False, True), (False, True, True))
+    )
+    if isinstance(y, Operand):
+        product = call.named(MatrixProduct(*shape((left, summed, right))))
+        a, b = regrouped(x.number, first, (*shared, left, summed)), regrouped(y.number, last, (*shared, summed, right))
+        return regrouped(call.add(product, a, b), (*shared, left, right), out)
+    call.require(not shared, f"expected a fixed weight without letters of both {first!r} and {out!r}, got {last!r}")
+    weight = call.number(y, "weight", axes=len(last)).permute(*map(last.index, right + summed))
+    matrix = linear_layer(call, weight.reshape(*shape((right, summed))))
+    return regrouped(call.add(matrix, regrouped(x.number, first, (*left, summed))), (*left, right), out)
 
 
 @plain(F.scaled_dot_product_attention)
@@ -236,12 +270,12 @@ def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
     return both if first[0] is Maximum else call.add(Roll(at, one.shape[at - 1]), both)
 
 
-def _along(call: Build, module: nn.Module, value: int, at: int, axes: int) -> int:
-    """A module that acts along dimension 1, moved to dimension ``at`` of a value of rank ``axes``, batch included."""
-    if at == 1:
+def _along(call: Build, module: nn.Module, value: int, at: int, axes: int, own: int = 1) -> int:
+    """A module that acts along dimension ``own``, moved to dimension ``at`` of a value of rank ``axes`` with batch."""
+    if at == own:
         return call.add(module, value)
     swap = list(range(1, axes))
-    swap[0], swap[at - 1] = at, 1
+    swap[own - 1], swap[at - 1] = at, own
     return call.add(Permute(*swap), call.add(module, call.add(Permute(*swap), value)))
 
 
