@@ -446,6 +446,14 @@ def test_backwards_from_before_a_tensor_is_from_its_first_number(tmp_path):
     assert found(torch.zeros(1, 2)).tolist() == MATRIX[:1, 1::-1].tolist()
 
 
+@pytest.mark.parametrize("divisor", [0, 1e-40])
+def test_a_divisor_without_a_reciprocal_is_refused(tmp_path, divisor):
+    stored = {"w": np.array([1, divisor], np.float32)}
+    path = write(tmp_path / "net.onnx", made(("Div", ["x", "w"], "y", {})), stored, ["b", 2])
+    with pytest.raises(NoRuleError, match="reciprocal"):
+        load_onnx(path)
+
+
 def test_a_vector_without_a_batch(tmp_path):
     stored = {"w": MATRIX, "b": MATRIX[:, 0], "v": MATRIX[:3]}
     nodes = [H.make_node("MatMul", ["w", "x"], ["a"]), H.make_node("Add", ["a", "b"], ["c"]),
