@@ -365,6 +365,9 @@ def test_a_name_has_one_meaning(tmp_path):
     path = write(tmp_path / "net.onnx", [constant, H.make_node("Add", ["x", "w"], ["w"])], {}, [1, 4])
     with pytest.raises(NoRuleError, match="'w', defined already"):
         read_onnx(path)
+    twice = [H.make_node("Dropout", ["x"], ["a", "mask"]), H.make_node("Dropout", ["a"], ["y", "mask"])]
+    with pytest.raises(NoRuleError, match="'mask', defined already"):
+        read_onnx(write(tmp_path / "net.onnx", twice, {}, [1, 4]))
     # Names that differ in a dot and an underscore are two tensors.
     stored = {"a.b": np.full(4, 1, np.float32), "a_b": np.full(4, 10, np.float32)}
     nodes = [H.make_node("Add", ["x", "a.b"], ["c"]), H.make_node("Add", ["c", "a_b"], ["y"])]
@@ -434,6 +437,21 @@ def test_what_exporters_write(tmp_path, numbers, rows, stored, expected):
     np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), expected(x), rtol=1e-5, atol=1e-6)
     matrix = {"v": MATRIX[:, 2:], "w": MATRIX[::-2, 1::-1]}.get(next(iter(stored), ""), np.eye(1))
     assert float(lipschitz(found)) == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-6)
+
+
+def test_backwards_from_before_a_tensor_is_from_its_first_number(tmp_path):
+    nodes = made(("Slice", [*"wijas"], "z", {}), ("Add", ["x", "z"], "y", {}))
+    stored = {"w": MATRIX, "i": [-9, 1], "j": [-20, -9], "a": [0, 1], "s": [-1, -1]}
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 2], 13))
+    assert found(torch.zeros(1, 2)).tolist() == MATRIX[:1, 1::-1].tolist()
+
+
+@pytest.mark.parametrize("divisor", [0, 1e-40])
+def test_a_divisor_without_a_reciprocal_is_refused(tmp_path, divisor):
+    stored = {"w": np.array([1, divisor], np.float32)}
+    path = write(tmp_path / "net.onnx", made(("Div", ["x", "w"], "y", {})), stored, ["b", 2])
+    with pytest.raises(NoRuleError, match="reciprocal"):
+        load_onnx(path)
 
 
 def test_a_vector_without_a_batch(tmp_path):
@@ -692,6 +710,10 @@ STORED = {"i0": np.array(0), "i1": np.array(1), "l0": np.array([0]), "l1": np.ar
         made(TURNED, ("Slice", ["t", "l0", "l5", "l1"], "a", {}), ("Shape", ["a"], "s", {}), SECOND, *FACTOR),
         made(TURNED, ("MatMul", ["x", "t"], "a", {}), ("Slice", ["a", "l0", "l5", "l1"], "b", {}),
              ("Shape", ["b"], "s", {}), SECOND, *FACTOR),
+        # The sum of as many copies as there are samples.
+        made(("Shape", ["x"], "s", {}), ("Slice", ["s", "l0", "l1", "l0"], "n", {}),
+             ("Concat", ["n", "l1", "l1"], "to", {"axis": 0}), ("Unsqueeze", ["x", "l0"], "a", {}),
+             ("Expand", ["a", "to"], "b", {}), ("ReduceSum", ["b", "l0"], "y", {"keepdims": 0})),
     ],
 )  # fmt: skip
 def test_numbers_made_from_the_size_of_the_batch_are_refused(tmp_path, nodes):

@@ -343,3 +343,17 @@ def test_values_too_large_for_memory_are_refused_before_it_is_taken(tmp_path: Pa
     huge = edit(GRAPH, lambda c: node(c)["inputs"][1].update(arg={"as_ints": [0, 2**40]}))
     with pytest.raises(DataError, match="pad: expected values of at most 67108864 numbers together, got 1099511627784"):
         load_program(rewritten(path, huge))
+
+
+def test_a_parameter_of_whole_numbers(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor([1, -3], dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    found = load_program(write(Scaled(), (2,), tmp_path / "net.pt2"))
+    assert found(torch.ones(3, 2)).tolist() == [[1, -3]] * 3
+    assert float(lipschitz(found)) == pytest.approx(3)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipkit.linalg import polar
-from lipkit.linalg.matrices import thin_svd
+from lipkit.linalg.matrices import all_finite, thin_svd
 
 
 def stall(monkeypatch: pytest.MonkeyPatch, failures: int, *, silently: bool = False) -> list[torch.dtype]:
@@ -61,3 +61,14 @@ def test_the_polar_factor_goes_on(monkeypatch):
     (grad,) = torch.autograd.grad(q[0, 1], w)
     # U = diag(1, -1), V = I: both entries come from (A - A*) / (2 + 3) with A = U* dW, and U makes their signs equal.
     assert (grad - torch.tensor([[0.0, 0.2], [0.2, 0.0]])).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan")])
+def test_one_number_that_is_not_finite_is_found(dtype, number):
+    for place in range(3):
+        values = torch.ones(3, 2).index_fill_(0, torch.tensor(place), number).to(dtype)
+        views = (values, values.T, values.conj(), nn.Parameter(values))
+        assert not any(map(all_finite, views))
+        assert all_finite(values[:place], values.to("meta"))
+    assert all_finite(torch.ones(2, dtype=dtype).conj(), torch.empty(0), torch.arange(3), torch.tensor(True))

@@ -170,7 +170,8 @@ def _expand(c: Call) -> Any:
         if len(sizes) > c.rank or sizes[0] not in (1, BATCH) or BATCH in sizes[1:]:
             raise c.refuse("a shape that keeps the batch first", f"{sizes}")
         # torch refuses sizes that cannot come from repeating.
-        return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
+        first = -1 if sizes[0] == 1 else c.source.size(0)
+        return x.expand([first, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
     rows = torch.broadcast_shapes(x.shape, [1 if n == BATCH else n for n in sizes])
     return c.repeated(x.expand(rows).clone(), sizes)
 
@@ -224,6 +225,7 @@ def _slice(c: Call) -> Any:
         if part[2] == 0 or (part[2] < 0 and c.moving) or place in index:
             raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
         if part[2] < 0:
+            part[0] = max(part[0], -x.shape[place])  # ONNX starts at the first number, Python before it
             x = x.index_select(place, torch.tensor(range(x.shape[place])[slice(*part)], dtype=torch.int64))
             part = [0, 2**31, 1]
         # A full slice lets tracing see that the whole batch is kept.

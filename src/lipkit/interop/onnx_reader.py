@@ -223,7 +223,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
         more = [n for n in node.output[1:] if n in read or kind not in ("Dropout", "LayerNormalization", "MaxPool")]
         nodes.append(Node(kind, list(node.input), [*node.output[:1], *more], name, attributes, row))
     made = set(given)
-    for one in nodes:
+    for one in file.graph.node:
         outputs = [n for n in one.output if n]
         if again := made.intersection(outputs) or {n for n in outputs if outputs.count(n) > 1}:
             raise NoRuleError(f"{path}: expected a new name for each result, got {again.pop()!r}, defined already")

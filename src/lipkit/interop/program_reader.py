@@ -211,8 +211,9 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         if kind not in key:
             raise NoRuleError(f"{path}: expected parameters, buffers and one input, got an input of kind {kind!r}")
         attribute = f"stored{len(network.names)}"
+        tensor = stored[content[key[kind]]]
         # Tracing follows methods of parameters too, such as expand to the size of the batch.
-        setattr(network, attribute, (nn.Parameter if kind == "parameter" else nn.Buffer)(stored[content[key[kind]]]))
+        setattr(network, attribute, nn.Parameter(tensor, False) if kind == "parameter" else nn.Buffer(tensor))
         network.names[content["arg"]["name"]] = attribute
     outputs = [next(iter(spec.items())) for spec in signature["output_specs"]]
     if len(inputs) != 1 or inputs[0] is None or [kind for kind, _ in outputs] != ["user_output"]:
@@ -246,7 +247,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         several = kind == "as_tensors"  # a list, as split gives it
         names = [one["name"] for one in made] if several else [made.get("name") or made["as_name"]]
         network.steps.append((function, *_bound(name, arguments, path), names, several))
-    return network.eval().requires_grad_(False)
+    return network.eval()
 
 
 def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:

@@ -80,7 +80,8 @@ def all_finite(*values: Tensor) -> bool:
 
     Infinity and NaN are the least or the largest number of a tensor: found without a mask of its size.
     """
-    real = [torch.view_as_real(v.detach()) if v.is_complex() else v.detach() for v in values if v.numel()]
+    real = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in map(torch.detach, values)]
+    real = [v.float() if v.dtype.itemsize == 1 else v for v in real if v.numel()]  # float8 has no aminmax
     return all(v.is_meta or bool(torch.stack(v.aminmax()).isfinite().all()) for v in real)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import linear_layer
@@ -165,7 +166,9 @@ def _div(call: Build, x: Any, y: Any) -> int:
     if call.bounding:
         smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
         return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
-    return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
+    scale = call.number(y, "divisor", torch.reciprocal)
+    call.require(all_finite(scale), "expected a divisor whose reciprocal is a number of the network's format")
+    return call.elementwise(x, scale=scale)
 
 
 plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)(
