@@ -12,7 +12,7 @@ solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Facto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import eye_like
+from lipkit.linalg.transforms import transformed
 
 Form = Literal["wide", "tall", "second", "first adjoint"]
 
@@ -75,9 +76,36 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
+class _AddGram(torch.autograd.Function):
+    """:func:`add_gram`, where the gradient of W is one product with a Hermitian matrix, instead of two.
+
+    Gain (AMD EPYC): of a training step of a sandwich layer 1.1 at 128@16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.wide = wide
+        return _add_gram(a, w, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (w,) = grads, ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
+            return g, both @ w if ctx.wide else w @ both, None
+
+
+def _add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
+    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
+
+
 def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
-    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
+    if transformed() or torch.compiler.is_compiling():
+        return _add_gram(a, w, wide)
+    made: Tensor = _AddGram.apply(a, w, wide)
+    return made
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
