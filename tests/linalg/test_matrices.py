@@ -61,3 +61,8 @@ def test_the_polar_factor_goes_on(monkeypatch):
     (grad,) = torch.autograd.grad(q[0, 1], w)
     # U = diag(1, -1), V = I: both entries come from (A - A*) / (2 + 3) with A = U* dW, and U makes their signs equal.
     assert (grad - torch.tensor([[0.0, 0.2], [0.2, 0.0]])).abs().max() < 1e-6
+
+
+def test_a_conjugated_view_that_is_not_finite_is_refused_as_such() -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        thin_svd(torch.full((2, 2), float("nan"), dtype=torch.complex64).mH)

@@ -80,7 +80,8 @@ def all_finite(*values: Tensor) -> bool:
 
     Infinity and NaN are the least or the largest number of a tensor: found without a mask of its size.
     """
-    real = [torch.view_as_real(v.detach()) if v.is_complex() else v.detach() for v in values if v.numel()]
+    plain = [v.detach().resolve_conj() for v in values if v.numel()]
+    real = [torch.view_as_real(v) if v.is_complex() else v for v in plain]
     return all(v.is_meta or bool(torch.stack(v.aminmax()).isfinite().all()) for v in real)
 
 
