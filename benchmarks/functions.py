@@ -18,9 +18,14 @@ from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, circular, phase_product, spread
+from lipkit.conv import cayley_conv, circular, phase_product, spectrum, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
+    _add_gram,
+    _AddGram,
+    _Solution,
+    _solution,
+    factorize,
     normal_matrices,
 )
 from lipkit.conv.transform import transform_matrices
@@ -57,6 +62,7 @@ CONVOLUTIONS = [(64, 32, 128), (128, 16, 128), (256, 8, 128)]
 def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     """What a Cayley layer and a Fourier layer of these sizes call."""
     size = f"{c}@{side}, batch {batch}"
+    n_real, n_pair = 4, (side**2 - 4) // 2
     x = leaf(batch, c, side, side)
     yield Pair("MaxMin", size, activations._MaxMin.apply, activations._sorted_halves, (x,))
     pads = (1, 1, 1, 1)
@@ -68,7 +74,15 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         (x,),
     )
     matrices = transform_matrices(side, side, dtype=torch.float32)
+    real, pair = leaf(n_real, c, c, size=c**-0.5), leaf(n_pair, 2, c, c, size=c**-0.5)
     bias = leaf(c)
+    yield Pair(
+        "symbol on images (spectrum._Apply)",
+        size,
+        lambda *t: spectrum._Apply.apply(*t, *matrices),
+        lambda *t: spectrum._plain(*t, matrices),
+        (real, pair, bias, x),
+    )
     kernel = torch.randn(c, c, 3, 3) / (3 * c**0.5)
     normal = normal_matrices(kernel, side, side)
     inputs = tuple(t.detach().requires_grad_() for t in normal[:2])
@@ -81,6 +95,26 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         return cayley_conv._plain("wide", x, bias, None, made, matrices)
 
     yield Pair("solve form (cayley_conv._Solved)", size, solved, solved_plainly, (x, bias, *inputs))
+    w = leaf(n_pair, c, c, dtype=torch.complex64)
+    a = leaf(n_pair, c, c, dtype=torch.complex64)
+    yield Pair(
+        "Gram matrix (normal_matrices._AddGram)",
+        size,
+        lambda a, w: _AddGram.apply(a, w, True),
+        lambda a, w: _add_gram(a, w, True),
+        (a, w),
+    )
+    rows = leaf(n_pair, c // 2, c, dtype=torch.complex64)
+    well = (torch.eye(c) + 0.3 * normal.pair.detach()).requires_grad_()
+    # A sandwich layer has the factors already, for its other half.
+    factors = factorize(well.detach(), batch)
+    yield Pair(
+        "half of a transform (normal_matrices._Solution)",
+        size,
+        lambda *t: _Solution.apply(*t, *factors),
+        _solution,
+        (well, rows),
+    )
 
 
 def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:

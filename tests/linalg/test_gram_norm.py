@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.exponential import schatten_bound
 from lipkit.linalg.gram_norm import SMALLEST, gram_norm
 from lipkit.linalg.matrices import PANEL, mirrored_product
 
@@ -71,6 +72,13 @@ def test_small_matrices_count_as_the_smallest(scale: float) -> None:
 def test_infinite_and_undefined_entries_are_not_hidden() -> None:
     assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.inf]]))))
     assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.nan]]))))
+
+
+def test_squares_that_overflow_give_no_small_bound() -> None:
+    for size in (1e150, 1e200):
+        assert not float(gram_norm(size * torch.eye(3, dtype=torch.float64))) < size
+    large = torch.tensor([1e20, 0.0])[:, None, None] * torch.eye(2)  # float32
+    assert schatten_bound(large).tolist() == [torch.inf, 0.0]
 
 
 @pytest.mark.thorough

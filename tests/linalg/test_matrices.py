@@ -72,3 +72,8 @@ def test_one_number_that_is_not_finite_is_found(dtype, number):
         assert not any(map(all_finite, views))
         assert all_finite(values[:place], values.to("meta"))
     assert all_finite(torch.ones(2, dtype=dtype).conj(), torch.empty(0), torch.arange(3), torch.tensor(True))
+
+
+def test_a_conjugated_view_that_is_not_finite_is_refused_as_such() -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        thin_svd(torch.full((2, 2), float("nan"), dtype=torch.complex64).mH)

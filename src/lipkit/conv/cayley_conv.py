@@ -237,25 +237,25 @@ def solve_form(
         if not isinstance(factors, Rounded):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
-            half = Symbol(*(part.to(x.dtype) for part in _scaled_half(normal, scale)))
+            half = Symbol(*(part.to(x.dtype) for part in _scaled_half(normal, factors.factors, scale)))
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
         rounded: Tensor = _Rounded.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed():
         return _plain(form, x, bias, scale, normal, matrices)
-    if form == "second" and x.shape[1] < len(x):
-        return apply_symbol(_scaled_half(normal, scale), x, matrices, bias)
     # Rounded factors no longer fit if a user's function between two maps has widened x.
     factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Rounded) else factors
+    if form == "second" and x.shape[1] < len(x):
+        return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
     real, pair = factors
     constants = (*real, *pair, *matrices, *(None,) * (2 - len(matrices)))
     y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *constants)
     return y
 
 
-def _scaled_half(normal: NormalMatrices, scale: Tensor | None) -> Symbol:
-    half = second_half(normal)
+def _scaled_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
+    half = second_half(normal, factors)
     return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 

@@ -12,7 +12,7 @@ solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Facto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import eye_like
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 Form = Literal["wide", "tall", "second", "first adjoint"]
 
@@ -75,9 +76,36 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
+class _AddGram(torch.autograd.Function):
+    """:func:`add_gram`, where the gradient of W is one product with a Hermitian matrix, instead of two.
+
+    Gain (AMD EPYC): of a training step of a sandwich layer 1.1 at 128@16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.wide = wide
+        return _add_gram(a, w, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (w,) = grads, ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
+            return g, both @ w if ctx.wide else w @ both, None
+
+
+def _add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
+    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
+
+
 def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
-    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
+    if transformed() or torch.compiler.is_compiling():
+        return _add_gram(a, w, wide)
+    made: Tensor = _AddGram.apply(a, w, wide)
+    return made
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -103,17 +131,46 @@ def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
         return factorize(matrices.real, batch), factorize(matrices.pair, batch)
 
 
-def second_half(normal: NormalMatrices) -> Symbol:
+class _Solution(torch.autograd.Function):
+    """``X N^-T`` for ``N^T``, its factors and X ``(F, rows, n)``: row by row the solution of ``N h = x``.
+
+    Gain over a solve without factors (AMD EPYC): 1.2 to 2.7; of a training step of a sandwich layer 1.1 at 3->32@32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, transposed: Tensor, rows: Tensor, matrix: Tensor, pivots: Tensor | None) -> Tensor:
+        h = solve_rows(Factors(matrix, pivots), rows)
+        ctx.save_for_backward(transposed, rows, matrix, pivots, h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        transposed, rows, matrix, pivots, h = ctx.saved_tensors
+        if torch.is_grad_enabled() or transformed(g):
+            return *plain_gradients(_solution, (transposed, rows), g), None, None
+        with torch.autocast(g.device.type, enabled=False):
+            # N^* k = g is solved as N^T conj(k) = conj(g).
+            k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
+            for_matrix = product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None
+        return for_matrix, k, None, None
+
+
+def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
+    return torch.linalg.solve(transposed.mT, rows.mT).mT
+
+
+def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Symbol:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
     >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal).pair.shape
+    >>> second_half(normal, prepare(normal, 1)).pair.shape
     torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    real = -2 * torch.linalg.solve(normal.real.mT, normal.rest_real)
-    return Symbol.of(real, -2 * torch.linalg.solve(normal.pair.mT, normal.rest_pair))
+    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
+    return Symbol.of(real, -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT)
 
 
 def _rows_of(z: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from lipkit.conv.transform import (
     transform_matrices,
 )
 from lipkit.linalg.precision import autocast_off, product_dtype
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 
 class Symbol(NamedTuple):
@@ -167,6 +168,53 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
         out.pair[:, 1].add_(turned[:, 0], alpha=sign)
 
 
+def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
+    h, w = x.shape[-2:]
+    out = x.new_empty(h * w, len(x), real.shape[1])
+    multiplied(real, pair, split_rows(to_rows(x, matrices), h, w), split_rows(out, h, w), adjoint=False)
+    if bias is not None:
+        out[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row
+    return to_images(out, h, w, matrices)
+
+
+def _plain(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
+    """The function of :class:`_Apply`, by operations that every tracer and every derivative of torch knows."""
+    h, w = x.shape[-2:]
+    y = synthesise(multiply(Symbol(real, pair), analyse(x, matrices)), h, w, matrices)
+    return y if bias is None else y + bias[:, None, None]
+
+
+class _Apply(torch.autograd.Function):
+    """``y = T^T diag(M_f) T x + b`` with its derivative by hand.
+
+    Gain over :func:`_plain` (AMD EPYC): 1.0 to 1.3; of a training step of BRO or LOT 1.15 to 1.24 at 3->32@32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, *matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(real, pair, bias, x, *matrices)
+        return _applied(real, pair, bias, x, list(matrices))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        real, pair, bias, x, *matrices = ctx.saved_tensors
+        for_real, for_pair, for_bias, for_x = ctx.needs_input_grad[:4]
+        none = (None,) * len(matrices)
+        if torch.is_grad_enabled() or transformed(g):
+            return *plain_gradients(partial(_plain, matrices=matrices), (real, pair, bias, x), g), *none
+        h, w = x.shape[-2:]
+        g_real, g_pair, gx = None, None, None
+        g_rows = split_rows(to_rows(g, matrices), h, w)
+        if for_real or for_pair:
+            g_real, g_pair = outer(g_rows, split_rows(to_rows(x, matrices), h, w))
+        if for_x:
+            out = torch.empty(h * w, len(x), real.shape[2], dtype=x.dtype, device=x.device)
+            multiplied(real, pair, g_rows, split_rows(out, h, w), adjoint=True)
+            gx = to_images(out, h, w, matrices)
+        return g_real, g_pair, g.sum((0, 2, 3)).to(bias.dtype) if for_bias else None, gx, *none
+
+
 def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
     """Circular convolution of ``x`` ``(B, cin, h, w)`` with the layer of this ``symbol``: ``(B, cout, h, w)``.
 
@@ -192,11 +240,9 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
             return apply_symbol(symbol, x.to(dtype), bias=bias)
     if matrices is None:
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed() or x.dtype != symbol.real.dtype:
-        y = synthesise(multiply(symbol, analyse(x, matrices)), h, w, matrices)
-        return y if bias is None else y + bias[:, None, None]
-    out = x.new_empty(h * w, len(x), symbol.real.shape[1])
-    multiplied(*symbol, split_rows(to_rows(x, matrices), h, w), split_rows(out, h, w), adjoint=False)
-    if bias is not None:
-        out[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row
-    return to_images(out, h, w, matrices)
+    if torch.compiler.is_compiling() or transformed() or x.dtype != symbol.real.dtype:
+        return _plain(symbol.real, symbol.pair, bias, x, matrices)
+    if not torch.is_grad_enabled():
+        return _applied(symbol.real, symbol.pair, bias, x, matrices)
+    y: Tensor = _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)
+    return y

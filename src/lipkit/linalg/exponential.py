@@ -146,7 +146,8 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     norm = torch.linalg.vector_norm(a, dim=(-2, -1))
     zero = norm == 0
     safe = torch.where(zero, 1, norm)  # a power of 0 has an infinite slope: keep it away from the gradient
-    return torch.where(zero, 0, bound * safe**exponent)
+    # Where squares overflow, a scale is infinite and what it divides 0: infinity is a bound, 0 is none.
+    return torch.where(zero & bound.isfinite(), 0, bound * safe**exponent)
 
 
 # Default number of squarings of `skew_bound`.
