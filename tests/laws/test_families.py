@@ -100,7 +100,7 @@ DENSE_OPTIONS: dict[Any, dict[str, tuple[Any, ...]]] = {
     CplLinear: {"activation": ("relu", "tanh"), "hidden": (4, 6)},
     SandwichLinear: {"activation": ("relu", "tanh", None)},
     BroLinear: {"rank": (1, 2), "depth": (1, 4)},
-    CholeskyLinear: {"share": (1e-3, 0.1)},
+    CholeskyLinear: {"ridge": (1e-3, 0.1)},
 }
 
 

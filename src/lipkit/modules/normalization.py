@@ -301,7 +301,8 @@ class UnitNorm(Together):
 
     def __init__(self, *dims: int, eps: float) -> None:
         super().__init__(*dims)
-        self.eps = finite("UnitNorm: eps", eps, positive=True)  # at 0 it has no constant
+        finite("UnitNorm: eps", eps, positive=True)  # at 0 it has no constant
+        self.eps = eps  # as given: files may hold a whole number
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]

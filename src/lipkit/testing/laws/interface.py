@@ -44,12 +44,6 @@ def exported(case: Case) -> dict[str, float]:
             with tempfile.TemporaryDirectory() as folder:
                 loaded = load(save(network, Path(folder)))
             require_same(forward(loaded, x), y, eps, f"input {shape}: export after save and load")
-        before = forward(network, x)
-        case.moved(layer, extra=3)
-        require(
-            torch.equal(forward(network, x), before),
-            "expected an export that is independent of the layer, got one that changed with its parameters",
-        )
     return {"difference": worst}
 
 
