@@ -217,7 +217,7 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
     """Serve ``runs`` from `open_runs` until interrupted, then close ``listener``, opened by `listen` on ``host``.
 
     Raises:
-        OptionError: fastapi or jinja2 is not installed.
+        KeyboardInterrupt: it was interrupted. OptionError: fastapi or jinja2 is not installed.
     """
     import uvicorn
 
@@ -226,6 +226,7 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
         # The lambda above reads this name at the first attack, when it is set.
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off"))
         server.run(sockets=[listener])
+        raise KeyboardInterrupt  # only a signal ends it, which the event loop may have swallowed
 
 
 def _text(name: str) -> str:
