@@ -50,8 +50,8 @@ def transformed(gradient: Tensor | None = None) -> bool:
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
     # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, which only its tensors show.
-    batched = gradient is not None and not torch.compiler.is_compiling()  # which cannot trace the question
-    legacy = batched and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    compiled = torch.compiler.is_compiling()  # which cannot trace the question
+    legacy = gradient is not None and not compiled and torch._C._functorch.is_legacy_batchedtensor(gradient)
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 
 
