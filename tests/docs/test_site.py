@@ -125,7 +125,7 @@ def pages(site: Path) -> dict[str, str]:
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
-    """What the module exports; without ``__all__``, the classes and functions that it defines."""
+    """The names in ``__all__``; without it, the classes and functions that the module defines."""
     names = getattr(module, "__all__", None) or [
         name
         for name, value in vars(module).items()
