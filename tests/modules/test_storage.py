@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -628,3 +629,29 @@ def test_a_number_that_lies_apart_has_the_hash_of_its_bytes() -> None:
     assert hashed(torch.tensor(0.5).expand(1)) == hashed(values[:1, 0]) == hashed(torch.tensor([0.5]))
     x = values[:1, 1:]
     assert data_sha256(x, torch.zeros(1).long()) == data_sha256(x.clone(), torch.zeros(1).long())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (nn.LeakyReLU(np.float32(0.1)), "negative_slope", float(np.float32(0.1))),
+        (nn.Softmax(np.int64(1)), "dim", 1),
+        (nn.LayerNorm(np.int8(4), np.float32(1e-3), elementwise_affine=False), "normalized_shape", (4,)),
+        (Reshape(np.int64(2), np.int64(2)), "shape", (2, 2)),
+    ],
+)
+def test_numbers_of_numpy_are_stored_as_those_of_python(
+    module: nn.Module, name: str, value: Any, tmp_path: Path
+) -> None:
+    given = getattr(module, name)
+    assert float(lipschitz(module, (4,))) > 0
+    assert getattr(module, name) is given  # the user's module stays as it is
+    for network in (export(module, (4,)), Network([module], (4,))):
+        assert load(save(network, tmp_path)) is not network
+        got = getattr(network[0], name)
+        assert got == value and {type(one) for one in (got if type(got) is tuple else (got,))} <= {int, float}
+
+
+def test_a_tensor_as_an_option_is_refused_by_a_sentence() -> None:
+    with pytest.raises(OptionError, match=r"LeakyReLU: expected negative_slope as a number.*got tensor\(0\.5"):
+        sha256(Network([nn.LeakyReLU(torch.tensor(0.5))], (2,)))  # type: ignore[arg-type]

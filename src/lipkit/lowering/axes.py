@@ -121,6 +121,7 @@ def contracted(call: Build) -> Build:
     """``torch.einsum`` of two values: letters and their sizes, without the batch, which comes first."""
     equation, *values = call.args
     parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
+    values = [*values[0]] if isinstance(values[0], (tuple, list)) else values
     letters = "".join(parts)
     fits = len(values) == len(parts) - 1 == 2 and letters.isalpha() and all(len({*one}) == len(one) for one in parts)
     expected = "expected two values, each letter once in at least two of the equation's three parts, of one size"

@@ -82,6 +82,8 @@ class Calls(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.einsum and isinstance(args[1], (tuple, list)):
+            args = (args[0], *args[1])  # as it calls itself, and as a graph holds it
         given = tensors((args, kwargs))
         if not any(t in self._moving for t in given):
             return func(*args, **kwargs)

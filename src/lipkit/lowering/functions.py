@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
-from lipkit.lowering.functional import linear_layer
+from lipkit.lowering.functional import linear_layer, with_tensors
 from lipkit.lowering.observe import Operand
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine
-from lipkit.modules.graph import Add, Concatenate, Maximum
+from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.views import Pad, Permute, Roll
@@ -153,6 +153,18 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
 
 
+@plain(torch.lerp, "lerp", "lerp_", place=joined)
+def _lerp(call: Build, x: Any, y: Any, weight: Any) -> int:
+    w = call.number(weight, "weight")
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        if not w.ndim:
+            return call.add(Blend(w), call.broadcast(y), call.broadcast(x))
+        return call.add(Add(1, 1), *(call.elementwise(t, scale=s) for t, s in ((x, 1 - w), (y, w))))
+    if isinstance(x, Operand):
+        return call.elementwise(x, scale=1 - w, shift=w * call.shift(y))
+    return call.elementwise(y, scale=w, shift=(1 - w) * call.shift(x))
+
+
 @plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", place=joined)
 def _mul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
@@ -219,10 +231,15 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
         product = call.named(MatrixProduct(*shape((left, summed, right))))
         a, b = regrouped(x.number, first, (*shared, left, summed)), regrouped(y.number, last, (*shared, summed, right))
         return regrouped(call.add(product, a, b), (*shared, left, right), out)
-    call.require(not shared, f"expected a fixed weight without letters of both {first!r} and {out!r}, got {last!r}")
-    weight = call.number(y, "weight", axes=len(last)).permute(*map(last.index, right + summed))
-    matrix = linear_layer(call, weight.reshape(*shape((right, summed))))
-    return regrouped(call.add(matrix, regrouped(x.number, first, (*left, summed))), (*left, right), out)
+    weight = call.number(y, "weight", axes=len(last)).permute(*map(last.index, shared + right + summed))
+    heads, rows, columns = shape((shared, right, summed))
+    if not shared:
+        matrix = linear_layer(call, weight.reshape(rows, columns))
+        return regrouped(call.add(matrix, regrouped(x.number, first, (*left, summed))), (*left, right), out)
+    # A matrix for each shared index: a convolution in groups, by kernels of size 1.
+    conv = nn.Conv1d(heads * columns, heads * rows, 1, groups=heads, device="meta")
+    conv = with_tensors(call, conv, weight=weight.reshape(-1, columns, 1), bias=None)
+    return regrouped(call.add(conv, regrouped(x.number, first, (shared + summed, left))), (shared + right, left), out)
 
 
 @plain(F.scaled_dot_product_attention)

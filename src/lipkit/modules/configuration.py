@@ -81,7 +81,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
     """The configuration of one plain module, as JSON values.
 
     Raises:
-        OptionError: the module is not in the closed list of plain modules.
+        OptionError: the module is not in the closed list of plain modules, or has an option of another type, a tensor
+            for instance.
 
     >>> describe(nn.LeakyReLU(0.1))
     {'type': 'LeakyReLU', 'negative_slope': 0.1}
@@ -101,6 +102,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
             value = describe(value)
         elif entry.arguments[name] is submodules:
             value = [describe(part) for part in value]
+        if not isinstance(value, bool | int | float | str | tuple | list | dict | None):
+            raise OptionError(f"{kind.__name__}: expected {name} as a number of Python or a word, got {value!r}")
         config[name] = list(value) if isinstance(value, tuple) else value
     return config
 

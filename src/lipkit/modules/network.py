@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.transforms import is_empty, with_zeros
+from lipkit.modules.parametrised import options_of_python
 from lipkit.shown import LINES, preformatted, screen
 
 
@@ -54,7 +55,7 @@ class Network(nn.Sequential):
     """A constant network of plain modules: what is evaluated, certified, attacked and shipped.
 
     Chains inside are flattened and identities dropped, so the last module of a classifier is its last linear layer.
-    It is in evaluation mode and nothing in it asks for a gradient.
+    It is in evaluation mode, nothing in it asks for a gradient, and options that are numbers of numpy become Python's.
 
     Args:
         modules: plain modules, applied in order.
@@ -87,6 +88,8 @@ class Network(nn.Sequential):
         given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})
         for i, values in sorted(given.items()):
             self.carry(i, values)
+        for module in self.modules():
+            vars(module).update(options_of_python(module))
         self.requires_grad_(False)
         self.eval()
 

@@ -1,10 +1,11 @@
-"""Modules with parametrizations of ``torch.nn.utils.parametrize`` as modules of the numbers that they use now."""
+"""Modules as those of the numbers that they use now: parametrizations evaluated, options of numpy in Python's types."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -16,8 +17,8 @@ from lipkit.modules.guarding import type_name
 def settled(module: nn.Module) -> nn.Module:
     """The module with its own parametrised tensors (not those of its parts) as parameters of their present values.
 
-    The values have the derivatives of the parametrizations. All else is shared with the module, which stays as it is.
-    A module without parametrizations is returned itself.
+    The values have the derivatives of the parametrizations. Options that are numbers of numpy become Python's. All else
+    is shared with the module, which stays as it is and is returned itself if it has neither.
 
     Raises:
         NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a
@@ -27,8 +28,13 @@ def settled(module: nn.Module) -> nn.Module:
     >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)
     (<class 'torch.nn.modules.linear.Linear'>, True)
     """
+    options = options_of_python(module) if isinstance(module, nn.Module) else {}
     if not parametrize.is_parametrized(module):
-        return module
+        if not options:
+            return module
+        same = type(module).__new__(type(module))
+        vars(same).update(vars(module) | options)
+        return same
     kind, lists = type(module), module._modules["parametrizations"]
     assert isinstance(lists, nn.ModuleDict)
     base: type[nn.Module] = kind.__bases__[0]  # torch derives a class from it
@@ -43,11 +49,26 @@ def settled(module: nn.Module) -> nn.Module:
     if stale := [key for key, t in kept.items() if t is not None and not torch.equal(t, values[key])]:
         raise NoRuleError(f"{name}: expected numbers that stay inside of parametrize.cached(), got other {stale} since")
     plain = base.__new__(base)
-    vars(plain).update(vars(module))
+    vars(plain).update(vars(module) | options)
     vars(plain)["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}
     made = {key: v if v.requires_grad else nn.Parameter(v, requires_grad=False) for key, v in values.items()}
     vars(plain)["_parameters"] = {**made, **module._parameters}
     return plain
+
+
+def options_of_python(module: nn.Module) -> dict[str, Any]:
+    """The attributes that hold numbers of numpy, in Python's types: numpy computes in float32 or int8 where they do.
+
+    >>> options_of_python(nn.LeakyReLU(np.float32(0.5)))
+    {'negative_slope': 0.5}
+    """
+    found: dict[str, Any] = {}
+    for key, value in vars(module).items():
+        items = value if type(value) in (tuple, list) else (value,)
+        if any(isinstance(item, np.generic) for item in items):
+            plain = [item.item() if isinstance(item, np.generic) else item for item in items]
+            found[key] = type(value)(plain) if items is value else plain[0]
+    return found
 
 
 def _check_still(module: nn.Module, name: str) -> None:
