@@ -649,7 +649,8 @@ def test_numbers_of_numpy_are_stored_as_those_of_python(
     for network in (export(module, (4,)), Network([module], (4,))):
         assert load(save(network, tmp_path)) is not network
         got = getattr(network[0], name)
-        assert got == value and {type(one) for one in (got if type(got) is tuple else (got,))} <= {int, float}
+        assert got == value
+        assert {type(one) for one in (got if type(got) is tuple else (got,))} <= {int, float}
 
 
 def test_a_tensor_as_an_option_is_refused_by_a_sentence() -> None:
