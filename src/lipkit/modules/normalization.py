@@ -35,7 +35,10 @@ def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
             f"training={module.training}, track_running_stats={module.track_running_stats}: batch statistics make "
             "it depend on the batch, or change with it; call .eval()"
         )
-    scale = (to_double(module.running_var) + module.eps).rsqrt()
+    variance = to_double(module.running_var) + module.eps
+    if bool((variance <= 0).any()):  # NaN passes: it bounds nothing
+        raise NoRuleError(f"nn.{type(module).__name__}: expected running_var + eps above 0, got {float(variance.amin())}")
+    scale = variance.rsqrt()
     if module.weight is not None:
         scale = scale * to_double(module.weight)
     shift = -to_double(module.running_mean) * scale

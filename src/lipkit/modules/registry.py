@@ -239,7 +239,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
             for tensor in (*network.parameters(), *network.buffers()):
                 # As files hold it: torch rounds otherwise in other memory formats, which 1 x 1 kernels only name.
                 tensor.data = tensor.clone(memory_format=torch.contiguous_format)
-            if not all_finite(*network.parameters()) and all_finite(*module.parameters()):
+            if not all_finite(*network.parameters()) and all_finite(*module.parameters(), *module.buffers()):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
             return network
         except torch.linalg.LinAlgError as error:
