@@ -180,6 +180,10 @@ def test_a_refused_batch_norm_is_not_run() -> None:
 def test_batch_norm_with_a_negative_variance_bounds_nothing() -> None:
     module = nn.BatchNorm1d(2).eval()
     module.running_var.fill_(-1.0)
+    for function in (lipschitz, export):
+        with pytest.raises(NoRuleError, match=r"BatchNorm1d: expected running_var \+ eps above 0, got -0.999"):
+            function(module, (2,))
+    module.running_var.fill_(math.nan)
     assert value(module) == math.inf
 
 

@@ -41,17 +41,13 @@ _OF_A_ROW = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output
 
 
 def on_row(module: Any) -> Any:
-    """A convolution or pooling of signals as the module of images with one row, with the same numbers.
-
-    >>> on_row(nn.Conv1d(2, 3, 5, padding=2))
-    Conv2d(2, 3, kernel_size=(1, 5), stride=(1, 1), padding=(0, 2))
-    """
+    """A convolution or pooling of signals as the module of images with one row, with the same numbers."""
     kind = getattr(nn, type(module).__name__.replace("1d", "2d"))
     row, own = kind.__new__(kind), vars(module)
     vars(row).update({"divisor_override": None, **own})  # nn.AvgPool1d lacks it
     for key, neutral in _OF_A_ROW.items():
         size = own.get(key)
-        if size is not None and not isinstance(size, str):  # integers of numpy, too
+        if size is not None and not isinstance(size, str):
             vars(row)[key] = (neutral, size[-1] if isinstance(size, tuple | list) else size)
     if "weight" in module._parameters:
         weight = module.weight[:, :, None]  # a view, which hands on derivatives
@@ -72,11 +68,7 @@ def export_on_row(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 
 def copies(mode: str, before: int, after: int, size: int | None) -> int:
-    """Largest number of copies of a pixel along an axis of ``size`` pixels (None: any) padded by ``before, after``.
-
-    >>> copies("replicate", 2, 1, 8), copies("reflect", 1, 1, 8), copies("reflect", 1, 1, 3), copies("zeros", 5, 5, 8)
-    (3, 2, 3, 1)
-    """
+    """Largest number of copies of a pixel along an axis of ``size`` pixels (None: any) padded by ``before, after``."""
     before, after = max(before, 0), max(after, 0)
     if mode == "replicate":
         return 1 + (before + after if size is None or size == 1 else max(before, after))
@@ -87,11 +79,7 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
 
 
 def kernel_with_stride(module: Any) -> Tensor:
-    """A kernel whose convolution of stride 1 has at least the norm of the module on the plane, mostly the same norm.
-
-    >>> kernel_with_stride(nn.Conv2d(3, 8, 4, stride=4)).shape
-    torch.Size([8, 48, 1, 1])
-    """
+    """A kernel whose convolution of stride 1 has at least the norm of the module on the plane, mostly the same norm."""
     if module.weight.ndim == 3:
         module = on_row(module)
     kernel: Tensor = module.weight
@@ -151,17 +139,10 @@ def _three(module: nn.Module, input_shape: Shape | None) -> NoReturn:
     )
 
 
-for _kind in (nn.Conv3d, nn.ConvTranspose3d):
-    add_plain(Plain(_kind, _three, export=_three))
-
-
 def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
     """True if some pixel lies in two windows of the convolution: its kernel reaches further than its stride.
 
     Where none does, the layer is a product of matrices, and no fast algorithm has anything to share between windows.
-
-    >>> windows_overlap(nn.Conv2d(3, 8, 2, stride=2)), windows_overlap(nn.Conv2d(3, 8, 3, stride=2))
-    (False, True)
     """
     reach = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
     return any(one >= step for one, step in zip(reach, conv.stride, strict=True))
@@ -215,5 +196,7 @@ _own, _back = {"padding": _padding(_sizes), "padding_mode": _modes}, {"padding":
 add_plain(Plain(nn.Conv2d, _conv, _conv_error, _both | _own, linear_range, dims=(3, 3)))
 add_plain(Plain(nn.ConvTranspose2d, _transposed, _conv_error, _both | _back, linear_range, dims=(3, 3)))
 _signals = (nn.Conv1d, nn.ConvTranspose1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d)
+for _kind in (nn.Conv3d, nn.ConvTranspose3d):
+    add_plain(Plain(_kind, _three, export=_three))
 for _signal in _signals:
     add_plain(Plain(_signal, constant_on_row, export=export_on_row, dims=(2, 2)))

@@ -41,7 +41,6 @@ class Affine(nn.Module):
     Raises:
         ShapeError: other numbers of dimensions, or a sample that they would repeat.
 
-    >>> import torch
     >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
     [[1.0, 1.0, 1.0]]
     >>> Affine(torch.tensor([[2.0, 3.0]]), torch.zeros(1, 1))(torch.ones(1, 2, 2)).tolist()
@@ -55,10 +54,8 @@ class Affine(nn.Module):
         super().__init__()
         alike = all(a == b or 1 in (a, b) for a, b in zip(scale.shape, shift.shape, strict=False))
         if scale.ndim < 1 or scale.ndim != shift.ndim or not alike or not scale.numel() or not shift.numel():
-            raise ShapeError(
-                "Affine: expected scale and shift with the first dimensions of a sample, got "
-                f"{tuple(scale.shape)} and {tuple(shift.shape)}"
-            )
+            got = f"{tuple(scale.shape)} and {tuple(shift.shape)}"
+            raise ShapeError(f"Affine: expected scale and shift with the first dimensions of a sample, got {got}")
         self.register_buffer("scale", scale.detach().clone())
         self.register_buffer("shift", shift.detach().clone())
 
@@ -66,10 +63,8 @@ class Affine(nn.Module):
         sample, rest = x.shape[1:], (1,) * (x.ndim - 1 - self.scale.ndim)
         sizes = [*zip(self.scale.shape, sample, strict=False), *zip(self.shift.shape, sample, strict=False)]
         if len(sample) < self.scale.ndim or any(n not in (1, m) for n, m in sizes):
-            raise ShapeError(
-                f"Affine: expected samples that scale {tuple(self.scale.shape)} and shift "
-                f"{tuple(self.shift.shape)} fit, got {tuple(x.shape)}"
-            )
+            expected = f"scale {tuple(self.scale.shape)} and shift {tuple(self.shift.shape)} fit"
+            raise ShapeError(f"Affine: expected samples that {expected}, got {tuple(x.shape)}")
         return x * self.scale.view(*self.scale.shape, *rest) + self.shift.view(*self.shift.shape, *rest)
 
     def extra_repr(self) -> str:
@@ -79,17 +74,12 @@ class Affine(nn.Module):
 class PositionCode(Shown):
     """``y = x + P`` with a trained offset P of each channel and place: a translation, so 1-Lipschitz.
 
-    It lets layers that treat all places alike tell them apart.
-
-    Args:
-        channels, height, width: of the input.
-
-    Parameter ``offset`` (channels, height, width), zeros at the start.
+    It lets layers that treat all places alike tell them apart. Parameter ``offset`` (channels, height, width), zeros at
+    the start.
 
     Raises:
         OptionError: a size below 1. ShapeError: an input of another shape (it would be repeated).
 
-    >>> import torch
     >>> PositionCode(2, 4, 4)(torch.ones(1, 2, 4, 4)).sum().item()
     32.0
     """

@@ -153,10 +153,6 @@ class Joining(NamedTuple):
     number: Callable[[Any], float] = lambda join: 0.0
 
 
-def _summed(join: Join, lines: Sequence[Line]) -> Line:
-    return functools.reduce(Line.plus, lines)
-
-
 def beside(lines: Sequence[Line]) -> Line:
     """Bound of a concatenation of values: ``|| a_i + b_i s || <= || a || + || b || s``."""
     at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)  # parts are orthogonal
@@ -172,11 +168,6 @@ def add_join(kind: type[Join], answers: Joining) -> None:
     """Let graphs hold joins of exactly this type."""
     JOINS[kind] = answers
     remember(kind)
-
-
-add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda join: len(join.signs) - 1))
-for _kind in (Concatenate, Maximum):
-    add_join(_kind, Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0))
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
@@ -195,6 +186,10 @@ def blend_of(share: Callable[[Any], Tensor]) -> Joining:
     )
 
 
+_total = lambda _, lines: functools.reduce(Line.plus, lines)  # noqa: E731
+add_join(Add, Joining(lambda _, forms: added(forms), _total, lambda join: len(join.signs) - 1))
+for _kind in (Concatenate, Maximum):
+    add_join(_kind, Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0))
 add_join(Blend, blend_of(lambda join: join.share))
 
 
@@ -219,10 +214,9 @@ class Graph(nn.Module):
         super().__init__()
         self.nodes = nn.ModuleList(modules)
         self.sources = tuple(tuple(operator.index(i) for i in read) for read in sources)
-        if not len(self.nodes) or len(self.nodes) != len(self.sources):
-            raise OptionError(
-                f"Graph: expected one or more modules with their sources, got {len(self.nodes)} and {len(self.sources)}"
-            )
+        if not 0 < len(self.nodes) == len(self.sources):
+            got = f"{len(self.nodes)} and {len(self.sources)}"
+            raise OptionError(f"Graph: expected one or more modules with their sources, got {got}")
         for i, (node, read) in enumerate(zip(self.nodes, self.sources, strict=True)):
             if not read or not all(0 <= value <= i for value in read):
                 raise OptionError(f"Graph: expected module {i} to read values 0 to {i}, got {read}")

@@ -37,7 +37,9 @@ def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
         )
     variance = to_double(module.running_var) + module.eps
     if bool((variance <= 0).any()):  # NaN passes: it bounds nothing
-        raise NoRuleError(f"nn.{type(module).__name__}: expected running_var + eps above 0, got {float(variance.amin())}")
+        raise NoRuleError(
+            f"nn.{type(module).__name__}: expected running_var + eps above 0, got {float(variance.amin())}"
+        )
     scale = variance.rsqrt()
     if module.weight is not None:
         scale = scale * to_double(module.weight)
@@ -61,11 +63,7 @@ LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
-    """True if both act on the same dimension of channels; ``shape`` is that of one sample in front of either.
-
-    >>> foldable(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), (1, 5, 5)), foldable(nn.Linear(4, 2), nn.BatchNorm1d(3), (3, 4))
-    (True, False)
-    """
+    """True if both act on the same dimension of channels; ``shape`` is that of one sample in front of either."""
     both = type(layer) in LINEAR and type(norm) in NORMS and norm.running_var is not None
     return both and (type(layer) is not nn.Linear or len(shape) == 1)
 
@@ -92,12 +90,6 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
 
     ``shape`` is that of one sample in front of the normalisation; a reshape may stand between it and the layer.
-
-    >>> norm = nn.BatchNorm1d(2).eval()
-    >>> _ = norm.running_mean.fill_(1.0)
-    >>> folded = fold_norm(nn.Linear(3, 2, bias=False), norm, (2,))
-    >>> [round(value, 4) for value in folded.bias.tolist()]
-    [-1.0, -1.0]
     """
     given: Any = layer
     if not foldable(layer, norm, shape):
@@ -151,7 +143,6 @@ class Center(Shown):
     In evaluation a translation, so its constant is 1; in training the output depends on the batch, and there is none.
 
     Args:
-        channels: of dimension 1.
         momentum: weight of a batch in the running mean, in (0, 1].
 
     Buffer ``running_mean`` (channels,).
@@ -207,9 +198,6 @@ def _export_center(module: Center, input_shape: Shape) -> nn.Module:
     return Affine(torch.ones_like(module.running_mean), -module.running_mean)
 
 
-add_plain(Plain(Center, _center, export=_export_center))
-
-
 class BatchLipNorm(Center):
     r"""Batch centring, then one factor for all channels: the spread of the widest one becomes 1.
 
@@ -221,9 +209,7 @@ class BatchLipNorm(Center):
     factors of `nn.BatchNorm2d`.
 
     Args:
-        channels: of dimension 1.
         momentum: weight of a batch in the running statistics, in (0, 1].
-        eps: positive.
 
     Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
 
@@ -270,11 +256,8 @@ class LayerCenter(Together):
 
     on each group of n numbers that differ in these dimensions alone.
 
-    Args:
-        dims: dimensions from 1 on (the batch is 0): ``LayerCenter(2, 3)`` for each channel of an image.
-
     Raises:
-        OptionError: no dimension, one twice, or the batch.
+        OptionError: no dimension, one twice, or the batch, which is 0.
 
     >>> LayerCenter(2, 3)(torch.tensor([[[[1.0, 3.0]]]])).tolist()
     [[[[-1.0, 1.0]]]]
@@ -317,9 +300,9 @@ class UnitNorm(Together):
         return UnitNorm(*self.dims, eps=max(self.eps, least))
 
 
-def _unit_norm(module: UnitNorm, input_shape: Shape | None) -> float:
+def _together(module: UnitNorm | LayerCenter, input_shape: Shape | None) -> float:
     check_dims(module, input_shape, max(module.dims))
-    return reciprocal_up(module.eps)
+    return reciprocal_up(module.eps) if isinstance(module, UnitNorm) else 1.0
 
 
 def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
@@ -329,11 +312,6 @@ def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmeti
     lost = 2 * wrong * math.sqrt(numbers / terms) + math.sqrt(numbers) * arithmetic.tiny
     error = grow(lost) if wrong < 0.25 else math.inf
     return proportional(0.0, error, grow(math.sqrt(arithmetic.room)), 2.0 + 2 * module.eps)
-
-
-def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
-    check_dims(module, input_shape, max(module.dims))
-    return 1.0
 
 
 def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
@@ -373,8 +351,7 @@ def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> n
     if (groups, n) != input_shape:
         parts = [Reshape(groups, n), *parts, Reshape(*input_shape)]  # channels of a group are neighbours
     weight, bias = (module._parameters[name] for name in ("weight", "bias"))
-    like = bias if weight is None else weight  # for its dtype and device
-    if like is not None:  # a functional form may have either alone
+    if (like := bias if weight is None else weight) is not None:  # a functional form may have either alone
         scale = torch.ones_like(like) if weight is None else weight
         parts.append(Affine(scale, torch.zeros_like(like) if bias is None else bias))
     return nn.Sequential(*parts)
@@ -424,10 +401,11 @@ def _layer_norm_range(module: nn.LayerNorm, x: Range) -> Range:
 
 for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
+add_plain(Plain(Center, _center, export=_export_center))
 add_plain(Plain(BatchLipNorm, _batch_lip_norm, export=_export_batch_lip_norm))
-add_plain(Plain(UnitNorm, _unit_norm, _unit_norm_error, {"dims": COUNT, "eps": real}, within_one))
+add_plain(Plain(UnitNorm, _together, _unit_norm_error, {"dims": COUNT, "eps": real}, within_one))
 _norm = {"normalized_shape": INTEGER, "eps": real, "elementwise_affine": flag, "bias": flag}
-add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, {"dims": COUNT}))
+add_plain(Plain(LayerCenter, _together, _layer_center_error, {"dims": COUNT}))
 add_plain(Plain(nn.LayerNorm, _layer_norm, _layer_norm_error, _norm, _layer_norm_range, export=_export_layer_norm))
 add_plain(Plain(nn.GroupNorm, lambda module, input_shape: own_constant(module), export=_export_apart))
 for _instance, _rank in ((nn.InstanceNorm1d, 2), (nn.InstanceNorm2d, 3), (nn.InstanceNorm3d, 4)):

@@ -67,7 +67,7 @@ def options_of_python(module: nn.Module) -> dict[str, Any]:
         items = value if type(value) in (tuple, list) else (value,)
         if any(isinstance(item, np.generic) for item in items):
             plain = [item.item() if isinstance(item, np.generic) else item for item in items]
-            found[key] = type(value)(plain) if items is value else plain[0]
+            found[key] = plain[0] if items is not value else tuple(plain) if isinstance(value, tuple) else plain
     return found
 
 

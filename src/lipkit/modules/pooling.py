@@ -24,20 +24,15 @@ from lipkit.proof.roundoff import gamma, root
 def overlap(kernel: int, stride: int, dilation: int = 1) -> int:
     """The most windows that one pixel can lie in, on one axis.
 
-    Taps at multiples of ``dilation`` meet a pixel only if they agree with it modulo the stride.
-
     >>> overlap(3, 2), overlap(2, 2), overlap(3, 1), overlap(2, 2, 2)
     (2, 1, 3, 2)
     """
+    # Taps at multiples of ``dilation`` meet a pixel only if they agree with it modulo the stride.
     return math.ceil(kernel / (stride // math.gcd(dilation, stride)))
 
 
 def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[int]) -> float:
-    """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often.
-
-    >>> max_pool_constant([3, 3], [2, 2], [1, 1])
-    2.0
-    """
+    """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often."""
     return root(math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True)))
 
 
@@ -61,13 +56,7 @@ def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bo
 
 
 def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """Proved norm of :func:`average_matrix`; for n = None of every size, ``sqrt(row sum x column sum)``.
-
-    >>> abs(average_norm(8, 2, 2, 0, False, True) - 0.5 ** 0.5) < 1e-9
-    True
-    >>> average_norm(None, 2, 2, 0, False, True) >= 0.5 ** 0.5
-    True
-    """
+    """Proved norm of :func:`average_matrix`; for n = None of every size, ``sqrt(row sum x column sum)``."""
     if n is not None:
         return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
     # Rows sum to at most 1. A window weighs pixels by 1 / kernel; at the border, if it counts fewer, by up to 1.
@@ -81,17 +70,13 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
 
 def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
     if module.return_indices:
-        name = type(module).__name__
-        raise NoRuleError(f"nn.{name}: expected return_indices=False, got True: indices are not Lipschitz")
+        expected = "expected return_indices=False, got True: indices are not Lipschitz"
+        raise NoRuleError(f"nn.{type(module).__name__}: {expected}")
 
 
 def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
     _refuse_indices(module)
     return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
-
-
-_windows = {"kernel_size": INTEGER, "stride": INTEGER, "padding": INTEGER, "ceil_mode": flag}
-add_plain(Plain(nn.MaxPool2d, _max_pool, comparing, {**_windows, "dilation": INTEGER}, monotone, dims=(2, 3)))
 
 
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
@@ -122,11 +107,7 @@ def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shap
 
 
 def adaptive_windows(n: int, m: int) -> Tensor:
-    """Which of n pixels lie in each of the m windows of adaptive pooling, ``(m, n)`` of 0 and 1 in float64.
-
-    >>> adaptive_windows(3, 2).tolist()
-    [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
-    """
+    """Which of n pixels lie in each of the m windows of adaptive pooling, ``(m, n)`` of 0 and 1 in float64."""
     i, pixel = torch.arange(m)[:, None], torch.arange(n)
     return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()  # below the rounded-up (i + 1) n / m
 
@@ -161,11 +142,7 @@ def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) 
 
 
 class Mean(Together):
-    r"""The mean over some dimensions of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
-
-    Args:
-        dims: dimensions from 1 on (the batch is 0).
-        keepdim: whether they stay, with size 1.
+    r"""The mean over dimensions ``dims`` (the batch is 0) of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
 
     Raises:
         OptionError: no dimension, one twice, or the batch.
@@ -233,18 +210,11 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
     return proportional(error, floor, grow(math.sqrt(arithmetic.room)))
 
 
-add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))
-
-
 Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
 
 
 def window_terms(module: Average, input_shape: Shape) -> int:
-    """The most numbers in one window, and windows on one number.
-
-    >>> window_terms(nn.AdaptiveAvgPool2d((2, 3)), (1, 8, 8)), window_terms(nn.AvgPool2d(3, 2), (1, 8, 8))
-    (16, 9)
-    """
+    """The most numbers in one window, and windows on one number."""
     if isinstance(module, nn.AvgPool2d):
         return math.prod(_pair(module.kernel_size))
     if isinstance(module, EnlargeBilinear):
@@ -272,8 +242,11 @@ def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Rou
     return measure
 
 
+_windows = {"kernel_size": INTEGER, "stride": INTEGER, "padding": INTEGER, "ceil_mode": flag}
 _counted = {**_windows, "count_include_pad": flag, "divisor_override": either(INTEGER, None)}
 _size = {"output_size": either(INTEGER, None)}
+add_plain(Plain(nn.MaxPool2d, _max_pool, comparing, {**_windows, "dilation": INTEGER}, monotone, dims=(2, 3)))
+add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))
 add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveMaxPool2d, _adaptive_max_pool, export=_export_adaptive_max_pool, dims=(2, 3)))

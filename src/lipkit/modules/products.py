@@ -33,14 +33,7 @@ from lipkit.proof.roundoff import root, to_double
 
 
 class Limited(Join):
-    """The base of products: two limits, infinite until they are known.
-
-    Args:
-        limits: of the two factors, ``(2,)``, non-negative.
-
-    Raises:
-        OptionError: other limits.
-    """
+    """The base of products: two limits ``(2,)``, non-negative, infinite until they are known."""
 
     limits: Tensor
     where = ""  # the call that messages name
@@ -59,7 +52,8 @@ class Limited(Join):
 
     def norms(self) -> tuple[float, float]:
         """Bounds of the norms of the first and of the second factor, as multipliers of the other."""
-        raise NotImplementedError
+        a, b = to_double(self.limits).abs().tolist()  # a file may hold negative ones: then the factor is constant
+        return a, b
 
     def limited(self, limits: Tensor) -> Self:
         """A copy of the product with these limits."""
@@ -79,11 +73,6 @@ class Product(Limited):
         check_alike(self, values, 2)
         u, v = self.clipped(values)
         return u * v
-
-    def norms(self) -> tuple[float, float]:
-        # A file may hold negative ones: then the factor is constant, of that modulus.
-        a, b = to_double(self.limits).abs().tolist()
-        return a, b
 
 
 class MatrixProduct(Limited):
@@ -114,9 +103,8 @@ class MatrixProduct(Limited):
         return u @ v
 
     def norms(self) -> tuple[float, float]:
-        a, b = to_double(self.limits).abs().tolist()
-        norms = a * root(self.rows * self.inner), b * root(self.inner * self.cols)
-        return grow(norms[0]), grow(norms[1])
+        a, b = super().norms()
+        return grow(a * root(self.rows * self.inner)), grow(b * root(self.inner * self.cols))
 
 
 def refuse_unlimited(network: nn.Module) -> None:
@@ -149,10 +137,10 @@ add_join(Product, _joining(lambda product: 3))
 add_join(MatrixProduct, _joining(lambda product: product.inner + 3))
 
 add_plain(Plain(Product, stored=Stored({}, make=lambda: Product(torch.zeros(2)))))
-_sizes = dict.fromkeys(("rows", "inner", "cols"), COUNT)
-add_plain(
-    Plain(MatrixProduct, stored=Stored(_sizes, make=lambda **sizes: MatrixProduct(**sizes, limits=torch.zeros(2))))
+_sizes = Stored(
+    dict.fromkeys(("rows", "inner", "cols"), COUNT), make=lambda **sizes: MatrixProduct(**sizes, limits=torch.zeros(2))
 )
+add_plain(Plain(MatrixProduct, stored=_sizes))
 
 # Relative allowance for float64 rounding of a range.
 _SLACK = 1e-6
@@ -176,8 +164,7 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
         for plain, twin in zip(network, double, strict=True):
             found, module = _through(plain, twin, found)
             modules.append(module)
-    multipliers = network.multipliers()
-    result = Network(modules, network.input_shape, multipliers)
+    result = Network(modules, network.input_shape, network.multipliers())
     result.input_range = box
     return result
 
@@ -189,21 +176,16 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
     if type(plain) is not Graph:
         return _range_of(double, given), plain
     assert isinstance(double, Graph)
-    values: list[Range] = [given]
-    nodes: list[nn.Module] = []
+    values, nodes = [given], list[nn.Module]()
     for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
         parts = [values[value] for value in read]
         if isinstance(node, Limited):
             node = node.limited(_limits(node, parts).to(node.limits))
             assert isinstance(twin, Limited)
             twin = twin.limited(node.limits.double())  # as rounded to the network's format
-        if isinstance(node, Join):
-            values.append(_joined(twin, parts))
-            nodes.append(node)
-            continue
-        found, module = _through(node, twin, parts[0])
+        found, node = (_joined(twin, parts), node) if isinstance(node, Join) else _through(node, twin, parts[0])
         values.append(found)
-        nodes.append(module)
+        nodes.append(node)
     return values[-1], Graph(nodes, plain.sources)
 
 

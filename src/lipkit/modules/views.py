@@ -6,7 +6,6 @@ All are exact, except bilinear upsampling. Dimensions are counted as in torch; n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,11 @@ from lipkit.proof.roundoff import root
 class Reshape(Shown):
     """The numbers of each sample under another shape, in the same order.
 
-    Args:
-        shape: of one sample; none for outputs ``(N,)``.
+    Without sizes: outputs ``(N,)``.
 
     Raises:
         OptionError: sizes below 1. ShapeError: an input of another number of entries.
 
-    >>> import torch
     >>> Reshape(2, 2)(torch.arange(4.0)[None]).tolist()
     [[[0.0, 1.0], [2.0, 3.0]]]
     """
@@ -52,30 +49,23 @@ def reshaped(shape: Shape) -> nn.Module:
     return nn.Flatten() if len(shape) == 1 else Reshape(*shape)
 
 
-add_plain(Plain(Reshape, 1.0, exact, {"shape": COUNT}, one_sign))
-
-
 class Together(Shown):
     """The base of modules that take some dimensions of a sample together: from 1 on, the batch is 0."""
 
     def __init__(self, *dims: int) -> None:
         super().__init__()
         if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            name = type(self).__name__
-            raise OptionError(f"{name}: expected different dimensions behind the batch, at least 1, got {dims}")
+            expected = "expected different dimensions behind the batch, at least 1"
+            raise OptionError(f"{type(self).__name__}: {expected}, got {dims}")
         self.dims = tuple(dims)
 
 
 class Permute(Shown):
-    """The dimensions behind the batch in another order.
-
-    Args:
-        dims: 1, 2, ... in the new order.
+    """The dimensions behind the batch, 1, 2, ..., in another order.
 
     Raises:
         OptionError: another list.
 
-    >>> import torch
     >>> Permute(2, 1)(torch.zeros(1, 3, 4)).shape
     torch.Size([1, 4, 3])
     """
@@ -90,16 +80,12 @@ class Permute(Shown):
         return x.permute(0, *self.dims)
 
 
-add_plain(Plain(Permute, 1.0, exact, {"dims": COUNT}, one_sign))
-
-
 class Piece(Shown):
     """The entries ``start, start + step, ...`` below ``stop`` of one dimension, as chunks and slices take them.
 
     Raises:
         OptionError: a dimension below 1, or no entry. ShapeError: an input without some of the entries.
 
-    >>> import torch
     >>> Piece(1, 1, 4, 2)(torch.arange(5.0)[None]).tolist()
     [[1.0, 3.0]]
     """
@@ -107,10 +93,8 @@ class Piece(Shown):
     def __init__(self, dim: int, start: int, stop: int, step: int = 1) -> None:
         super().__init__()
         if dim < 1 or start < 0 or step < 1 or not range(start, stop, step):
-            raise OptionError(
-                f"Piece: expected entries of a dimension from 1 on, got dim={dim}, start={start}, stop={stop}, "
-                f"step={step}"
-            )
+            got = f"dim={dim}, start={start}, stop={stop}, step={step}"
+            raise OptionError(f"Piece: expected entries of a dimension from 1 on, got {got}")
         self.dim, self.start, self.stop, self.step = dim, start, stop, step
 
     @property
@@ -124,13 +108,9 @@ class Piece(Shown):
         return x[(slice(None),) * self.dim + (slice(self.start, self.stop, self.step),)]
 
 
-add_plain(Plain(Piece, 1.0, exact, {"dim": COUNT, "start": whole(0), "stop": COUNT, "step": COUNT}, one_sign))
-
-
 class Roll(Shown):
     """One dimension moved circularly.
 
-    >>> import torch
     >>> Roll(1, 1)(torch.arange(3.0)[None]).tolist()
     [[2.0, 0.0, 1.0]]
     """
@@ -145,9 +125,6 @@ class Roll(Shown):
         return x.roll(self.shift, self.dim)
 
 
-add_plain(Plain(Roll, 1.0, exact, {"dim": COUNT, "shift": INTEGER}, one_sign))
-
-
 class Pad(Shown):
     """Zeros around the last dimensions, as ``torch.nn.functional.pad``; negative numbers cut off.
 
@@ -157,7 +134,6 @@ class Pad(Shown):
     Raises:
         OptionError: an odd number of sizes. ShapeError: an input of too few dimensions, whose batch would be padded.
 
-    >>> import torch
     >>> Pad(1, 0)(torch.ones(1, 2)).tolist()
     [[0.0, 1.0, 1.0]]
     """
@@ -180,16 +156,12 @@ class Pad(Shown):
         return y
 
 
-add_plain(Plain(Pad, 1.0, exact, {"padding": INTEGER}, one_sign))
-
-
 class Enlarge(Shown):
     r"""Every pixel ``rows`` times ``cols``: nearest-neighbour upsampling, of constant :math:`\sqrt{rows\,cols}`.
 
     Raises:
         OptionError: factors below 1. ShapeError: an input that is no image.
 
-    >>> import torch
     >>> Enlarge(1, 2)(torch.tensor([[[[1.0, 2.0]]]])).tolist()
     [[[[1.0, 1.0, 2.0, 2.0]]]]
     """
@@ -200,12 +172,13 @@ class Enlarge(Shown):
             raise OptionError(f"Enlarge: expected factors of at least 1, got {rows} and {cols}")
         self.rows, self.cols = rows, cols
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _check(self, x: Tensor) -> None:
         if x.ndim != 4:
-            raise ShapeError(f"Enlarge: expected images (B, C, H, W), got {tuple(x.shape)}")
-        b, c, h, w = x.shape
-        y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)  # views until the reshape
-        return y.reshape(b, c, h * self.rows, w * self.cols)
+            raise ShapeError(f"{type(self).__name__}: expected images (B, C, H, W), got {tuple(x.shape)}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        return x.repeat_interleave(self.rows, 2).repeat_interleave(self.cols, 3)
 
 
 class EnlargeBilinear(Enlarge):
@@ -218,7 +191,6 @@ class EnlargeBilinear(Enlarge):
     Raises:
         OptionError: factors that are no powers of two. ShapeError: an input that is no image.
 
-    >>> import torch
     >>> EnlargeBilinear(1, 2)(torch.tensor([[[[0.0, 4.0]]]])).tolist()
     [[[[0.0, 1.0, 3.0, 4.0]]]]
     """
@@ -229,8 +201,7 @@ class EnlargeBilinear(Enlarge):
             raise OptionError(f"EnlargeBilinear: expected powers of two as factors, got {rows} and {cols}")
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 4:
-            raise ShapeError(f"EnlargeBilinear: expected images (B, C, H, W), got {tuple(x.shape)}")
+        self._check(x)
         factors = [float(self.rows), float(self.cols)]
         return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=False)
 
@@ -238,13 +209,9 @@ class EnlargeBilinear(Enlarge):
 class Expand(Shown):
     """The numbers of each sample repeated to another shape, along its dimensions of size 1.
 
-    Args:
-        shape: of one sample.
-
     Raises:
         OptionError: sizes below 1. ShapeError: an input that does not fit it.
 
-    >>> import torch
     >>> Expand(2, 2)(torch.tensor([[[1.0, 2.0]]])).tolist()
     [[[1.0, 2.0], [1.0, 2.0]]]
     """
@@ -302,11 +269,6 @@ def _export_enlarge(module: Enlarge, input_shape: Shape) -> nn.Module:
     return nn.Sequential(Reshape(c, h, 1, w, 1), Expand(c, h, module.rows, w, module.cols), Reshape(*together))
 
 
-add_plain(Plain(Enlarge, enlarged, export=_export_enlarge, dims=(3, 3)))
-add_plain(Plain(Expand, _expand, exact, {"shape": COUNT}, one_sign))
-add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
-
-
 def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
     if module.training:
         raise NoRuleError(
@@ -316,17 +278,9 @@ def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
     return 1.0
 
 
-def _without_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
+def _left_out(module: nn.Module, input_shape: Shape) -> nn.Module:
     _dropout(module, input_shape)
     return nn.Sequential()
-
-
-for _kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
-    add_plain(Plain(_kind, _dropout, export=_without_dropout))
-
-
-def _regrouped(apart: Shape, order: Iterable[int], together: Shape) -> nn.Module:
-    return nn.Sequential(Reshape(*apart), Permute(*order), Reshape(*together))
 
 
 def _channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
@@ -338,8 +292,8 @@ def _channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> fl
 def _export_channel_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
     _channel_shuffle(module, input_shape)
     channels, *rest = input_shape
-    apart = (module.groups, channels // module.groups, *rest)
-    return _regrouped(apart, (2, 1, *range(3, 3 + len(rest))), input_shape)
+    apart = Reshape(module.groups, channels // module.groups, *rest)
+    return nn.Sequential(apart, Permute(2, 1, *range(3, 3 + len(rest))), Reshape(*input_shape))
 
 
 def _export_pixels(module: nn.PixelShuffle | nn.PixelUnshuffle, input_shape: Shape) -> nn.Module:
@@ -351,25 +305,8 @@ def _export_pixels(module: nn.PixelShuffle | nn.PixelUnshuffle, input_shape: Sha
         r = module.downscale_factor
         apart, order = (c, h // r, r, w // r, r), (1, 3, 5, 2, 4)
     n = len(lead)  # dimensions in front, which stay
-    return _regrouped((*lead, *apart), (*range(1, n + 1), *(n + dim for dim in order)), together)
-
-
-def _export_flat(module: nn.Flatten | nn.Unflatten, input_shape: Shape) -> nn.Module:
-    return reshaped(output_shape(module, input_shape))
-
-
-_first, _last = (lambda dim: type(dim) is int and dim == 1), (lambda dim: type(dim) is int and dim == -1)
-add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
-add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
-add_plain(Plain(nn.Flatten, 1.0, exact, {"start_dim": _first, "end_dim": _last}, one_sign, export=_export_flat))
-add_plain(Plain(nn.Unflatten, 1.0, export=_export_flat))
-for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
-    add_plain(Plain(_pixels, 1.0, export=_export_pixels, dims=(3, 9)))
-add_plain(Plain(nn.ChannelShuffle, _channel_shuffle, export=_export_channel_shuffle))
-
-
-# One pixel down, up, right and left, as (dimension, shift) of torch.roll.
-MOVES = ((2, 1), (2, -1), (3, 1), (3, -1))
+    moved = Permute(*range(1, n + 1), *(n + dim for dim in order))
+    return nn.Sequential(Reshape(*lead, *apart), moved, Reshape(*together))
 
 
 def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
@@ -389,8 +326,9 @@ def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
     References:
         Wu et al., CVPR 2018 (shift instead of spatial convolutions); LipNeXt, ICLR 2026 (as an isometry).
     """
-    kept, *groups = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)  # the last channels are moved
-    return torch.cat([kept, *(g.roll(steps * by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
+    kept, down, up, right, left = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)
+    rolled = [down.roll(steps, 2), up.roll(-steps, 2), right.roll(steps, 3), left.roll(-steps, 3)]
+    return torch.cat([kept, *rolled], dim=1)
 
 
 class Shift2d(Shown):
@@ -419,4 +357,23 @@ class Shift2d(Shown):
         return shift(x, self.moved)
 
 
+_first, _last = (lambda dim: type(dim) is int and dim == 1), (lambda dim: type(dim) is int and dim == -1)
+_flat = lambda module, shape: reshaped(output_shape(module, shape))  # noqa: E731
+add_plain(Plain(Reshape, 1.0, exact, {"shape": COUNT}, one_sign))
+add_plain(Plain(Permute, 1.0, exact, {"dims": COUNT}, one_sign))
+add_plain(Plain(Piece, 1.0, exact, {"dim": COUNT, "start": whole(0), "stop": COUNT, "step": COUNT}, one_sign))
+add_plain(Plain(Roll, 1.0, exact, {"dim": COUNT, "shift": INTEGER}, one_sign))
+add_plain(Plain(Pad, 1.0, exact, {"padding": INTEGER}, one_sign))
+add_plain(Plain(Enlarge, enlarged, export=_export_enlarge, dims=(3, 3)))
+add_plain(Plain(Expand, _expand, exact, {"shape": COUNT}, one_sign))
 add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))
+add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
+for _kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
+    add_plain(Plain(_kind, _dropout, export=_left_out))
+add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
+add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
+add_plain(Plain(nn.Flatten, 1.0, exact, {"start_dim": _first, "end_dim": _last}, one_sign, export=_flat))
+add_plain(Plain(nn.Unflatten, 1.0, export=_flat))
+for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
+    add_plain(Plain(_pixels, 1.0, export=_export_pixels, dims=(3, 9)))
+add_plain(Plain(nn.ChannelShuffle, _channel_shuffle, export=_export_channel_shuffle))
