@@ -171,7 +171,6 @@ def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithm
 
 
 add_plain(Plain(Attraction, 1.0, _attraction_error, {"heads": COUNT}, within_one, dims=(2, 9)))
-_stored = Stored(
-    dict.fromkeys(("first", "force"), submodule), make=lambda first, force: GradientStep(first, force, torch.zeros(()))
-)
+_parts = {"first": submodule, "force": submodule}
+_stored = Stored(_parts, make=lambda first, force: GradientStep(first, force, torch.zeros(())))
 add_plain(Plain(GradientStep, _gradient_step, _gradient_step_error, _stored, export=_export_gradient_step))

@@ -159,7 +159,7 @@ _features = {"in_features": COUNT, "out_features": COUNT, "bias": flag}
 add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), _linear_error, _features, linear_range))
 
 
-def moduli_sizes(module: nn.Module) -> Sizes:
+def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
     r"""Of a dense layer of vectors: bounds of :math:`\| |W| |x| \|` over the norm that `inner_products` has for |W|.
 
     .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \|

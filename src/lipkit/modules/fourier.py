@@ -51,12 +51,10 @@ class FourierConv2d(nn.Module):
     images (``lipkit.conv.phase_product``).
 
     Args:
-        in_channels, out_channels: channels.
         height, width: the only image size it accepts.
         kernel_size: (kh, kw), which divide height and width; by default the whole image.
         complex_pairs: whether the matrices of the conjugate pairs of frequencies are complex.
         bias: whether a bias (cout,) is added.
-        device, dtype: of the buffers.
 
     Buffers ``real`` (n_r, cout, cin), ``pair`` (n_p, 2, cout, cin: real and imaginary part; or n_p, 1, cout, cin) and
     ``bias`` are zero until they are set, for instance by ``load_state_dict`` or :meth:`from_symbol`. The transform is
@@ -234,7 +232,6 @@ def relative_to_input(
 
 
 def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """Rounding rule of a convolution that is stored as its symbol."""
     outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
     blocks = spectral_blocks(module)

@@ -46,7 +46,6 @@ class NActivation(Shown):
     .. math:: x - 2 t_1 \ (x < t_1), \qquad -x \ (t_1 \le x \le t_2), \qquad x - 2 t_2 \ (x > t_2)
 
     Args:
-        channels: of dimension 1.
         low, high: thresholds at the start. In whichever order training leaves them, the smaller one is t_1.
 
     Raises:
@@ -74,10 +73,7 @@ class NActivation(Shown):
 
 
 class LPReLU(Shown):
-    """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz.
-
-    Args:
-        num_parameters, init: as ``nn.PReLU``.
+    """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz; options as ``nn.PReLU``.
 
     Raises:
         OptionError: ``num_parameters`` below 1, ``init`` not finite.
@@ -150,22 +146,19 @@ def _export_lprelu(module: LPReLU, input_shape: Shape) -> nn.Module:
     return plain
 
 
-def _largest(values: Tensor) -> float:
-    return float(values.detach().abs().amax())
-
-
 def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # One difference; a threshold off by a rounding moves the kink, where both pieces meet, by as much.
-    largest = _largest(module.thresholds)
+    largest = float(module.thresholds.detach().abs().amax())
     return pointwise(2.0, 8 * largest, 0.0, input_shape, arithmetic, 2 * largest)
 
 
 def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair taken for the wrong
     # side is as near to the line as the comparison's rounding; the reflection moves it by twice that distance.
-    each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * arithmetic.unit
+    largest = float(module.angles.detach().abs().amax())
+    each = 4 * (LIBRARY + 8 + 2 * largest) * arithmetic.unit
     together = grow(math.expm1(module.order * math.log1p(each))) / arithmetic.unit
-    return pointwise(together, 0.0, 0.0, input_shape, arithmetic, _largest(module.angles))
+    return pointwise(together, 0.0, 0.0, input_shape, arithmetic, largest)
 
 
 add_activation(Activation(NActivation, 1.0, _n_error, {"channels": COUNT}))

@@ -43,9 +43,8 @@ def proportional(error: float, floor: float, peak: float, least: float = 0.0) ->
 
     def measure(x: Tensor) -> RoundingBound:
         norms = Line(size(x), 1.0)
-        return RoundingBound(
-            norms.times(error).plus(flat(norms.at, floor)), norms.times(peak).plus(flat(norms.at, least))
-        )
+        found, largest = flat(norms.at, floor), flat(norms.at, least)
+        return RoundingBound(norms.times(error).plus(found), norms.times(peak).plus(largest))
 
     return measure
 
@@ -63,7 +62,7 @@ def entries(shape: Shape) -> int:
 class ProvedModule(NamedTuple):
     """One module of a chain: its proved constant, and its own error in the evaluator's arithmetic and in float64."""
 
-    module: nn.Module
+    module: Callable[[Tensor], Tensor]
     gain: float
     machine: RoundingError
     double: RoundingError

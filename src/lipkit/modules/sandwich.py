@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,11 @@ from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
 
+_PARTS = ("first", "activation", "second")
+
 
 class Block(nn.Module):
-    """The base of both blocks: their parts, and the diagonal of their multiplier."""
+    """The base of both blocks: their parts in the order of computation, and the diagonal of their multiplier."""
 
     multiplier: Tensor
 
@@ -41,7 +42,6 @@ class Block(nn.Module):
         self.register_buffer("multiplier", multiplier.detach().clone())
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The three parts in the order of computation."""
         return self.first, self.activation, self.second
 
 
@@ -56,14 +56,11 @@ def _export_block(module: Block, input_shape: Shape) -> nn.Module:
 
 
 def _stored(kind: type[Block]) -> Stored:
-    def read(block: Any) -> dict[str, Any]:
-        parts = {"first": block.first, "activation": block.activation, "second": block.second}
-        return {"channels": len(block.multiplier), **parts}
-
-    def make(channels: int, first: nn.Module, activation: nn.Module, second: nn.Module) -> nn.Module:
-        return kind(first, activation, second, torch.zeros(channels))
-
-    return Stored({"channels": COUNT, **dict.fromkeys(("first", "activation", "second"), submodule)}, read, make)
+    return Stored(
+        {"channels": COUNT, **dict.fromkeys(_PARTS, submodule)},
+        lambda block: {"channels": len(block.multiplier)} | {name: getattr(block, name) for name in _PARTS},
+        lambda channels, **parts: kind(**parts, multiplier=torch.zeros(channels)),
+    )
 
 
 class SandwichBlock(Block):
@@ -122,13 +119,6 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     return product
 
 
-def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    return chain_error(module.parts(), input_shape, arithmetic)
-
-
-add_plain(Plain(SandwichBlock, _sandwich, _sandwich_error, _stored(SandwichBlock), export=_export_block))
-
-
 class SlopeResidual(Block):
     r"""``y = x + second(activation(first(x)))`` with a multiplier that proves its constant.
 
@@ -157,10 +147,6 @@ def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error
     """Upper bound of the constant of a `SlopeResidual` with matrices ``(..., h, n)`` and ``(..., n, h)`` in float64.
 
     ``entry_error`` bounds the spectral norm of the rounding error that each of w1 and w2 already has.
-
-    >>> w = torch.eye(2, dtype=torch.float64)
-    >>> 1 <= slope_residual_bound(w, -2 * w, 2 * torch.ones(2)).item() < 1 + 1e-9
-    True
     """
     lam = to_double(multiplier)
     largest = float(lam.max())
@@ -211,8 +197,11 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     return product
 
 
-def _slope_residual_error(module: SlopeResidual, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
+def _error(module: Block, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
+    if isinstance(module, SandwichBlock):
+        return chain_error(module.parts(), input_shape, arithmetic)
     return local_error(Graph([*module.parts(), Add(1, 1)], [[0], [1], [2], [0, 3]]), input_shape, arithmetic)
 
 
-add_plain(Plain(SlopeResidual, _slope_residual, _slope_residual_error, _stored(SlopeResidual), export=_export_block))
+add_plain(Plain(SandwichBlock, _sandwich, _error, _stored(SandwichBlock), export=_export_block))
+add_plain(Plain(SlopeResidual, _slope_residual, _error, _stored(SlopeResidual), export=_export_block))

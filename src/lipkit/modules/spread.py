@@ -7,6 +7,7 @@ layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Self
 
@@ -138,7 +139,7 @@ def _small(first: nn.Module) -> FourierConv2d:
 
 
 def check_parts(module: SpreadConv2d) -> FourierConv2d:
-    """The first part of a layer, after a check that both parts have the types and shapes that the proof assumes."""
+    """The first part, after a check that both parts have the types and shapes that the proof assumes."""
     guard(module.first)
     first = _small(module.first)
     expected = (module.out_channels, first.in_channels, *module.kernel_size)
@@ -148,11 +149,9 @@ def check_parts(module: SpreadConv2d) -> FourierConv2d:
 
 
 def _transform_distance(module: FourierConv2d) -> float:
-    """Bound of the distance of the stored transform from the exact one.
-
-    Entries made in float64 are within 64 u of sqrt(2 / n). The butterfly is part of either product, or multiplies by
-    a rounded root of one half.
-    """
+    """Bound of the distance of the stored transform from the exact one."""
+    # Entries made in float64 are within 64 u of sqrt(2 / n). The butterfly is part of either product, or multiplies by
+    # a rounded root of one half.
     exact = transform_matrices(*module.kernel_size, dtype=torch.float64, device=torch.device("cpu"))
     total = 1 + 8 * float(torch.finfo(module.real.dtype).eps)
     for stored_matrix, made in zip(module.matrices(), exact, strict=True):
@@ -163,7 +162,7 @@ def _transform_distance(module: FourierConv2d) -> float:
 
 
 def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
-    r"""Bound of the layer: the smaller of :math:`\max_f \|F S - E\|` and :math:`\|F\| \|S\| + 1`."""
+    """The smaller of max |F S - E| over all frequencies and |F| |S| + 1."""
     first, kernel = check_parts(module), to_double(module.weight)
     h, w, n = first.height, first.width, first.in_channels
     norms = [lipschitz(first, (n, h, w)), circular(kernel, h, w)]
@@ -188,7 +187,7 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
 
 
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """Rounding rule of ``F t + b - x`` with t from the first part: one inner product of all terms, in any order."""
+    """One inner product of all terms of ``F t + b - x`` with t from the first part, in any order."""
     check_parts(module)
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     # Terms of one output: the kernel's, x and the bias.
@@ -207,7 +206,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
             blocked=False,
         )
 
-    spreading = _Spreading(module)
+    spreading = functools.partial(circular_conv2d, kernel=module.weight, bias=module.bias)
     steps.append(ProvedModule(spreading, gain, measured(arithmetic), measured(FLOAT64)))
     floor = 4 * (terms + 1) * math.sqrt(outputs) * arithmetic.tiny
 
@@ -218,17 +217,6 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
         return RoundingBound(error, bound.peak.most(total.times(2.0)))
 
     return measure
-
-
-class _Spreading(nn.Module):
-    """``F * t + b`` in float64, for the rounding analysis only; no network holds it."""
-
-    def __init__(self, whole: SpreadConv2d) -> None:
-        super().__init__()
-        self.weight, self.bias = whole.weight, whole.bias
-
-    def forward(self, t: Tensor) -> Tensor:
-        return circular_conv2d(t, self.weight, self.bias)
 
 
 _stored = {"first": submodule, "out_channels": COUNT, "kernel_size": COUNT, "bias": flag}

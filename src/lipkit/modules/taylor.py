@@ -29,11 +29,9 @@ class TaylorConv2d(nn.Module):
     on c = max(cin, cout) channels: missing inputs are zeros, outputs beyond cout are dropped.
 
     Args:
-        in_channels, out_channels: channels.
-        kernel_size: odd kh, kw.
+        in_channels, out_channels, kernel_size: cin, cout and the odd kh, kw.
         terms: T, the highest power.
         bias: whether a bias (cout,) is added.
-        device, dtype: of the buffers.
 
     Buffers ``kernel`` (c, c, kh, kw) and ``bias`` are zero until they are set.
 
@@ -69,9 +67,7 @@ class TaylorConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ShapeError(
-                f"TaylorConv2d: expected input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
-            )
+            raise ShapeError(f"TaylorConv2d: expected input (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
         x = F.pad(x, (0, 0, 0, 0, 0, self.kernel.shape[1] - self.in_channels))  # zeros for missing channels
         half = [k // 2 for k in self.kernel_size]
         y = taylor_features(x, lambda term: F.conv2d(term, self.kernel, padding=half), self.terms)
@@ -79,10 +75,8 @@ class TaylorConv2d(nn.Module):
         return y if self.bias is None else y + self.bias[:, None, None]
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, terms={self.terms}, "
-            f"bias={self.bias is not None}"
-        )
+        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        return f"{sizes}, terms={self.terms}, bias={self.bias is not None}"
 
 
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
