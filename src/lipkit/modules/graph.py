@@ -136,21 +136,13 @@ def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
 
 
 class Joining(NamedTuple):
-    """The answers of a join.
+    """The answers of a join."""
 
-    Attributes:
-        form: the bound of the result from those of the values.
-        error: a bound of how far the exact result moves, from how far the values move.
-        operations: number of chained roundings in one entry of the result.
-        plain: the join with constant numbers.
-        number: largest modulus of a number that the join stores; the rounding of that number counts for each value.
-    """
-
-    form: Callable[[Any, Sequence[Form]], Form]
-    error: Callable[[Any, Sequence[Line]], Line]
-    operations: Callable[[Any], int]
-    plain: Callable[[Any], Join] = copy.deepcopy
-    number: Callable[[Any], float] = lambda join: 0.0
+    form: Callable[[Any, Sequence[Form]], Form]  # the bound of the result from those of the values
+    error: Callable[[Any, Sequence[Line]], Line]  # how far the exact result moves, from how far the values move
+    operations: Callable[[Any], int]  # chained roundings in one entry of the result
+    plain: Callable[[Any], Join] = copy.deepcopy  # the join with constant numbers
+    number: Callable[[Any], float] = lambda join: 0.0  # largest modulus that it stores, rounded for each value
 
 
 def beside(lines: Sequence[Line]) -> Line:
@@ -266,22 +258,16 @@ def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
 def _joining(node: nn.Module) -> Joining:
     guard(node)
     if type(node) not in JOINS:
-        raise NoRuleError(
-            f"expected joins {', '.join(kind.__name__ for kind in JOINS)} exactly, got {type_name(type(node))}: "
-            "nothing is assumed to be 1-Lipschitz"
-        )
+        known = ", ".join(kind.__name__ for kind in JOINS)
+        got = f"got {type_name(type(node))}: nothing is assumed to be 1-Lipschitz"
+        raise NoRuleError(f"expected joins {known} exactly, {got}")
     return JOINS[type(node)]
 
 
-def value_forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
+def value_forms(graph: Graph, constants: Sequence[Any]) -> list[Form]:
     """The bound of every value, from the constants of the modules (None for joins)."""
-
-    def behind(i: int, forms: Sequence[Form]) -> Form:
-        constant = constants[i]
-        assert constant is not None
-        return forms[graph.sources[i][0]].scaled(constant.cpu())
-
-    return forms_of(list(graph.nodes), graph.sources, behind)
+    nodes, sources = list(graph.nodes), graph.sources
+    return forms_of(nodes, sources, lambda i, forms: forms[sources[i][0]].scaled(constants[i].cpu()))
 
 
 def forms_of(
@@ -320,9 +306,8 @@ def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> d
 def graph_constant(module: Graph, input_shape: Shape | None) -> Tensor:
     guard(module.nodes)
     refuse_inplace(module)
-    shapes: Sequence[Shape | None] = [None] * (len(module.nodes) + 1)
-    if input_shape is not None:
-        shapes = value_shapes(module, input_shape)
+    unknown = [None] * (len(module.nodes) + 1)
+    shapes = unknown if input_shape is None else value_shapes(module, input_shape)
     return value_forms(module, _constants(module, shapes))[-1].total()
 
 
@@ -475,7 +460,6 @@ def _advanced(
 
 
 def _wired(value: Any) -> bool:
-    """A tuple of lists of value numbers, the sources of a `Graph`."""
     return isinstance(value, tuple) and all(
         isinstance(read, list) and 0 < len(read) <= 4096 and all(type(i) is int and i >= 0 for i in read)
         for read in value

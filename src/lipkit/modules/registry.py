@@ -17,7 +17,7 @@ from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.network import Network, checked_shape, first_floating
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import ROWS, Shape, bounded, rules
+from lipkit.modules.plain import ROWS, Plain, Shape, bounded, rules
 
 
 def what_is_missing(module: nn.Module) -> str | None:
@@ -35,13 +35,13 @@ def what_is_missing(module: nn.Module) -> str | None:
             f"its {gates} multiply values that both depend on the input, so it has no gain over all inputs: train a "
             "lipkit.layers.R2dn or Ren, whose gain is prescribed, or an nn.RNN"
         )
-    if not kind.endswith("Attention") and not kind.startswith("torch.nn.modules.transformer."):
-        return None
-    return (
-        "attention multiplies values that depend on the input and has a constant on a box only: in a forward pass of "
-        "your own, call an nn.MultiheadAttention as attention(x, x, x)[0], or write it with torch.matmul and "
-        "torch.softmax, and export with box=(low, high)"
-    )
+    if kind.endswith("Attention") or kind.startswith("torch.nn.modules.transformer."):
+        return (
+            "attention multiplies values that depend on the input and has a constant on a box only: in a forward pass "
+            "of your own, call an nn.MultiheadAttention as attention(x, x, x)[0], or write it with torch.matmul and "
+            "torch.softmax, and export with box=(low, high)"
+        )
+    return None
 
 
 def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
@@ -67,28 +67,22 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
 
 
 def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
-    row = ROWS.get(kind)
-    if row is None or (function == "lipschitz" and row.constant is None):
-        return None
-    if function == "lipschitz":
-        constant = row.constant
-        return constant if callable(constant) else lambda module, shape: constant
-    return row.export or (export_copy if row.stored is not None and row.constant is not None else None)
+    row = ROWS.get(kind, Plain(kind))
+    if function == "export":
+        return row.export or (export_copy if row.stored is not None and row.constant is not None else None)
+    constant = row.constant
+    return constant if constant is None or callable(constant) else lambda module, shape: constant
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is already plain, after `lipschitz` has refused options without a rule.
-
-    Modules with a matrix skip that call: the proof of its norm takes long and is made where it is needed.
-    """
+    """A copy of a module that is already plain, after `lipschitz` has refused options without a rule."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    if all(t.ndim < 2 for t in own):
+    if all(t.ndim < 2 for t in own):  # the proof of a matrix's norm takes long and is made where it is needed
         lipschitz(module, input_shape)
     output_shape(module, input_shape)
-    plain = copy.deepcopy(module)
+    plain: Any = copy.deepcopy(module)
     if hasattr(plain, "inplace"):
-        # A constant network leaves its input as it is.
-        setattr(plain, "inplace", False)  # noqa: B010
+        plain.inplace = False  # a constant network leaves its input as it is
     return plain
 
 
@@ -111,21 +105,15 @@ def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: i
 
 
 def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
-    """Refuse modules of torch that would mix samples of this shape, or take the batch for channels.
-
-    >>> check_samples_apart(nn.Softmax(dim=-2), (3,))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    lipkit.errors.NoRuleError: nn.Softmax: expected dimensions that leave the batch (dimension 0) alone, got -2 ...
-    """
+    """Refuse modules of torch that would mix samples of this shape, or take the batch for channels."""
     check_dims(module, input_shape, *(ROWS[type(module)].dims if type(module) in ROWS else (0,)))
     if isinstance(module, nn.Softmax | nn.Flatten | nn.Unflatten):
         dim = module.start_dim if isinstance(module, nn.Flatten) else module.dim
         least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
         if type(dim) is not int or dim == 0 or not -least <= dim <= most:
-            raise NoRuleError(
-                f"nn.{type(module).__name__}: expected dimensions that leave the batch (dimension 0) alone, got "
-                f"{dim!r} for inputs of shape {input_shape}: its output would mix samples; count from 1"
-            )
+            expected = "expected dimensions that leave the batch (dimension 0) alone"
+            got = f"got {dim!r} for inputs of shape {input_shape}: its output would mix samples; count from 1"
+            raise NoRuleError(f"nn.{type(module).__name__}: {expected}, {got}")
 
 
 def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: bool = False) -> Tensor:
