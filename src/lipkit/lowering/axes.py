@@ -165,12 +165,7 @@ def batch_first(call: Build) -> Build:
 
 
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
-    """True if a module from x to y has the batch first, or acts on each number or on last dimensions behind the batch.
-
-    >>> x = Operand((3, 4), torch.float32, axis=1)
-    >>> keeps_place(nn.Linear(4, 4), x, x), keeps_place(nn.Softmax(1), x, x)
-    (True, False)
-    """
+    """True if a module from x to y has the batch first, or acts on single numbers or dimensions behind the batch."""
     kind, used = type(module), x.rank  # used: the last dimensions that the module mixes
     if kind in (nn.Identity, nn.Dropout) or (kind in ACTIVATIONS and ACTIVATIONS[kind].functions):
         used = 0

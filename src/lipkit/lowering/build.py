@@ -37,27 +37,17 @@ class Bounded(nn.Module):
 
 @dataclass(frozen=True)
 class Build:
-    """One call of a function or tensor method that becomes modules.
+    """One call of a function or tensor method that becomes modules."""
 
-    Attributes:
-        name: of the function.
-        what: how messages name the call: the function, and the module that calls it.
-        target, args, kwargs: the call, with operands for tensors that change with the input.
-        results: the tensors that it returns, all floating point.
-        wiring: where the modules go.
-        like: a zero of the dtype and device that constants get.
-        bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
-    """
-
-    name: str
-    what: str
+    name: str  # of the function
+    what: str  # how messages name the call: the function, and the module that calls it
     target: Any
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # with operands for tensors that change with the input
     kwargs: dict[str, Any]
-    results: tuple[Operand, ...]
-    wiring: Wiring
-    like: Tensor
-    bounding: bool
+    results: tuple[Operand, ...]  # the tensors that it returns, all floating point
+    wiring: Wiring  # where the modules go
+    like: Tensor  # a zero of the dtype and device that constants get
+    bounding: bool  # True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out
 
     @property
     def shape(self) -> Shape:
@@ -96,10 +86,8 @@ class Build:
     def same_format(self, x: Any) -> Operand:
         """``x`` if the result has its dtype. Other dtypes are refused: the same bits would be other numbers."""
         if self.operand(x).dtype not in (dtypes := [result.dtype for result in self.results]):
-            raise self.refuse(
-                f"expected a result of the input's dtype {x.dtype}, got {dtypes[0]}: bits read in another "
-                "format are other numbers; convert them with x.to(dtype)"
-            )
+            why = "bits read in another format are other numbers; convert them with x.to(dtype)"
+            raise self.refuse(f"expected a result of the input's dtype {x.dtype}, got {dtypes[0]}: {why}")
         return self.operand(x)
 
     def constant(self, x: Any, name: str) -> Any:
@@ -154,19 +142,15 @@ class Build:
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:
         """A value under another shape of the same entries; numbers of shape () are vectors of one entry."""
         before, after = before or (1,), after or (1,)
-        if before == after:
-            return value
-        return self.add(reshaped(after), value)
+        return value if before == after else self.add(reshaped(after), value)
 
     def broadcast(self, x: Any) -> Operand:
         """``x`` repeated to the shape of the result, as elementwise functions do."""
         if self.operand(x).shape == self.shape:
             return self.operand(x)
         if len(x.shape) != len(self.shape):
-            raise self.refuse(
-                f"expected operands with the {len(self.shape) + 1} dimensions of the result, got {x.ndim}: the batch "
-                "would be broadcast against another dimension"
-            )
+            got = f"got {x.ndim}: the batch would be broadcast against another dimension"
+            raise self.refuse(f"expected operands with the {len(self.shape) + 1} dimensions of the result, {got}")
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
@@ -221,11 +205,7 @@ FUNCTIONS: dict[Any, Function] = {}
 
 
 def function_name(target: Any) -> str:
-    """How a person calls a function.
-
-    >>> function_name(F.max_pool2d), function_name(torch.add), function_name("view")
-    ('torch.nn.functional.max_pool2d', 'torch.add', 'Tensor.view')
-    """
+    """How a person calls a function: ``torch.nn.functional.max_pool2d``, ``torch.add``, ``Tensor.view``."""
     if isinstance(target, str):
         return f"Tensor.{target}"
     for home in (F, torch, torch.special, torch.linalg, torch.fft):

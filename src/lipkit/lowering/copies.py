@@ -22,15 +22,15 @@ from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.parametrised import settled
 
 
+def _at(name: str) -> str:
+    return f"at {name!r}: " if name else ""
+
+
 def constant_copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the CPU whose parametrised weights are the numbers that its forward pass uses now.
 
     Hook-based spectral and weight normalisation are carried out, too; wrappers, other hooks, replaced methods and
     weights that each forward pass changes are refused.
-
-    >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    >>> type(constant_copy(layer))
-    <class 'torch.nn.modules.linear.Linear'>
     """
     if not isinstance(model, nn.Module):
         raise NoRuleError(f"analyze: expected an nn.Module, got {type(model).__qualname__}")
@@ -99,10 +99,6 @@ def _materialise(module: nn.Module) -> None:
             remove_spectral_hook(module, hook.name)
         elif type(hook) is WeightNorm:
             remove_weight_hook(module, hook.name)
-
-
-def _at(name: str) -> str:
-    return f"at {name!r}: " if name else ""
 
 
 _PLAIN = vars(nn.Module()).keys() - {"training"}

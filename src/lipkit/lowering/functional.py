@@ -97,8 +97,7 @@ _activation(_max_pool(nn.MaxPool2d), F.max_pool2d, torch.max_pool2d)
 def _normalize(
     call: Build, input: Operand, p: Any = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
 ) -> nn.Module:
-    if call.constant(p, "norm") != 2:
-        raise call.refuse(f"expected the norm p=2, got {p}")
+    call.require(call.constant(p, "norm") == 2, f"expected the norm p=2, got {p}")
     return UnitNorm(*call.dims(call.operand(input), dim), eps=call.constant(eps, "eps"))
 
 
@@ -107,8 +106,8 @@ def _interpolate(
     call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
 ) -> nn.Module:
     call.constant([size, scale_factor], "size")
-    if any(value not in (None, False) for value in options.values()):
-        raise call.refuse(f"expected size or scale_factor and a mode, got {sorted(options)}")
+    plain = all(value in (None, False) for value in options.values())
+    call.require(plain, f"expected size or scale_factor and a mode, got {sorted(options)}")
     scale = tuple(map(float, scale_factor)) if isinstance(scale_factor, (tuple, list)) else scale_factor
     return nn.Upsample(None if size is None else tuple(call.shape[1:]), scale, mode)
 
@@ -135,8 +134,7 @@ def _prelu(call: Build, input: Operand, weight: Any) -> nn.Module:
 @function_module(F.linear, place=behind(lambda *given: 1))
 def _linear(call: Build, input: Operand, weight: Any, bias: Any = None) -> nn.Module:
     matrix: Tensor = call.constant(weight, "weight")
-    if matrix.ndim != 2:
-        raise call.refuse(f"expected a matrix as weight, got {tuple(matrix.shape)}")
+    call.require(matrix.ndim == 2, f"expected a matrix as weight, got {tuple(matrix.shape)}")
     return linear_layer(call, matrix, bias)
 
 
@@ -146,8 +144,7 @@ def _convolution(make: Callable[..., nn.Module], axes: int, target: Callable[...
     @function_module(target)
     def made(call: Build, input: Operand, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
         kernel = call.constant(weight, "weight")
-        if kernel.ndim != axes + 2:
-            raise call.refuse(f"expected a weight of {axes + 2} dimensions, got {tuple(kernel.shape)}")
+        call.require(kernel.ndim == axes + 2, f"expected a weight of {axes + 2} dimensions, got {tuple(kernel.shape)}")
         given = dict(zip(options, args, strict=False)) | kwargs
         first, second = len(kernel), kernel.shape[1] * given.get("groups", 1)
         channels = (first, second) if "output_padding" in options else (second, first)  # (inputs, outputs)
@@ -196,9 +193,8 @@ def _layer_norm(
 def _group_norm(
     call: Build, input: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> nn.Module:
-    channels = call.operand(input).shape[0]
-    module = nn.GroupNorm(call.constant(num_groups, "number"), channels, call.constant(eps, "eps"), device="meta")
-    return with_tensors(call, module, weight=weight, bias=bias)
+    given = call.constant(num_groups, "number"), call.operand(input).shape[0], call.constant(eps, "eps")
+    return with_tensors(call, nn.GroupNorm(*given, device="meta"), weight=weight, bias=bias)
 
 
 def linear_layer(call: Build, matrix: Tensor, bias: Any = None) -> nn.Module:

@@ -49,8 +49,10 @@ def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | 
 )
 def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
     before = call.same_format(x).shape
-    if math.prod(before) != math.prod(call.shape):
-        raise call.refuse(f"expected as many entries as before, got {call.shape} from {before}")
+    call.require(
+        math.prod(before) == math.prod(call.shape),
+        f"expected as many entries as before, got {call.shape} from {before}",
+    )
     return call.reshaped(x.number, before, call.shape)
 
 
@@ -107,8 +109,8 @@ def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Valu
     (cut_at,) = call.dims(call.same_format(x), at)
     after = [result.shape for result in call.results]
     sizes = [1 if single else shape[cut_at - 1] for shape in after]
-    if sum(sizes) != x.shape[cut_at - 1]:
-        raise call.refuse(f"expected pieces that do not overlap, got sizes {sizes} of {x.shape[cut_at - 1]} entries")
+    got = f"got sizes {sizes} of {x.shape[cut_at - 1]} entries"
+    call.require(sum(sizes) == x.shape[cut_at - 1], f"expected pieces that do not overlap, {got}")
     ranges = [range(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(sizes)])]
     before = [(*x.shape[: cut_at - 1], size, *x.shape[cut_at:]) for size in sizes]
     return tuple(map(lambda *one: call.reshaped(call.piece(x, cut_at, one[0]), *one[1:]), ranges, before, after))
@@ -191,15 +193,15 @@ plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)(
 @plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm", place=multiplied)
 def _matmul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        if x.ndim < 3 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
-            raise call.refuse(f"expected matrices of each sample, got shapes {x.shape} and {y.shape}")
+        fits = 3 <= x.ndim == y.ndim and x.shape[:-2] == y.shape[:-2]
+        call.require(fits, f"expected matrices of each sample, got shapes {x.shape} and {y.shape}")
         return call.add(call.named(MatrixProduct(x.shape[-2], x.shape[-1], y.shape[-1])), x, y)
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
     matrix = call.number(constant, "matrix", axes=2)
     left = moving is y
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
-    if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):
-        raise call.refuse(f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
+    fits = matrix.ndim == 2 and call.operand(moving).ndim >= (3 if left else 2)
+    call.require(fits, f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
     layer, last = linear_layer(call, matrix if left else matrix.T), moving.ndim - 1
     return _along(call, layer, moving.number, last - left, moving.ndim, last)
 
@@ -237,8 +239,8 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
         matrix = linear_layer(call, weight.reshape(rows, columns))
         return regrouped(call.add(matrix, regrouped(x.number, first, (*left, summed))), (*left, right), out)
     # A matrix for each shared index: a convolution in groups, by kernels of size 1.
-    conv = nn.Conv1d(heads * columns, heads * rows, 1, groups=heads, device="meta")
-    conv = with_tensors(call, conv, weight=weight.reshape(-1, columns, 1), bias=None)
+    made = nn.Conv1d(heads * columns, heads * rows, 1, groups=heads, device="meta")
+    conv = with_tensors(call, made, weight=weight.reshape(-1, columns, 1), bias=None)
     return regrouped(call.add(conv, regrouped(x.number, first, (shared + summed, left))), (shared + right, left), out)
 
 
@@ -278,11 +280,8 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
-    """The concatenation in dimension ``at`` of values that have the shape of ``one`` in the other dimensions.
-
-    max(a, b) with min(a, b) is a permutation of the entries of (a, b), so it has the constant of (a, b): as a `MaxMin`
-    it is not sqrt(2) times as large.
-    """
+    """The concatenation in dimension ``at`` of values that have the shape of ``one`` in the other dimensions."""
+    # max(a, b) with min(a, b) is a permutation of the entries of (a, b): a `MaxMin`, not sqrt(2) times as large.
     first, second = (_compared(call, value) for value in values) if len(values) == 2 else (None, None)
     if not first or not second or first[0] is second[0] or {*first[1:]} != {*second[1:]}:
         return call.add(Concatenate(at), *values)
@@ -308,8 +307,8 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     # Constants before and behind moving values: zeros around these, and a shift.
     here = [isinstance(t, Operand) for t in tensors]
     first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
-    if not all(here[first:stop]):
-        raise call.refuse("expected constants before or behind what depends on the input, got some in between")
+    expected = "expected constants before or behind what depends on the input, got some in between"
+    call.require(all(here[first:stop]), expected)
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
     padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch: the last axis first
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
@@ -321,8 +320,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
 def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     given = call.moving(*tensors)
     at = dim % (given[0].ndim + 1)
-    if at == 0:
-        raise call.refuse(f"expected a new dimension behind the batch, got {dim}")
+    call.require(at > 0, f"expected a new dimension behind the batch, got {dim}")
     if len(given) == 2 and given[0].shape and all(_compared(call, x.number) for x in given):
         # Concatenated in the last dimension, which is then split in two: the new dimension is moved to its place.
         shape, last = given[0].shape, len(given[0].shape)

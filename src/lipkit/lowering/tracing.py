@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partialmethod
+from functools import partialmethod, reduce
 from itertools import takewhile
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -49,12 +49,7 @@ _ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
-    """True if the result of a call does not depend on the values of its first argument.
-
-    >>> graph = fx.symbolic_trace(nn.Identity()).graph
-    >>> [reads_metadata_only(node) for node in graph.nodes]
-    [False, False]
-    """
+    """True if the result of a call does not depend on the values of its first argument."""
     if node.op == "call_function":
         return (node.target is getattr and node.args[1] in METADATA) or node.target in LIKE
     return node.op == "call_method" and node.target in (*METADATA_METHODS, *LIKE_METHODS)
@@ -131,11 +126,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 class Root(nn.Module):
-    """The network as the child of a module, so that it can be a leaf itself.
-
-    >>> Root(nn.ReLU())(torch.tensor(-1.0)).item()
-    0.0
-    """
+    """The network as the child of a module, so that it can be a leaf itself."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -234,11 +225,7 @@ def _foreign(name: str) -> bool:
 
 
 def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | None:
-    """(dimension of the batch, entries per sample merged into it), from the sizes for both of `BATCHES`, or None.
-
-    >>> batch_axis((4, 2), (4, 3)), batch_axis((10, 4), (15, 4)), batch_axis((2, 4), (2, 4)), batch_axis((2, 2), (3, 3))
-    ((1, 1), (0, 5), None, None)
-    """
+    """(dimension of the batch, entries per sample merged into it), from the sizes for both of `BATCHES`, or None."""
     found = [i for i, (m, n) in enumerate(zip(few, many, strict=False)) if m != n]
     if len(few) != len(many) or len(found) != 1 or few[found[0]] * BATCHES[1] != many[found[0]] * BATCHES[0]:
         return None
@@ -420,10 +407,7 @@ class _Tracer(fx.Tracer):
         try:
             if type(m) is Network and not is_leaf(m):
                 # Its own forward pass checks the input shape, which runs of the whole network do too.
-                (x,) = args
-                for child in m:
-                    x = child(x)
-                return x
+                return reduce(lambda x, child: child(x), m, *args)
             return super().call_module(m, forward, args, kwargs)
         finally:
             self._path.pop()
