@@ -17,7 +17,7 @@ from torch import nn
 
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.lowering import export, lipschitz
-from lipkit.modules.pooling import adaptive_windows, average_matrix, max_pool_constant, overlap, window_terms
+from lipkit.modules.pooling import adaptive_matrix, average_matrix, max_pool_constant, overlap, window_terms
 
 
 def matrix(layer: nn.Module, h: int, w: int) -> np.ndarray:
@@ -171,7 +171,7 @@ def test_adaptive_pooling_whose_windows_overlap_has_its_norm(output: object, siz
 
 def test_windows_of_adaptive_pooling_are_those_of_torch() -> None:
     for n, m in itertools.product(range(1, 9), repeat=2):
-        found = adaptive_windows(n, m)
+        found = (adaptive_matrix(n, m) > 0).double()
         taken = torch.func.jacrev(nn.AdaptiveAvgPool1d(m))(torch.zeros(1, n, dtype=torch.float64))[0, :, 0]
         assert torch.equal(found, (taken > 0).double())
         assert int(found.sum(1).amax()) <= window_terms(nn.AdaptiveAvgPool2d((1, m)), (1, 1, n))

@@ -16,6 +16,7 @@ from lipkit.lowering.axes import along, behind, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, function_name
 from lipkit.lowering.observe import Operand
 from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.dense import linear
 from lipkit.modules.normalization import UnitNorm
 
 Maker = Callable[..., nn.Module]
@@ -135,7 +136,7 @@ def _prelu(call: Build, input: Operand, weight: Any) -> nn.Module:
 def _linear(call: Build, input: Operand, weight: Any, bias: Any = None) -> nn.Module:
     matrix: Tensor = call.constant(weight, "weight")
     call.require(matrix.ndim == 2, f"expected a matrix as weight, got {tuple(matrix.shape)}")
-    return linear_layer(call, matrix, bias)
+    return linear(matrix, call.constant(bias, "bias"))
 
 
 def _convolution(make: Callable[..., nn.Module], axes: int, target: Callable[..., Any], *options: str) -> None:
@@ -195,12 +196,6 @@ def _group_norm(
 ) -> nn.Module:
     given = call.constant(num_groups, "number"), call.operand(input).shape[0], call.constant(eps, "eps")
     return with_tensors(call, nn.GroupNorm(*given, device="meta"), weight=weight, bias=bias)
-
-
-def linear_layer(call: Build, matrix: Tensor, bias: Any = None) -> nn.Module:
-    """The layer of a constant matrix ``(outputs, inputs)``."""
-    layer = nn.Linear(matrix.shape[1], matrix.shape[0], device="meta")
-    return with_tensors(call, layer, weight=matrix.contiguous(), bias=bias)
 
 
 def with_tensors(call: Build, module: nn.Module, **tensors: Any) -> nn.Module:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
-from lipkit.lowering.functional import linear_layer, with_tensors
+from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
-from lipkit.modules.dense import Affine
+from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import MatrixProduct, Product
@@ -132,7 +132,7 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
     for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
         call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries between copied ones, got {n}")
         copied = call.number(F.pad(torch.eye(n, dtype=torch.float64)[None], pair, mode)[0].T, "padding", axes=2)
-        made = _along(call, linear_layer(call, copied), made, at, x.ndim, x.ndim - 1)
+        made = _along(call, linear(copied), made, at, x.ndim, x.ndim - 1)
     return made
 
 
@@ -202,7 +202,7 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
     fits = matrix.ndim == 2 and call.operand(moving).ndim >= (3 if left else 2)
     call.require(fits, f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
-    layer, last = linear_layer(call, matrix if left else matrix.T), moving.ndim - 1
+    layer, last = linear(matrix if left else matrix.T), moving.ndim - 1
     return _along(call, layer, moving.number, last - left, moving.ndim, last)
 
 
@@ -236,7 +236,7 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
     weight = call.number(y, "weight", axes=len(last)).permute(*map(last.index, shared + right + summed))
     heads, rows, columns = shape((shared, right, summed))
     if not shared:
-        matrix = linear_layer(call, weight.reshape(rows, columns))
+        matrix = linear(weight.reshape(rows, columns))
         return regrouped(call.add(matrix, regrouped(x.number, first, (*left, summed))), (*left, right), out)
     # A matrix for each shared index: a convolution in groups, by kernels of size 1.
     made = nn.Conv1d(heads * columns, heads * rows, 1, groups=heads, device="meta")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules.activations import LIBRARY, slope_restricted
 from lipkit.modules.configuration import COUNT, submodule
-from lipkit.modules.dense import Affine
+from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import entries, local_error, proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
@@ -153,9 +153,13 @@ def _export_gradient_step(module: GradientStep, input_shape: Shape) -> nn.Module
 
 def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
-    back = nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
-    back.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False)  # A^T
-    parts = [module.first, module.force, back, Affine(-step, torch.zeros_like(step)), Add(1, 1)]
+    parts = [
+        module.first,
+        module.force,
+        linear(weight.mT.contiguous()),
+        Affine(-step, torch.zeros_like(step)),
+        Add(1, 1),
+    ]
     return local_error(Graph(parts, [[0], [1], [2], [3], [0, 4]]), input_shape, arithmetic)
 
 

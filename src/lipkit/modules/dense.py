@@ -96,6 +96,14 @@ class PositionCode(Shown):
         return x + self.offset
 
 
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """The layer that holds these very numbers, without gradients."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return layer
+
+
 def inner_products(
     absolute: Callable[[Tensor], Tensor],
     sums: Callable[[Tensor], tuple[float, float]],

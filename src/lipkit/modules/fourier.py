@@ -122,11 +122,8 @@ class FourierConv2d(nn.Module):
         """The layer of this symbol and bias, as detached copies."""
         _, parts, cout, cin = symbol.pair.shape
         layer = cls(cin, cout, height, width, kernel_size, parts == 2, bias is not None).to(symbol.real)
-        with torch.no_grad():
-            layer.real.copy_(symbol.real)
-            layer.pair.copy_(symbol.pair)
-            if layer.bias is not None and bias is not None:
-                layer.bias.copy_(bias)
+        numbers = {"real": symbol.real, "pair": symbol.pair}
+        layer.load_state_dict(numbers if bias is None else {**numbers, "bias": bias})
         return layer
 
     def matrices(self) -> list[Tensor]:

@@ -97,10 +97,7 @@ class Maximum(Join):
 
     def forward(self, *values: Tensor) -> Tensor:
         check_alike(self, values, len(values))
-        largest = values[0]
-        for value in values[1:]:
-            largest = torch.maximum(largest, value)
-        return largest
+        return functools.reduce(torch.maximum, values)
 
 
 class Blend(Join):

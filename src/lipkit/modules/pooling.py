@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, ShapeError
@@ -37,22 +38,13 @@ def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[in
 
 
 def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> Tensor:
-    """The 1-D average pooling operator ``(outputs, n)`` in float64, with torch's rules for the window borders.
+    """The 1-D average pooling operator ``(outputs, n)`` in float64, which is that of an axis of an image.
 
     >>> average_matrix(4, 2, 2, 0, False, True).tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
-    span = n + 2 * padding - kernel
-    outputs = (-(-span // stride) if ceil_mode else span // stride) + 1  # -(-a // b) rounds up
-    if ceil_mode and (outputs - 1) * stride >= n + padding:
-        outputs -= 1  # no window begins in the padding behind
-    a = torch.zeros(max(outputs, 0), n, dtype=torch.float64)
-    for i in range(outputs):
-        start = i * stride - padding
-        end = min(start + kernel, n + padding)
-        inside = range(max(start, 0), min(end, n))  # padding has no weights
-        a[i, inside.start : inside.stop] = 1 / ((end - start) if count_pad else max(len(inside), 1))
-    return a
+    units = torch.eye(n, dtype=torch.float64)[:, None]
+    return F.avg_pool1d(units, kernel, stride, padding, ceil_mode, count_pad)[:, 0].T.contiguous()
 
 
 def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
@@ -86,6 +78,8 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
         factor = math.prod(kernels) / abs(module.divisor_override)
         return factor * math.prod(average_norm(None, *a, False, True) for a in axes) * (1 + gamma(8))
+    if input_shape is not None:
+        output_shape(module, input_shape)  # windows beyond the image are refused
     flags = (module.ceil_mode, module.count_include_pad)
     sizes = (None, None) if input_shape is None else input_shape[-2:]
     return math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True)) * (1 + gamma(4))
@@ -106,10 +100,9 @@ def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shap
     return axes
 
 
-def adaptive_windows(n: int, m: int) -> Tensor:
-    """Which of n pixels lie in each of the m windows of adaptive pooling, ``(m, n)`` of 0 and 1 in float64."""
-    i, pixel = torch.arange(m)[:, None], torch.arange(n)
-    return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()  # below the rounded-up (i + 1) n / m
+def adaptive_matrix(n: int, m: int) -> Tensor:
+    """The 1-D adaptive average pooling operator ``(m, n)`` in float64."""
+    return F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64)[:, None], m)[:, 0].T.contiguous()
 
 
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
@@ -118,15 +111,14 @@ def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) 
     constant = (1.0 if window == 1 else 1 / math.sqrt(window)) * (1 + gamma(4) * (window > 1))
     for n, m in axes:
         if n % m:
-            windows = adaptive_windows(n, m)
             # Entries are rounded once, and so is the product.
-            constant *= float(spectral_norm(windows / windows.sum(1, keepdim=True))) * (1 + gamma(4))
+            constant *= float(spectral_norm(adaptive_matrix(n, m))) * (1 + gamma(4))
     return constant
 
 
 def _adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> float:
     _refuse_indices(module)
-    count = math.prod(int(adaptive_windows(n, m).sum(0).amax()) for n, m in _axes(module, input_shape))
+    count = math.prod(int((adaptive_matrix(n, m) > 0).sum(0).amax()) for n, m in _axes(module, input_shape))
     return root(count)  # how often a pixel is picked at most
 
 

@@ -26,6 +26,7 @@ from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.linalg.scan import Stream, simulate
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.configuration import COUNT, real, submodule, whole
+from lipkit.modules.dense import linear
 from lipkit.modules.graph import Concatenate, Graph, beside
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs
@@ -129,11 +130,11 @@ class Recurrent(nn.Module):
         nodes, sources, inner, known = list[nn.Module](), list[list[int]](), list[int](), 0
         for i in range(0, nv, self.block):
             rows = slice(i, i + self.block)  # units that are computed at once
-            nodes += [_linear(torch.cat((m[rows, :i], m[rows, nw:]), 1), b[rows]), self.phi, Concatenate(1)]
+            nodes += [linear(torch.cat((m[rows, :i], m[rows, nw:]), 1), b[rows].clone()), self.phi, Concatenate(1)]
             inner.append(len(nodes) - 1)
             sources += [[known], [len(nodes) - 2], [*inner, 0]]
             known = len(nodes)
-        last = _linear(m[nv:], b[nv:])
+        last = linear(m[nv:].clone(), b[nv:].clone())
         return Network([Graph([*nodes, last], [*sources, [known]]) if nv else last], (self.states + self.in_features,))
 
     def system(self) -> tuple[System, Tensor]:
@@ -163,12 +164,6 @@ class Recurrent(nn.Module):
 def unitwise(phi: nn.Module) -> bool:
     """True if phi acts on each unit alone, wherever it stands (half of the places in a block for `HalfAbs`)."""
     return type(phi) is HalfAbs or (type(phi) in ACTIVATIONS and not list(phi.parameters()))
-
-
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], len(weight), device=weight.device, dtype=weight.dtype)
-    layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
-    return layer.requires_grad_(False)
 
 
 def contraction(module: Recurrent) -> float:
@@ -266,7 +261,7 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
     def rules(arithmetic: Arithmetic) -> list[RoundingError]:
         arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
         found = [
-            local_error(_linear(m, c), (rows.shape[1],), arithmetic) if len(c) else _none
+            local_error(linear(m, c), (rows.shape[1],), arithmetic) if len(c) else _none
             for m, c in zip(rows.split(parts), b.split(parts), strict=True)
         ]
         return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else _none, *found[1:]]

@@ -97,10 +97,7 @@ class SpreadConv2d(nn.Module):
         """The layer of these numbers, as detached copies."""
         cout, _, kh, kw = weight.shape
         layer = cls(first, cout, (kh, kw), bias is not None, weight.device, weight.dtype)
-        with torch.no_grad():
-            layer.weight.copy_(weight)
-            if layer.bias is not None and bias is not None:
-                layer.bias.copy_(bias)
+        layer.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias}, strict=False)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
