@@ -37,17 +37,27 @@ class Bounded(nn.Module):
 
 @dataclass(frozen=True)
 class Build:
-    """One call of a function or tensor method that becomes modules."""
+    """One call of a function or tensor method that becomes modules.
 
-    name: str  # of the function
-    what: str  # how messages name the call: the function, and the module that calls it
+    Attributes:
+        name: of the function.
+        what: how messages name the call: the function, and the module that calls it.
+        target, args, kwargs: the call, with operands for tensors that change with the input.
+        results: the tensors that it returns, all floating point.
+        wiring: where the modules go.
+        like: a zero of the dtype and device that constants get.
+        bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
+    """
+
+    name: str
+    what: str
     target: Any
-    args: tuple[Any, ...]  # with operands for tensors that change with the input
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Operand, ...]  # the tensors that it returns, all floating point
-    wiring: Wiring  # where the modules go
-    like: Tensor  # a zero of the dtype and device that constants get
-    bounding: bool  # True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out
+    results: tuple[Operand, ...]
+    wiring: Wiring
+    like: Tensor
+    bounding: bool
 
     @property
     def shape(self) -> Shape:

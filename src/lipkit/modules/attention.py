@@ -72,11 +72,7 @@ def distances(u: Tensor) -> Tensor:
 
 
 def attraction(u: Tensor, heads: int) -> Tensor:
-    r"""For tokens u (..., n, heads e), head by head: :math:`\frac1n \sum_j (u_i - u_j) / \sqrt{1 + |u_i - u_j|^2}`.
-
-    >>> [round(value, 6) for value in attraction(torch.tensor([[[0.0], [1.0]]]), 1).flatten().tolist()]
-    [-0.353553, 0.353553]
-    """
+    r"""For tokens u (..., n, heads e), head by head: :math:`\frac1n \sum_j (u_i - u_j) / \sqrt{1 + |u_i - u_j|^2}`."""
     parts = u.unflatten(-1, (heads, -1)).movedim(-2, -3)  # (..., heads, n, e)
     weights = (1 + distances(parts)).rsqrt()
     moved = parts * weights.mean(-1, keepdim=True) - weights @ parts / u.shape[-2]
@@ -153,13 +149,7 @@ def _export_gradient_step(module: GradientStep, input_shape: Shape) -> nn.Module
 
 def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
-    parts = [
-        module.first,
-        module.force,
-        linear(weight.mT.contiguous()),
-        Affine(-step, torch.zeros_like(step)),
-        Add(1, 1),
-    ]
+    parts = [module.first, module.force, linear(weight.mT), Affine(-step, torch.zeros_like(step)), Add(1, 1)]
     return local_error(Graph(parts, [[0], [1], [2], [3], [0, 4]]), input_shape, arithmetic)
 
 

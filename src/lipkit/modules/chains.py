@@ -31,21 +31,14 @@ from lipkit.proof.roundoff import gamma, multiply_up, product, to_double, up
 
 
 class SlopeRun(NamedTuple):
-    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them.
-
-    Attributes:
-        weights: W_0 .. W_L in float64, each the product of the linear layers between two activations.
-        errors: bounds of the rounding error of each entry of a weight; zeros for a single layer.
-        multipliers: of the L activations.
-        places: of the L activations in the chain.
-    """
+    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them."""
 
     start: int
     stop: int
-    weights: list[Tensor]
-    errors: list[Tensor]
-    multipliers: list[Tensor]
-    places: list[int]
+    weights: list[Tensor]  # W_0 .. W_L in float64, each the product of the linear layers between two activations
+    errors: list[Tensor]  # bounds of the rounding error of each entry of a weight; zeros for a single layer
+    multipliers: list[Tensor]  # of the L activations
+    places: list[int]  # of the L activations in the chain
 
 
 # Modules that leave a vector as it is.
@@ -62,11 +55,6 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
 
     Consecutive linear layers, and scalings between them, count as one layer. A run of linear layers alone is marked by
     a multiplier, of any values, at its last layer. ``candidates``: also runs that could have multipliers or need none.
-
-    >>> import torch
-    >>> layers = [nn.Linear(2, 3, bias=False), Affine(torch.ones(3), torch.ones(3)), nn.ReLU(), nn.Linear(3, 1)]
-    >>> [(run.start, run.stop) for run in slope_runs(Network(layers, (2,), {2: torch.ones(3)}))]
-    [(0, 4)]
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs: list[SlopeRun] = []
@@ -166,22 +154,13 @@ def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class ChainProof:
-    """A network, proved module by module in one walk.
+    """A network, proved module by module in one walk."""
 
-    Attributes:
-        constant: of the whole network, rounded up; `inf` if no bound follows.
-        prefixes: constants of its first 0, 1, 2, ... modules, rounded up.
-        last: its last module if that is exactly an ``nn.Linear`` of vectors, whose outputs are bounded one by one; else
-            None.
-        steps: the modules before ``last`` with their rounding rules; empty if rounding is ignored.
-        slack: factor by which the exact transforms of Fourier layers can raise a constant.
-    """
-
-    constant: float
-    prefixes: tuple[float, ...]
-    last: nn.Linear | None
-    steps: tuple[ProvedModule, ...]
-    slack: float
+    constant: float  # of the whole network, rounded up; inf if no bound follows
+    prefixes: tuple[float, ...]  # constants of its first 0, 1, 2, ... modules, rounded up
+    last: nn.Linear | None  # its last module if that is exactly one of vectors, whose outputs are bounded one by one
+    steps: tuple[ProvedModule, ...]  # the modules before ``last`` with their rounding rules; empty if it is ignored
+    slack: float  # factor by which the exact transforms of Fourier layers can raise a constant
 
     @property
     def body_constant(self) -> float | None:

@@ -37,9 +37,6 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
 class Join(Shown):
     """A module of a `Graph` that reads several values of one sample."""
 
-    def forward(self, *values: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 class Add(Join):
     r"""``y = +-x_1 +- x_2 ...``: values of one shape with their signs.

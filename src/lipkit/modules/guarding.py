@@ -16,16 +16,8 @@ from lipkit.errors import NoRuleError
 from lipkit.linalg.transforms import active_modes, has_global_hooks
 
 # Attributes of nn.Module that a call of a module goes through; of its subclasses every method counts.
-_CALLED = (
-    "__call__",
-    "__getattr__",
-    "__getattribute__",
-    "_call_impl",
-    "_compiled_call_impl",
-    "_slow_forward",
-    "_wrapped_call_impl",
-    "forward",
-)
+_CALLED = {"__call__", "__getattr__", "__getattribute__", "_call_impl", "_compiled_call_impl", "_slow_forward"}
+_CALLED |= {"_wrapped_call_impl", "forward"}
 
 # The methods of each class when a rule was registered for it: a rule covers those functions and no others.
 _METHODS: dict[type, dict[str, object]] = {}
@@ -45,7 +37,7 @@ def remember(kind: type[nn.Module]) -> None:
 def _methods(kind: type) -> dict[str, object]:
     own = vars(kind)
     if kind is nn.Module:
-        return {name: own[name] for name in _CALLED if name in own}
+        return {name: own[name] for name in _CALLED & own.keys()}
     return {name: value for name, value in own.items() if callable(value) or hasattr(type(value), "__get__")}
 
 
@@ -57,22 +49,23 @@ def guard(*modules: nn.Module) -> None:
             class, parametrizations, weights that are not ordinary dense tensors, a mode of torch that sees its
             operations.
     """
-    _refuse_modes()
+    for mode in active_modes():
+        raise NoRuleError(
+            "expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
+            f"{type_name(type(mode))}: leave it first"
+        )
     for kind in dict.fromkeys(map(type, modules)):
         name, alike = type_name(kind), [module for module in modules if type(module) is kind]
         for module in alike:
             _refuse_hooks(module, name)
             _refuse_weights(module, name)
-        _refuse_attributes(kind, dict.fromkeys(key for module in alike for key in vars(module)), name)
+        for attribute in dict.fromkeys(key for module in alike for key in vars(module)):
+            if callable(getattr(kind, attribute, None)):
+                raise NoRuleError(
+                    f"{name} has an instance-level {attribute!r} that hides the method of its class, expected none: "
+                    "make it a subclass with its own rule"
+                )
         _refuse_methods(kind, name)
-
-
-def _refuse_modes() -> None:
-    for mode in active_modes():
-        raise NoRuleError(
-            f"expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
-            f"{type_name(type(mode))}: leave it first"
-        )
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:
@@ -95,15 +88,6 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         raise NoRuleError(
             f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
         )
-
-
-def _refuse_attributes(kind: type[nn.Module], attributes: dict[str, None], name: str) -> None:
-    for attribute in attributes:
-        if callable(getattr(kind, attribute, None)):
-            raise NoRuleError(
-                f"{name} has an instance-level {attribute!r} that hides the method of its class, expected none: "
-                "make it a subclass with its own rule"
-            )
 
 
 def _refuse_methods(kind: type[nn.Module], name: str) -> None:

@@ -69,21 +69,13 @@ class ProvedModule(NamedTuple):
 
 
 class ErrorBound(NamedTuple):
-    """Error bounds after the first modules of a chain, for inputs within s of each of N samples.
+    """Error bounds after the first modules of a chain, for inputs within s of each of N samples."""
 
-    Attributes:
-        centre: the output at the sample, computed in float64.
-        centre_error: (N,) bounds its distance from the exact one, C.
-        error: bounds the machine's error, E.
-        move: bounds the distance of the exact outputs at an input and at its sample, D.
-        peak: bounds the modulus of every intermediate number.
-    """
-
-    centre: Tensor
-    centre_error: Tensor
-    error: Line
-    move: Line
-    peak: Line
+    centre: Tensor  # the output at the sample, computed in float64
+    centre_error: Tensor  # (N,) bounds its distance from the exact one, C
+    error: Line  # bounds the machine's error, E
+    move: Line  # bounds the distance of the exact outputs at an input and at its sample, D
+    peak: Line  # bounds the modulus of every intermediate number
 
     @property
     def spread(self) -> Line:
@@ -152,19 +144,12 @@ def norm_sizes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NormFactors(NamedTuple):
-    """The bounds of a chain of K modules that `by_norms` only scales by norms.
+    """The bounds of a chain of K modules that `by_norms` only scales by norms."""
 
-    Attributes:
-        errors: (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``.
-        slopes: of the modules' own errors.
-        sizes: what counts as the norm of each module's input.
-        origin: the bounds around the input 0.
-    """
-
-    errors: Tensor
-    slopes: list[float]
-    sizes: Sequence[Sizes]
-    origin: ErrorBound
+    errors: Tensor  # (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``
+    slopes: list[float]  # of the modules' own errors
+    sizes: Sequence[Sizes]  # what counts as the norm of each module's input
+    origin: ErrorBound  # the bounds around the input 0
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:

@@ -124,13 +124,12 @@ def _form(join: Limited, forms: Sequence[Form]) -> Form:
     return added([forms[0].scaled(b), forms[1].scaled(a)])
 
 
-def _lines(join: Limited, lines: Sequence[Line]) -> Line:
-    a, b = join.norms()
-    return lines[0].times(b).plus(lines[1].times(a))  # one factor moves while the other is at most its limit
-
-
 def _joining(operations: Callable[[Any], int]) -> Joining:
-    return Joining(_form, _lines, operations, number=lambda product: float(product.limits.abs().max()))
+    def lines(join: Limited, given: Sequence[Line]) -> Line:
+        a, b = join.norms()
+        return given[0].times(b).plus(given[1].times(a))  # one factor moves while the other is at most its limit
+
+    return Joining(_form, lines, operations, number=lambda product: float(product.limits.abs().max()))
 
 
 add_join(Product, _joining(lambda product: 3))

@@ -30,7 +30,7 @@ from lipkit.modules.dense import linear
 from lipkit.modules.graph import Concatenate, Graph, beside
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs
-from lipkit.modules.machine import local_error, nothing
+from lipkit.modules.machine import exact, local_error
 from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Stored, add_plain
@@ -260,11 +260,12 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
 
     def rules(arithmetic: Arithmetic) -> list[RoundingError]:
         arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
+        none = exact(module, input_shape, arithmetic)
         found = [
-            local_error(linear(m, c), (rows.shape[1],), arithmetic) if len(c) else _none
+            local_error(linear(m, c), (rows.shape[1],), arithmetic) if len(c) else none
             for m, c in zip(rows.split(parts), b.split(parts), strict=True)
         ]
-        return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else _none, *found[1:]]
+        return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else none, *found[1:]]
 
     machine, double = rules(arithmetic), rules(FLOAT64)
     root = up(math.sqrt(gain), 4)
@@ -283,14 +284,12 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
             ]
 
         # First the errors of the float64 states at which rounding is measured, then the machine's around them.
-        exact = _walk(at(double), None, n, root, rate, 0.0)
-        return _total(_walk(at(machine), exact, n, root, rate, moves))
+        centre = _walk(at(double), None, n, root, rate, 0.0)
+        steps = _walk(at(machine), centre, n, root, rate, moves)
+        peak = functools.reduce(Line.most, (step.peak for step in steps))
+        return RoundingBound(beside([step.y for step in steps]), peak)  # of all outputs together
 
     return measure
-
-
-def _none(x: Tensor) -> RoundingBound:
-    return RoundingBound(nothing(x), nothing(x))
 
 
 class _Step(NamedTuple):
@@ -334,12 +333,6 @@ def _walk(
         kick = now.s.error.below(h_far).plus(w.times(n.write)).times(n.metric)
         error = error.times(rate).plus(kick)
     return found
-
-
-def _total(steps: list[_Step]) -> RoundingBound:
-    """The error of all outputs together, and their largest peak."""
-    peaks = (step.peak for step in steps)
-    return RoundingBound(beside([step.y for step in steps]), functools.reduce(Line.most, peaks))
 
 
 def _made(in_features: int, out_features: int, units: Any, states: int, **rest: Any) -> Recurrent:
