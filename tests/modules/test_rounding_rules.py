@@ -296,7 +296,7 @@ def test_weights_below_the_normal_range_may_count_as_zero() -> None:
 def test_errors_of_weights_whose_squares_underflow_still_grow() -> None:
     # Row sum times column sum is below every float64 number, their roots are not.
     layer = nn.Linear(3, 2, bias=False, dtype=torch.float64)
-    fourier = modules.FourierConv2d(1, 1, 4, 4, bias=False, dtype=torch.float64)
+    fourier = modules.FourierConv2d(1, 1, 4, 4, bias=False).double()
     for tensor in (layer.weight, fourier.real, fourier.pair):
         nn.init.constant_(tensor, 1e-175)
     slope = local_error(layer, (3,), FLOAT64)(torch.zeros(1, 3).double()).error.slope

@@ -170,7 +170,7 @@ def other_outputs(layer: SpreadConv2d) -> None:
 
 
 def bias_inside(layer: SpreadConv2d) -> None:
-    layer.first = FourierConv2d(1, 1, 8, 8, dtype=torch.float64)
+    layer.first = FourierConv2d(1, 1, 8, 8).double()
 
 
 def late_bias(layer: SpreadConv2d) -> None:

@@ -221,7 +221,7 @@ def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
         fourier = FourierConv2d.from_symbol(cut, height, width, layer.bias)
         return nn.Sequential(*stride_modules(layer), fourier)
     sizes = (layer.inner_channels, layer.out_channels, layer.kernel_size, layer.eval_terms, layer.bias is not None)
-    plain = TaylorConv2d(*sizes, device=kernel.device, dtype=kernel.dtype)
+    plain = TaylorConv2d(*sizes).to(kernel)
     plain.kernel.copy_(kernel)
     if plain.bias is not None and layer.bias is not None:
         plain.bias.copy_(layer.bias)

@@ -85,8 +85,6 @@ class FourierConv2d(nn.Module):
         kernel_size: tuple[int, int] | None = None,
         complex_pairs: bool = True,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         kernel = (height, width) if kernel_size is None else kernel_size
@@ -99,9 +97,9 @@ class FourierConv2d(nn.Module):
         self.in_channels, self.out_channels, self.height, self.width = in_channels, out_channels, height, width
         self.kernel_size, self.complex_pairs = (kernel[0], kernel[1]), complex_pairs
         (n_real, n_pair), matrix = distinct_frequencies(self.kernel_size), (out_channels, in_channels)
-        self.register_buffer("real", torch.zeros(n_real, *matrix, device=device, dtype=dtype))
-        self.register_buffer("pair", torch.zeros(n_pair, 1 + complex_pairs, *matrix, device=device, dtype=dtype))
-        self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
+        self.register_buffer("real", torch.zeros(n_real, *matrix))
+        self.register_buffer("pair", torch.zeros(n_pair, 1 + complex_pairs, *matrix))
+        self.register_buffer("bias", torch.zeros(out_channels) if bias else None)
         self._make_transform()
 
     def _make_transform(self) -> None:

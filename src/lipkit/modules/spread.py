@@ -44,7 +44,6 @@ class SpreadConv2d(nn.Module):
         out_channels: cout >= cin.
         kernel_size: of F, at most as large as the image.
         bias: whether a bias (cout,) is added.
-        device, dtype: of the buffers.
 
     Buffers ``weight`` (cout, cin, kh, kw) and ``bias`` are zero until they are set.
 
@@ -70,15 +69,7 @@ class SpreadConv2d(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(
-        self,
-        first: nn.Module,
-        out_channels: int,
-        kernel_size: tuple[int, int],
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, first: nn.Module, out_channels: int, kernel_size: tuple[int, int], bias: bool = True) -> None:
         super().__init__()
         small, kernel = _small(first), kernel_size
         n, sides = small.in_channels, (small.height, small.width)
@@ -89,14 +80,14 @@ class SpreadConv2d(nn.Module):
                 f"{out_channels} and {kernel}"
             )
         self.first, self.out_channels, self.kernel_size = small, out_channels, tuple(kernel_size)
-        self.register_buffer("weight", torch.zeros(out_channels, n, *kernel_size, device=device, dtype=dtype))
-        self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
+        self.register_buffer("weight", torch.zeros(out_channels, n, *kernel_size))
+        self.register_buffer("bias", torch.zeros(out_channels) if bias else None)
 
     @classmethod
     def from_parts(cls, first: FourierConv2d, weight: Tensor, bias: Tensor | None) -> Self:
         """The layer of these numbers, as detached copies."""
         cout, _, kh, kw = weight.shape
-        layer = cls(first, cout, (kh, kw), bias is not None, weight.device, weight.dtype)
+        layer = cls(first, cout, (kh, kw), bias is not None).to(weight)
         layer.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias}, strict=False)
         return layer
 

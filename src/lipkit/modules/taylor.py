@@ -46,14 +46,7 @@ class TaylorConv2d(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: tuple[int, int],
-        terms: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_channels: int, out_channels: int, kernel_size: tuple[int, int], terms: int, bias: bool = True
     ) -> None:
         super().__init__()
         check_terms(terms)
@@ -62,8 +55,8 @@ class TaylorConv2d(nn.Module):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.terms = tuple(kernel_size), terms
         inner = max(in_channels, out_channels)
-        self.register_buffer("kernel", torch.zeros(inner, inner, *kernel_size, device=device, dtype=dtype))
-        self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
+        self.register_buffer("kernel", torch.zeros(inner, inner, *kernel_size))
+        self.register_buffer("bias", torch.zeros(out_channels) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
