@@ -193,6 +193,17 @@ def test_samples_that_are_not_finite_are_refused(value: float) -> None:
         certify_regression(network, x, network(x), delta=0.1)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_constant_layer_before_weights_that_are_not_finite_proves_nothing(value: float, place: int) -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    layers[0].weight.data.zero_()
+    layers[place].weight.data.fill_(value)
+    network = modules.Network([layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]], (2,))
+    for rounding in ("sound", "ignore"):
+        assert not certify(network, torch.rand(3, 2), torch.tensor([0, 1, 0]), rounding=rounding).radius.any()
+
+
 def image_network() -> modules.Network:
     torch.manual_seed(0)
     return modules.Network([nn.Flatten(), nn.Linear(48, 3)], (3, 4, 4))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.configuration import INTEGER, mapping, submodules
 from lipkit.modules.dense import Affine
@@ -199,9 +199,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
 
 
 def _rounded_up(bound: Tensor) -> float:
-    value = float(bound)
-    if math.isnan(value):
-        raise OptionError(f"expected a Lipschitz constant >= 0, got {value}")
+    value = float(bound.nan_to_num(math.inf))  # 0 times an infinite constant bounds nothing
     return math.nextafter(value, math.inf) if value > 0 else 0.0  # products with an exact 0 are exact
 
 

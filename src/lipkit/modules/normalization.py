@@ -183,19 +183,24 @@ class Center(Shown):
         return x - mean.view(-1, *[1] * (x.ndim - 2))
 
 
-def _center(module: Center, input_shape: Shape | None) -> float:
+def _center(module: Center, input_shape: Shape | None) -> float | Tensor:
     if module.training:
         raise NoRuleError(
             f"{type(module).__name__}: expected evaluation mode, got training=True: a mean of the batch makes it "
             "depend on the batch; call .eval()"
         )
-    return 1.0
+    return up(module.factor(), 4) if isinstance(module, BatchLipNorm) else 1.0
 
 
 def _export_center(module: Center, input_shape: Shape) -> nn.Module:
     _center(module, input_shape)
     output_shape(module, input_shape)
-    return Affine(torch.ones_like(module.running_mean), -module.running_mean)
+    mean = module.running_mean
+    if not isinstance(module, BatchLipNorm):
+        return Affine(torch.ones_like(mean), -mean)
+    scale = module.factor()
+    shift = to_double(module.bias) - to_double(mean) * scale
+    return Affine(scale.expand_as(mean).to(mean.dtype), shift.to(mean.dtype))
 
 
 class BatchLipNorm(Center):
@@ -244,9 +249,12 @@ class BatchLipNorm(Center):
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1))  # as the statistics of torch
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
-        centred = super().forward(x)
-        axes = [1] * (x.ndim - 2)
-        return centred * (variance.amax() + self.eps).rsqrt() + self.bias.view(-1, *axes)
+        factor = (variance.amax() + self.eps).rsqrt()
+        return super().forward(x) * factor + self.bias.view(-1, *[1] * (x.ndim - 2))
+
+    def factor(self) -> Tensor:
+        """The factor of all channels in evaluation, in float64."""
+        return (to_double(self.running_var).amax() + self.eps).rsqrt()
 
 
 class LayerCenter(Together):
@@ -322,23 +330,6 @@ def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Ari
     return proportional(error, floor, float(terms + 2))
 
 
-def _batch_lip_norm(module: BatchLipNorm, input_shape: Shape | None) -> Tensor:
-    _center(module, input_shape)
-    return up(_factor(module), 4)
-
-
-def _factor(module: BatchLipNorm) -> Tensor:
-    return (to_double(module.running_var).amax() + module.eps).rsqrt()
-
-
-def _export_batch_lip_norm(module: BatchLipNorm, input_shape: Shape) -> nn.Module:
-    _center(module, input_shape)
-    output_shape(module, input_shape)
-    scale, mean = _factor(module), module.running_mean
-    shift = to_double(module.bias) - to_double(mean) * scale
-    return Affine(scale.expand_as(mean).to(mean.dtype), shift.to(mean.dtype))
-
-
 def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> nn.Module:
     """A group or instance normalisation as a layer normalisation of each group, then an affine map of the channels."""
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
@@ -401,8 +392,8 @@ def _layer_norm_range(module: nn.LayerNorm, x: Range) -> Range:
 
 for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
-add_plain(Plain(Center, _center, export=_export_center))
-add_plain(Plain(BatchLipNorm, _batch_lip_norm, export=_export_batch_lip_norm))
+for _centring in (Center, BatchLipNorm):
+    add_plain(Plain(_centring, _center, export=_export_center))
 add_plain(Plain(UnitNorm, _together, _unit_norm_error, {"dims": COUNT, "eps": real}, within_one))
 _norm = {"normalized_shape": INTEGER, "eps": real, "elementwise_affine": flag, "bias": flag}
 add_plain(Plain(LayerCenter, _together, _layer_center_error, {"dims": COUNT}))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -179,21 +179,17 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
     for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
         parts = [values[value] for value in read]
         if isinstance(node, Limited):
-            node = node.limited(_limits(node, parts).to(node.limits))
+            largest = torch.tensor([part.largest for part in parts], dtype=torch.float64) * (1 + _SLACK)
+            if not bool(largest.isfinite().all()):
+                name = node.where or type(node).__name__
+                raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
+            node = node.limited(torch.minimum(largest, node.limits.double()).to(node.limits))  # smaller ones stay
             assert isinstance(twin, Limited)
             twin = twin.limited(node.limits.double())  # as rounded to the network's format
         found, node = (_joined(twin, parts), node) if isinstance(node, Join) else _through(node, twin, parts[0])
         values.append(found)
         nodes.append(node)
     return values[-1], Graph(nodes, plain.sources)
-
-
-def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
-    largest = torch.tensor([part.largest for part in parts], dtype=torch.float64) * (1 + _SLACK)
-    if not bool(largest.isfinite().all()):
-        name = product.where or type(product).__name__
-        raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
-    return torch.minimum(largest, product.limits.double())  # smaller limits stay
 
 
 def _range_of(module: nn.Module, x: Range) -> Range:
