@@ -91,11 +91,8 @@ def _exchanged(keep: Tensor, x: Tensor) -> Tensor:
 def maxmin(x: Tensor) -> Tensor:
     """Split dimension 1 in halves a, b and return (max(a, b), min(a, b)): an isometry at almost every point.
 
-    Args:
-        x: ``(B, C, ...)`` with even C.
-
     Raises:
-        ShapeError: C is odd.
+        ShapeError: an odd number of channels.
 
     >>> maxmin(torch.tensor([[1.0, 5.0, 3.0, 2.0]])).tolist()
     [[3.0, 5.0, 1.0, 2.0]]
@@ -149,10 +146,6 @@ class MaxMin(nn.Module):
 class MaxMinShift2d(Shift2d):
     """`MaxMin` and `Shift2d` in one pass where they are trained; exported as the two. 1-Lipschitz.
 
-    Args:
-        channels: of the input, even.
-        moved: channels of each of the four directions, at least 1.
-
     >>> x = torch.randn(2, 16, 4, 4, requires_grad=True)
     >>> torch.equal(MaxMinShift2d(16, 2)(x), Shift2d(16, 2)(MaxMin()(x)))
     True
@@ -168,9 +161,6 @@ class MaxMinShift2d(Shift2d):
 
 class GroupSort(Shown):
     """:func:`group_sort` as a module. 1-Lipschitz.
-
-    Args:
-        group_size: number of neighbouring channels that are sorted together, at least 2; None for all (full sort).
 
     Raises:
         OptionError: ``group_size`` is below 2.
@@ -261,20 +251,17 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
     return measure
 
 
-def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
+def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> float:
+    """1, the slope, if an option is positive, finite and at least ``least``."""
     value = getattr(module, name)
     if not (math.isfinite(value) and value > 0 and value >= least):
         wanted = f"at least {least:g}" if least else "a positive finite number"
         raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
+    return 1.0
 
 
 def _at_least_one(slope: float) -> float:
     return math.inf if math.isnan(slope) else max(1.0, abs(slope))  # the other side has slope 1
-
-
-def _celu(module: nn.CELU) -> float:
-    _positive(module, "alpha", "it grows exponentially otherwise")
-    return 1.0
 
 
 # Beyond its threshold t, Softplus returns x, which is too low by log(1 + e^-t) / beta: a jump. At a threshold of 20
@@ -284,8 +271,7 @@ SOFTPLUS_THRESHOLD = 20.0
 
 def _softplus(module: nn.Softplus) -> float:
     _positive(module, "beta", "it has no rule otherwise")
-    _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
-    return 1.0
+    return _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
 
 
 GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
@@ -367,7 +353,8 @@ def slope_restricted(module: nn.Module) -> bool:
 for _row in (
     Activation(nn.ReLU, 1.0, (0.0, 0.0), {}, True, (F.relu, F.relu_, torch.relu, "relu", "relu_")),
     Activation(nn.ReLU6, 1.0, (0.0, 0.0), None, True, (F.relu6,)),
-    Activation(nn.CELU, _celu, _celu_error, {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
+    Activation(nn.CELU, lambda m: _positive(m, "alpha", "it grows exponentially otherwise"), _celu_error,
+               {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
     Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")),
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
     Activation(nn.Sigmoid, 0.25, (1.0, LIBRARY + 4), {}, True,

@@ -239,16 +239,13 @@ def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
     return bool(((magnitude < arithmetic.tiny) & (magnitude > 0)).any())
 
 
-def _affine_range(module: Affine, x: Range) -> Range:
-    return around(module(x.centre), Affine(module.scale.abs(), torch.zeros_like(module.shift))(x.radius))
-
-
+_range = lambda m, x: around(m(x.centre), Affine(m.scale.abs(), torch.zeros_like(m.shift))(x.radius))  # noqa: E731
 _stored = Stored(
     {"scale": COUNT, "shift": COUNT},
     lambda m: {"scale": tuple(m.scale.shape), "shift": tuple(m.shift.shape)},
     lambda scale, shift: Affine(torch.zeros(scale), torch.zeros(shift)),
 )
-add_plain(Plain(Affine, lambda m, shape: to_double(m.scale).abs().amax(), _affine_error, _stored, _affine_range))
+add_plain(Plain(Affine, lambda m, shape: to_double(m.scale).abs().amax(), _affine_error, _stored, _range))
 
 
 def _export_position(module: PositionCode, input_shape: Shape) -> nn.Module:

@@ -39,10 +39,7 @@ class Join(Shown):
 
 
 class Add(Join):
-    r"""``y = +-x_1 +- x_2 ...``: values of one shape with their signs.
-
-    Args:
-        signs: 1 or -1 for each value.
+    r"""``y = +-x_1 +- x_2 ...``: values of one shape with their signs, 1 or -1 each.
 
     Raises:
         OptionError: other signs. ShapeError: values of different shapes (one would be repeated).
@@ -98,10 +95,7 @@ class Maximum(Join):
 
 
 class Blend(Join):
-    """``y = s x_1 + (1 - s) x_2`` with a constant fraction s in [0, 1]: a residual connection that stays 1-Lipschitz.
-
-    Args:
-        share: s, 0-d.
+    """``y = s x_1 + (1 - s) x_2`` with a constant share s in [0, 1]: a residual connection that stays 1-Lipschitz.
 
     Raises:
         ShapeError: ``share`` is not 0-d, or values of different shapes.

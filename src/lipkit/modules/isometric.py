@@ -104,7 +104,6 @@ class Householder(Shown):
     Continuous, and an isometry on either side: the plane is folded along the line. MaxMin is :math:`\theta = \pi/2`.
 
     Args:
-        channels: even.
         order: how many folds follow each other, each with angles of its own.
 
     Parameters ``angles`` (order, channels / 2), :math:`\pi/2` at the start, later folds at half of the angle before.

@@ -125,9 +125,7 @@ def _layer_norm(module: nn.LayerNorm, input_shape: Shape | None) -> Tensor:
 
 
 def _instance_norm(module: _InstanceNorm, input_shape: Shape | None) -> Tensor:
-    if module.track_running_stats:
-        return torch.as_tensor(_batch_norm(module, input_shape), dtype=torch.float64)
-    return own_constant(module)
+    return _batch_norm(module, input_shape) if module.track_running_stats else own_constant(module)
 
 
 def _export_batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape) -> nn.Module:

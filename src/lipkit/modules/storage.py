@@ -153,8 +153,6 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     """Write an exported network to ``folder`` (made if needed): ``config.json`` and ``model.safetensors``.
 
     Args:
-        network: the result of ``lipkit.export``.
-        folder: where to write.
         bits: 8 or 16 rounds the weights to integers of as many bits (`to_integers`): a quarter or half
             of the size in float32. What ``load`` returns is then another network than ``network``: certify that one.
 

@@ -332,11 +332,7 @@ def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
 
 
 class Shift2d(Shown):
-    """:func:`shift` as a module: 1-Lipschitz.
-
-    Args:
-        channels: of the input.
-        moved: channels of each of the four directions, at least 1.
+    """:func:`shift` as a module, for inputs of so many ``channels``: 1-Lipschitz.
 
     Raises:
         OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.
