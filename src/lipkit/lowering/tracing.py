@@ -98,10 +98,7 @@ def where(node: fx.Node) -> str:
 
 def fetch(root: nn.Module, path: str) -> Any:
     """The module, parameter or other attribute at a dotted path."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return reduce(getattr, path.split("."), root)
 
 
 def evaluate(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import DataError, OptionError
+from lipkit.modules.guarding import type_name
 from lipkit.modules.plain import ROWS, Accepts, Stored, stored_type, stored_types
 
 
@@ -84,16 +85,14 @@ def describe(module: nn.Module) -> dict[str, Any]:
         OptionError: the module is not in the closed list of plain modules, or has an option of another type, a tensor
             for instance.
 
-    >>> describe(nn.LeakyReLU(0.1))
-    {'type': 'LeakyReLU', 'negative_slope': 0.1}
+    >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
+    ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))
     """
     kind = type(module)
     entry = stored_as(kind)
     if entry is None:
         known = ", ".join(sorted(known.__name__ for known in stored_types()))
-        raise OptionError(
-            f"expected a plain module ({known}), got {kind.__module__}.{kind.__qualname__}; call lipkit.export first"
-        )
+        raise OptionError(f"expected a plain module ({known}), got {type_name(kind)}; call lipkit.export first")
     config: dict[str, Any] = {"type": kind.__name__}
     bias = {"bias": module.bias is not None} if "bias" in entry.arguments and not entry.read else {}
     own = entry.read(module) if entry.read else {name: getattr(module, name) for name in entry.arguments} | bias
@@ -113,9 +112,6 @@ def build(config: Any) -> nn.Module:
 
     Raises:
         DataError: the configuration names an unknown module or unknown arguments.
-
-    >>> build({"type": "LeakyReLU", "negative_slope": 0.1})
-    LeakyReLU(negative_slope=0.1)
     """
     return _build(config, 0)
 

@@ -42,11 +42,7 @@ def checked_shape(input_shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def first_floating(module: nn.Module) -> Tensor:
-    """The first floating parameter or buffer, for its dtype and device; ``torch.zeros(())`` if there is none.
-
-    >>> first_floating(nn.Linear(2, 3).double()).dtype, first_floating(nn.ReLU()).dtype
-    (torch.float64, torch.float32)
-    """
+    """The first floating parameter or buffer, for its dtype and device; ``torch.zeros(())`` if there is none."""
     held = (*module.parameters(), *module.buffers())
     return next((t for t in held if t.is_floating_point()), torch.zeros(()))
 
@@ -68,7 +64,6 @@ class Network(nn.Sequential):
         input_range: (low, high) of every entry of the inputs that the network was made for, such as (0, 1) of images;
             None if unknown. Certificates refuse inputs outside. It is stored, but no part of `lipkit.modules.sha256`.
 
-    >>> import torch
     >>> net = Network([nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Identity())], (1, 2, 2))
     >>> len(net), net(torch.ones(3, 1, 2, 2)).shape
     (2, torch.Size([3, 4]))

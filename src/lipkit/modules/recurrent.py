@@ -343,7 +343,7 @@ def _made(in_features: int, out_features: int, units: Any, states: int, **rest: 
 
 
 def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
-    if len(input_shape) != 2 or input_shape[1] != module.in_features:
+    if input_shape[1:] != (module.in_features,):
         raise ShapeError(f"expected input of shape (T, {module.in_features}), got {input_shape}")
     guard(module)
     plain = copy.deepcopy(module)
@@ -386,7 +386,7 @@ def _torch_constant(module: nn.RNN | Outputs, input_shape: Shape | None) -> floa
 
 def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
     rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
-    if len(input_shape) != 2 or input_shape[1] != rnn.input_size:
+    if input_shape[1:] != (rnn.input_size,):
         raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
     (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()

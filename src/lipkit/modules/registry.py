@@ -106,7 +106,7 @@ def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: i
 
 def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
     """Refuse modules of torch that would mix samples of this shape, or take the batch for channels."""
-    check_dims(module, input_shape, *(ROWS[type(module)].dims if type(module) in ROWS else (0,)))
+    check_dims(module, input_shape, *ROWS.get(type(module), Plain(type(module))).dims)
     if isinstance(module, nn.Softmax | nn.Flatten | nn.Unflatten):
         dim = module.start_dim if isinstance(module, nn.Flatten) else module.dim
         least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
@@ -173,16 +173,15 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     """The function of ``module`` with constant weights, as a chain of plain modules in evaluation mode.
 
     This is the trust boundary: evaluation, certificates, attacks and deployment work on the result, and its bound is
-    computed from its numbers.
+    computed from its numbers. Batch normalisation behind a convolution is folded into it.
 
     Args:
-        module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`). Batch
-            normalisation behind a convolution is folded into it.
+        module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`).
         input_shape: shape of one input without the batch. The result accepts no other.
-        box: (low, high) of every entry of the inputs that the network is for. Products of two values, such as those of
-            attention, have a Lipschitz constant there only: the result limits their factors to what such inputs can
-            reach (`lipkit.modules.products`), so that it has a constant everywhere, and is the function of ``module``
-            for inputs in the box. It becomes the ``input_range`` of the result.
+        box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
+            values, such as those of attention, have a Lipschitz constant there only: the result limits their factors
+            to what such inputs can reach (`lipkit.modules.products`), so that it has a constant everywhere, and is the
+            function of ``module`` for inputs in the box.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of

@@ -190,9 +190,8 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     if type(skeleton) is not Network:
         raise DataError(f"expected a Network at the top, got {type(skeleton).__name__}")
     check_tensors(skeleton, tensors)
-    transforms = sum(b.numel() for b in skeleton.buffers()) - sum(
-        t.numel() for name, t in skeleton.state_dict().items() if name in dict(skeleton.named_buffers())
-    )
+    stored = skeleton.state_dict()
+    transforms = sum(b.numel() for name, b in skeleton.named_buffers() if name not in stored)
     if transforms > MAX_TRANSFORM:
         raise DataError(f"expected at most {MAX_TRANSFORM} numbers in Fourier transforms, got {transforms}")
     try:
