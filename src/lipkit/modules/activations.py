@@ -318,20 +318,16 @@ def add_activation(row: Activation) -> None:
     lipkit.errors.NoRuleError: torch.nn.modules.activation.ReLU already has a rule; expected one rule for each type
     """
 
-    def slope(module: nn.Module, input_shape: Shape | None) -> float | Tensor:
-        return row.slope(module) if callable(row.slope) else row.slope
-
-    def error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-        if not isinstance(row.rounding, tuple):
-            return row.rounding(module, input_shape, arithmetic)
-        return pointwise(*row.rounding, 0.0, input_shape, arithmetic)
+    slope, rounding = row.slope, row.rounding
 
     def range_of(module: nn.Module, x: Range) -> Range:
         if slope_restricted(module):
             return monotone(module, x)
         return around(module(x.centre), float(lipschitz(module)) * x.radius)  # entry by entry
 
-    add_plain(Plain(row.kind, slope, error, row.arguments, range_of))
+    constant = (lambda module, _: slope(module)) if callable(slope) else slope
+    error = (lambda _, *at: pointwise(*rounding, 0.0, *at)) if isinstance(rounding, tuple) else rounding
+    add_plain(Plain(row.kind, constant, error, row.arguments, range_of))
     ACTIVATIONS[row.kind] = row
     if row.restricted:
         BY_NAME[row.kind.__name__.lower()] = row.kind
