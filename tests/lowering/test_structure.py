@@ -576,6 +576,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "weight of an operand": (V, lambda s, x: torch.add(x, x, alpha=x.shape[0]), "torch.add.*size of the batch"),
     "reversed difference": (V, lambda s, x: torch.rsub(x, s.mid, alpha=2), "torch.rsub"),
     "interpolation by the input": (V, lambda s, x: torch.lerp(x, s.a(x), x), "torch.lerp.*constant weight"),
+    "interpolation without end": (V, lambda s, x: torch.lerp(x, s.a(x), math.inf), "torch.lerp.*finite.*got inf"),
     "limit of numbers from one side": (V, lambda s, x: x.clamp(max=s.mid), "Tensor.clamp.*numbers as limits"),
     "limit beyond all numbers": (V, lambda s, x: x.clamp_min(-math.inf), "clamp_min.*numbers as limits"),
     "limits in the wrong order": (V, lambda s, x: torch.clamp(x, 2, -1), "torch.clamp"),

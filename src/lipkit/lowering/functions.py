@@ -158,6 +158,7 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
 @plain(torch.lerp, "lerp", "lerp_", place=joined)
 def _lerp(call: Build, x: Any, y: Any, weight: Any) -> int:
     w = call.number(weight, "weight")
+    call.require(all_finite(w), f"expected finite numbers as weight, got {weight}")
     if isinstance(x, Operand) and isinstance(y, Operand):
         if not w.ndim:
             return call.add(Blend(w), call.broadcast(y), call.broadcast(x))

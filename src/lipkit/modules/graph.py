@@ -322,13 +322,10 @@ class Wiring:
 
     def used(self, output: int) -> list[int]:
         """The values that ``output`` depends on, itself included, the network's input excluded, in ascending order."""
-        found, wanted = set[int](), [output]
-        while wanted:
-            value = wanted.pop()
-            if value and value not in found:
-                found.add(value)
-                wanted += self.sources[value - 1]
-        return sorted(found)
+        found = {output}
+        for value in range(output, 0, -1):  # a module reads earlier values alone
+            found.update(self.sources[value - 1] if value in found else ())
+        return sorted(found - {0})
 
     def chain(self, output: int) -> list[nn.Module]:
         """The modules that compute value ``output`` from the input, as a chain with a `Graph` wherever values branch.
