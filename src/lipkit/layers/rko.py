@@ -36,7 +36,7 @@ class RkoConv2d(KernelConv2d):
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
         table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
-        ``out_channels <= s^2 in_channels kh kw`` the mean squared singular value is 1 / (kh kw); the least may be 0.
+        ``out_channels <= s^2 in_channels`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
     Cost:
         One orthogonalisation of the matrix and one convolution.
@@ -102,7 +102,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
-        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, so those well above e are nearly 1.
+        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, so those well above the root of e are nearly 1.
 
     Cost:
         One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).

@@ -77,7 +77,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         Norm at most 1 up to rounding, for every ``v``: the Gram matrix is shifted by :math:`e = 4 \epsilon\,
         \mathrm{trace}(V^*V)`, so that its factor exists, and a closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` of
         :math:`Q = VL^{-*}` takes the shift back. A singular value s of V gives the eigenvalue -1 up to
-        :math:`\tfrac34 (e/s^2)^2`: between -1 and 1 where V loses its rank.
+        :math:`\tfrac32 (e/s^2)^2`: between -1 and 1 where V loses its rank.
 
     Cost:
         One Cholesky factorisation and one triangular solve of size m, four products.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
+from lipkit.linalg.precision import autocast_off
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
@@ -41,14 +42,15 @@ class _FirstOnly(torch.autograd.Function):
 def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
     """The differential of the polar factor of W = U S V* along ``change``: a self-adjoint map, so the gradient too."""
     n = max(u.shape[-2:])
-    along = change @ vh.mH
-    inner = u.mH @ along
-    sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
-    result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
-    if u.shape[-2] > u.shape[-1]:
-        # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.
-        result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
-    made: Tensor = _FirstOnly.apply(result @ vh, w)
+    with autocast_off(change):
+        along = change @ vh.mH
+        inner = u.mH @ along
+        sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
+        result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
+        if u.shape[-2] > u.shape[-1]:
+            # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.
+            result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
+        made: Tensor = _FirstOnly.apply(result @ vh, w)
     return made
 
 

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.precision import without_autocast
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 Function = Callable[[Tensor], Tensor]
 
@@ -156,22 +155,23 @@ class _Scan(torch.autograd.Function):
                 apply(v[:, part], w[:, part])
             if t + 1 < count:
                 torch.addmm(to_x, now, write, out=xs[t + 1])
-        ctx.save_for_backward(after, before, own)
-        ctx.block, ctx.phi = block, phi
+        ctx.save_for_backward(driven, own, after, before)
+        ctx.options = states, (nv, nv), block, phi
         return after
 
     @staticmethod
-    @once_differentiable
     @without_autocast()
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        (after, before, own), block, (grad,) = ctx.saved_tensors, ctx.block, given
+        (grad,), (driven, own, after, before), (*_, block, phi) = given, ctx.saved_tensors, ctx.options
+        if torch.is_grad_enabled() or transformed(grad):
+            return *plain_gradients(lambda d, o: _loop(d, o, *ctx.options), (driven, own), grad), None, None, None
         (count, batch, nv), width = before.shape, after.shape[2]
         # The slopes of all units in all steps at once, so that the loop does not call phi.
         slopes = before
         if nv:
             with torch.enable_grad():
                 rows = before.reshape(-1, block).detach().requires_grad_()
-                slopes = torch.autograd.grad(ctx.phi(rows).sum(), rows)[0].reshape(before.shape)
+                slopes = torch.autograd.grad(phi(rows).sum(), rows)[0].reshape(before.shape)
         read, within, write = own[:nv, nv:].contiguous(), own[:nv, :nv], own[nv:].contiguous()
         found = grad.new_zeros(count, batch, width)
         to_v, to_x = _parted(found, nv)
