@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,17 +112,16 @@ def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[
 
 def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int) -> tuple[tuple[int, int], int]:
     """(kh, kw) and the stride of a convolution without dilation and groups; ``OptionError`` for any other."""
-    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-    if len(kernel) != 2:
+    kernel, steps = ((v, v) if isinstance(v, int) else v for v in (kernel_size, stride))
+    if not isinstance(kernel, tuple | list) or len(kernel) != 2:
         raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
-    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
-    if len(set(steps)) != 1:
+    if not isinstance(steps, tuple | list) or len(set(steps)) != 1:
         raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
     check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
     for name, value in (("dilation", dilation), ("groups", groups)):
         if value not in (1, (1, 1)):
             raise OptionError(f"{name}: expected 1, got {value!r}: use lipkit.layers.NativeConv2d")
-    return kernel, steps[0]
+    return (kernel[0], kernel[1]), steps[0]
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
@@ -228,6 +227,12 @@ class DenseLayer(Constrained):
         self.make_parameters(device, dtype, **own)
         self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
+    def check_input(self, shape: Sequence[int]) -> None:
+        """Raise ``ShapeError`` unless the layer accepts inputs of this shape."""
+        if tuple(shape[-1:]) != (self.in_features,):
+            kind, got = type(self).__name__, tuple(shape)
+            raise ShapeError(f"{kind}: expected input of shape (..., {self.in_features}), got {got}")
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"
 
@@ -252,6 +257,7 @@ class ConstrainedLinear(DenseLayer):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x.shape)
         with autocast_off(x):
             q = self.weight()
         return F.linear(x, q, self.bias_as(q))  # under autocast, the product alone is in its dtype
@@ -314,9 +320,8 @@ class ConstrainedConv2d(Constrained):
         if padding_mode not in modes:
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
         self.padding_mode = padding_mode
-        sizes = (padding, padding) if isinstance(padding, int) else padding
         same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
-        if padding != "same" and (same is None or tuple(sizes) != same):
+        if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
             keeps = "'same'" if same is None else f"'same' or {same}"
             raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
 

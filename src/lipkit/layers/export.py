@@ -18,7 +18,7 @@ from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError
 from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
@@ -103,8 +103,7 @@ def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
 
 def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
     """``nn.Linear`` with the layer's present constrained matrix."""
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    layer.check_input(input_shape)
     return linear_module(exactly(layer, lambda made: [made.weight()])[0], layer.bias)
 
 

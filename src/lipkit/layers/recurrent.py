@@ -49,7 +49,7 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         check_dtype(place.get("dtype"))
         check_positive(in_features=in_features, out_features=out_features, states=states)
-        if not 0 < rate <= 1:
+        if not 0 < finite("rate", rate) <= 1:
             raise OptionError(f"rate: expected a number in (0, 1], got {rate}")
         self.in_features, self.out_features, self.states = in_features, out_features, states
         self.gamma, self.rate = finite("gamma", gamma, positive=True), float(rate)

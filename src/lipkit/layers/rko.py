@@ -102,7 +102,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
-        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, so those well above the root of e are nearly 1.
+        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, nearly 1 well above :math:`\sqrt e`.
 
     Cost:
         One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).

@@ -228,6 +228,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
+        self.check_input(x.shape)
         with autocast_off(x):
             if solves_pay(x, self.out_features):
                 return self._solved(x, self.activation)
@@ -245,8 +246,6 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
         """The layer on images of one pixel, in solve form as :class:`SandwichConv2d`: neither matrix is formed."""
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
         own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # the wide transposes of the tall X and Y
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
@@ -278,6 +277,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         if weight.ndim != 2 or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
             got = tuple(weight.shape), None if bias is None else tuple(bias.shape)
             raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
+        base.check_dtype(weight.dtype)
         q, p = weight.shape
         u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
         if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
@@ -397,8 +397,7 @@ def _block(layer: Sandwich, first: nn.Module, second: nn.Module) -> SandwichBloc
 def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
     if layer.activation is None:
         return export.export_linear(layer, input_shape)
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    layer.check_input(input_shape)
     one, two = export.exactly(layer, SandwichLinear.halves)
     return _block(layer, export.linear_module(one, layer.bias), export.linear_module(two, None))
 

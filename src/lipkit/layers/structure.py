@@ -171,7 +171,7 @@ class ConvexSum(Join):
     def __init__(self, weight: float = 0.5, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_dtype(dtype)
-        if not 0 < weight < 1:
+        if not 0 < finite("weight", weight) < 1:
             raise OptionError(f"weight: expected a number strictly between 0 and 1, got {weight}")
         self.alpha = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))  # logit
 
@@ -246,8 +246,9 @@ class HalfThrough(nn.Module):
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] % 2:
-            raise ShapeError(f"HalfThrough: expected an even number of channels, got {x.shape[1]}")
+        if x.ndim < 2 or x.shape[1] % 2:
+            got = x.shape[1] if x.ndim > 1 else f"shape {tuple(x.shape)}"
+            raise ShapeError(f"HalfThrough: expected an even number of channels, got {got}")
         kept, moved = x.chunk(2, 1)
         return torch.cat((kept, self.body(moved)), 1)
 
