@@ -16,24 +16,43 @@ from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, e
 from lipkit.proof.roundoff import reciprocal_up
 
 
-def _along_channels(kind: str, x: Tensor, channels: int) -> tuple[int, ...]:
-    """The shape in which one number per channel broadcasts against ``x`` (B, C, ...)."""
-    if x.ndim < 2 or x.shape[1] != channels:
-        raise ShapeError(f"{kind}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
-    return -1, *[1] * (x.ndim - 2)
+class _PerChannel(nn.Module):
+    """Two buffers with one number for each channel."""
+
+    def __init__(self, device: Any, dtype: Any, **numbers: Sequence[float] | None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        kind, lists = type(self).__name__, list[list[float]]()
+        for name, values in numbers.items():
+            try:
+                lists.append([0.0] * len(lists[0]) if values is None else [float(value) for value in values])
+            except (TypeError, ValueError):
+                wanted = "a list of one number for each channel"
+                raise OptionError(f"{kind}: {name}: expected {wanted}, got {values!r}") from None
+            self.register_buffer(name, torch.tensor(lists[-1], device=device, dtype=dtype))
+        one, two = lists
+        if not one or len(one) != len(two) or not all(map(math.isfinite, one + two)):
+            names = " and ".join(numbers)
+            raise OptionError(
+                f"{kind}: expected {names} of equally many finite numbers, at least one, got {one} and {two}"
+            )
+
+    def along_channels(self, x: Tensor) -> list[Tensor]:
+        """Both, in the shape that broadcasts against ``x`` (B, C, ...)."""
+        both = list(self.buffers())
+        if x.ndim < 2 or x.shape[1] != len(both[0]):
+            kind, got = type(self).__name__, tuple(x.shape)
+            raise ShapeError(f"{kind}: expected {len(both[0])} channels in dimension 1, got shape {got}")
+        return [numbers.view(-1, *[1] * (x.ndim - 2)) for numbers in both]
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={numbers.tolist()}" for name, numbers in self.named_buffers())
 
 
-def _numbers(name: str, values: Any) -> list[float]:
-    try:
-        return [float(value) for value in values]
-    except (TypeError, ValueError):
-        raise OptionError(f"{name}: expected a list of one number for each channel, got {values!r}") from None
-
-
-class Normalize(nn.Module):
+class Normalize(_PerChannel):
     r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model.
 
-    Radii are then in units of the images. The constant is :math:`1 / \min_c \mathrm{std}_c`.
+    The constant is :math:`1 / \min_c \mathrm{std}_c`: radii are in units of the images.
 
     Args:
         mean, std: one number per channel; every std positive.
@@ -52,25 +71,16 @@ class Normalize(nn.Module):
     std: Tensor
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: Any = None, dtype: Any = None) -> None:
-        super().__init__()
-        check_dtype(dtype)
-        mean, std = _numbers("Normalize: mean", mean), _numbers("Normalize: std", std)
-        if not mean or len(mean) != len(std):
-            raise OptionError(f"Normalize: expected as many means as stds, at least one, got {mean} and {std}")
-        if not all(math.isfinite(v) for v in mean + std) or min(std) <= 0:
-            raise OptionError(f"Normalize: expected finite means and positive finite stds, got {mean} and {std}")
-        self.register_buffer("mean", torch.tensor(mean, device=device, dtype=dtype))
-        self.register_buffer("std", torch.tensor(std, device=device, dtype=dtype))
+        super().__init__(device, dtype, mean=mean, std=std)
+        if min(std) <= 0:
+            raise OptionError(f"Normalize: expected positive stds, got {std}")
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = _along_channels("Normalize", x, len(self.mean))
-        return (x - self.mean.view(shape)) / self.std.view(shape)
-
-    def extra_repr(self) -> str:
-        return f"mean={self.mean.tolist()}, std={self.std.tolist()}"
+        mean, std = self.along_channels(x)
+        return (x - mean) / std
 
 
-class Rescale(nn.Module):
+class Rescale(_PerChannel):
     r"""Output scaling ``units * x + offset`` per channel, as a layer of the model: outputs leave in physical units.
 
     Its constant is :math:`\max_c |\mathrm{units}_c|`; ``certify_regression`` uses each output's own.
@@ -93,23 +103,13 @@ class Rescale(nn.Module):
     def __init__(
         self, units: Sequence[float], offset: Sequence[float] | None = None, device: Any = None, dtype: Any = None
     ) -> None:
-        super().__init__()
-        check_dtype(dtype)
-        units = _numbers("Rescale: units", units)
-        offset = [0.0] * len(units) if offset is None else _numbers("Rescale: offset", offset)
-        if not units or len(units) != len(offset):
-            raise OptionError(f"Rescale: expected as many units as offsets, at least one, got {units} and {offset}")
-        if not all(math.isfinite(v) for v in units + offset) or 0 in units:
-            raise OptionError(f"Rescale: expected finite numbers and units other than 0, got {units} and {offset}")
-        self.register_buffer("units", torch.tensor(units, device=device, dtype=dtype))
-        self.register_buffer("offset", torch.tensor(offset, device=device, dtype=dtype))
+        super().__init__(device, dtype, units=units, offset=offset)
+        if 0 in units:
+            raise OptionError(f"Rescale: expected units other than 0, got {units}")
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = _along_channels("Rescale", x, len(self.units))
-        return x * self.units.view(shape) + self.offset.view(shape)
-
-    def extra_repr(self) -> str:
-        return f"units={self.units.tolist()}, offset={self.offset.tolist()}"
+        units, offset = self.along_channels(x)
+        return x * units + offset
 
 
 class Scale(nn.Module):
@@ -133,11 +133,10 @@ class Scale(nn.Module):
         check_dtype(dtype)
         gamma = finite("gamma", gamma, positive=True)
         self.learnable = learnable
-        value = torch.tensor(math.log(gamma) if learnable else gamma, device=device, dtype=dtype)
         if learnable:
-            self.log_gamma = nn.Parameter(value)
+            self.log_gamma = nn.Parameter(torch.tensor(math.log(gamma), device=device, dtype=dtype))
         else:
-            self.register_buffer("fixed_gamma", value)
+            self.register_buffer("fixed_gamma", torch.tensor(gamma, device=device, dtype=dtype))
 
     def gamma(self) -> Tensor:
         """The constant as it is now, 0-d."""
@@ -304,14 +303,13 @@ def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
 
 @export_rule(Rescale)
 def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
-    output_shape(module, input_shape)
+    output_shape(module, input_shape)  # refuses another number of channels
     return Affine(module.units, module.offset)
 
 
 @export_rule(Scale)
 def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
-    gamma = module.gamma().reshape(1)  # one number for all channels
-    return Affine(gamma, torch.zeros_like(gamma))
+    return Affine(module.gamma().reshape(1), module.gamma().new_zeros(1))  # one number for all channels
 
 
 @export_rule(ScaledAvgPool2d)

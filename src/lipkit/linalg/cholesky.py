@@ -104,19 +104,9 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
 
     .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 
-    S is the closing step of :func:`block_reflector`: both agree even where V loses rank. Rows
-    ``(..., B, k)``, k at most n, are padded with zeros to n; rows of the product are cut to ``size``. V is
-    ``(..., n, m)`` in the dtype of x, float32 or float64, real or complex.
-
-    Guarantee:
-        A contraction up to rounding, for every ``v``.
-
-    Cost:
-        One Cholesky factorisation and one triangular solve of size m, two products of ``n m^2``, two of ``B n m`` and
-        two of ``B m^2``.
-
-    >>> reflect(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [1.0]]), 2).round(decimals=5).tolist()
-    [[-2.0, -1.0]]
+    S is the closing step of :func:`block_reflector`: both agree even where V loses rank, and both are contractions.
+    Rows ``(..., B, k)``, k at most n, are padded with zeros to n; rows of the product are cut to ``size``.
+    V ``(..., n, m)`` has the dtype of x, float32 or float64, real or complex.
     """
     q = _directions(v)
     k = x.shape[-1]
@@ -129,7 +119,6 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
 
 
 def _directions(v: Tensor) -> Tensor:
-    """``V L^{-*}`` with a Gram matrix shifted by 4 eps of its trace."""
     check_matrix(v, "v")
     v = at_least_float32(v)
     n, m = v.shape[-2:]

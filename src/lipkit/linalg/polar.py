@@ -87,12 +87,12 @@ class _WithForwardMode(_TallPolar):
 def polar(w: Tensor) -> Tensor:
     r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*`.
 
-    Its differential, :math:`U_\perp U_\perp^* = I - UU^*` for tall matrices, is
+    Its differential, with sums of singular values and never differences, is that of W = QH with H Hermitian:
 
-    .. math:: dQ = U\Big[\frac{(A - A^*)_{ij}}{s_i + s_j}\Big]V^* + U_\perp U_\perp^*\, dW\, V S^{-1} V^*,
-              \qquad A = U^* dW\, V,
+    .. math:: dQ = U\Big[\frac{(A - A^*)_{ij}}{s_i + s_j}\Big]V^* + (I - UU^*)\, dW\, V S^{-1} V^*,
+              \qquad A = U^* dW\, V
 
-    the solution of a Sylvester equation: sums of singular values, never differences.
+    for tall matrices.
 
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
@@ -111,12 +111,11 @@ def polar(w: Tensor) -> Tensor:
     Raises:
         ShapeError: ``w`` is not a floating or complex matrix. OptionError: a second derivative.
 
-    >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5)
-    tensor([[0., 1.],
-            [1., 0.]])
+    >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
+    [[0.0, 1.0], [1.0, 0.0]]
 
     References:
-        Higham, Functions of Matrices (2008), chapter 8; the derivative is that of W = QH with H Hermitian.
+        Higham, Functions of Matrices (2008), chapter 8.
     """
     check_matrix(w)
     w = at_least_float32(w)

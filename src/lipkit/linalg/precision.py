@@ -28,9 +28,6 @@ def product_settings(kind: str) -> dict[str, str]:
     """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
     Torch refuses to read a setting that differs between its backends: it is "mixed" here, and theirs follow.
-
-    >>> product_settings("cpu")["float32_matmul_precision"]
-    'highest'
     """
     backends = torch.backends
     found = {
@@ -88,11 +85,7 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 def flushes(workers: bool = True) -> bool:
     """True if numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
 
-    The mode belongs to a thread, and new threads inherit it: torch's ``workers``, if it has any, may differ from the
-    caller.
-
-    >>> flushes()
-    False
+    The mode belongs to a thread, and new threads inherit it: torch's ``workers`` may differ from the caller.
     """
     tiny = sys.float_info.min
     if tiny * 0.5 == 0.0:
@@ -120,12 +113,7 @@ def check_underflow(workers: bool = True) -> None:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Run torch on ``count`` threads inside the block, and restore the setting after it.
-
-    >>> with on_threads(1):
-    ...     print(torch.get_num_threads())
-    1
-    """
+    """Run torch on ``count`` threads inside the block, and restore the setting after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
