@@ -44,11 +44,9 @@ class BcopConv2d(KernelConv2d):
         kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
 
     >>> import torch
-    >>> layer = BcopConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
-    >>> y = layer(x) - layer.bias[:, None, None]
-    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
-    (torch.Size([1, 8, 7, 5]), True)
+    >>> bool(torch.isclose(BcopConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))
+    True
 
     References:
         Li, Haque, Anil, Lucas, Grosse & Jacobsen, NeurIPS 2019, algorithm 1; CayleyBCOP: [Cayley] section 5.
@@ -77,11 +75,7 @@ class BcopConv2d(KernelConv2d):
 
 
 def cayley_bcop(*conv: Any, **named: Any) -> BcopConv2d:
-    """CayleyBCOP: :class:`BcopConv2d` with ``orthogonalize='cayley'``.
-
-    >>> cayley_bcop(3, 8, 3).orthogonalize.__name__
-    'cayley'
-    """
+    """CayleyBCOP: :class:`BcopConv2d` with ``orthogonalize='cayley'``."""
     return BcopConv2d(*conv, orthogonalize="cayley", **named)
 
 

@@ -19,11 +19,7 @@ from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lips
 
 
 def frobenius(free: Tensor) -> Tensor:
-    """The Frobenius norm, row by row: one float32 sum of millions of squares would err by about 2e-5.
-
-    >>> frobenius(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-    tensor(5.)
-    """
+    """The Frobenius norm, row by row: one float32 sum of millions of squares would err by about 2e-5."""
     return torch.linalg.vector_norm(torch.linalg.vector_norm(free, dim=tuple(range(1, free.ndim))))
 
 
@@ -31,11 +27,7 @@ _SMALLEST = 1e-12  # below this norm a free weight counts as zero
 
 
 def rescaled(free: Tensor, scale: Tensor) -> Tensor:
-    """``scale * free / ||free||_F``: the weight normalisation inside the transform; finite at zero.
-
-    >>> rescaled(torch.tensor([[3.0, 4.0]]), torch.tensor(10.0)).tolist()
-    [[6.0, 8.0]]
-    """
+    """``scale * free / ||free||_F``: the weight normalisation inside the transform; finite at zero."""
     free, scale = at_least_float32(free), at_least_float32(scale)
     return free * (scale / frobenius(free).clamp_min(_SMALLEST))
 
@@ -63,9 +55,8 @@ class CayleyLinear(ConstrainedLinear):
         batch forward and backward, or an inverse for large batches; Q is not formed (`lipkit.linalg.cayley_product`).
         Smaller layers, and under autocast those below 384 or with a large batch, form Q by one inverse.
 
-    >>> layer = CayleyLinear(3, 5)
     >>> x = torch.ones(1, 3)
-    >>> bool(torch.isclose((layer(x) - layer.bias).norm(), x.norm()))
+    >>> bool(torch.isclose(CayleyLinear(3, 5, bias=False)(x).norm(), x.norm()))
     True
 
     References:
@@ -100,10 +91,8 @@ class CayleyConv2d(SymbolConv2d):
 
     .. math:: \hat y(f) = \mathrm{cayley}(\hat W(f))\, \hat x(f) + b, \qquad W = g\, V / \|V\|_F
 
-    Args:
-        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-
-    Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw), ``scale`` g (0-d) and ``bias``.
+    Args: those of :class:`lipkit.layers.base.ConstrainedConv2d`. Parameters ``free`` V (out_channels, s^2 in_channels,
+    kh, kw), ``scale`` g (0-d) and ``bias``.
 
     Guarantee:
         1-Lipschitz; all singular values 1 up to rounding, an isometry if out_channels >= s^2 in_channels.
@@ -114,11 +103,9 @@ class CayleyConv2d(SymbolConv2d):
         (``lipkit.conv.cayley_conv``). For large batches an inverse, and products in place of the solves. A 1 x 1 kernel
         has one matrix for all frequencies: one transform, then one product for each s x s patch.
 
-    >>> layer = CayleyConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
-    >>> y = layer(x) - layer.bias[:, None, None]
-    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
-    (torch.Size([1, 8, 7, 5]), True)
+    >>> bool(torch.isclose(CayleyConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))
+    True
 
     References:
         [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1, Appendices A and E.
