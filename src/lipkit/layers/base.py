@@ -1,9 +1,8 @@
 """The base classes of constrained layers, and the record of a family in the table of families.
 
-A dense layer inherits from :class:`ConstrainedLinear` and returns its matrix. A convolution inherits from
-:class:`KernelConv2d` if its constrained object is a kernel, from :class:`SymbolConv2d` if it is a matrix at each
-frequency, and otherwise from :class:`ConstrainedConv2d`. Their exports are in :mod:`lipkit.layers.export`;
-docs/adding_a_family.md writes a family from beginning to end.
+A :class:`ConstrainedLinear` returns a matrix, a convolution a kernel (:class:`KernelConv2d`) or a matrix at each
+frequency (:class:`SymbolConv2d`), or is a :class:`ConstrainedConv2d` of its own. Exports: :mod:`lipkit.layers.export`.
+A whole family, written from beginning to end: docs/adding_a_family.md.
 """
 
 from __future__ import annotations
@@ -175,12 +174,7 @@ def training_norm(kernel: Tensor) -> Tensor:
 
 
 def proved_norm(kernel: Tensor) -> Tensor:
-    """Proved bound of the norm of a kernel for every image size: that of :func:`training_norm` if this can be proved.
-
-    >>> k = torch.randn(WIDE, WIDE, 3, 3)
-    >>> bool(proved_norm(k) == training_norm(k))
-    True
-    """
+    """Proved bound of a kernel's norm, for every image size: that of :func:`training_norm` if it can be proved."""
     return symbol_sup(kernel, tolerance=NORM_TOLERANCE, finer=False)
 
 

@@ -423,13 +423,6 @@ def aoc_conv2d(
 
     ``kernel_size`` is that of the strided convolution. A kernel smaller than the stride grows to it, so that no pixel
     is lost: 1 gives a matrix on patches, as in other families.
-
-    >>> layer = aoc_conv2d(3, 8, 3, stride=2)
-    >>> layer(torch.ones(1, 3, 8, 6)).shape
-    torch.Size([1, 8, 4, 3])
-
-    References:
-        Boissin et al., ICML 2025.
     """
     (kh, kw), step = base.simple_geometry(kernel_size, stride, dilation, groups)
     if padding_mode != "circular":

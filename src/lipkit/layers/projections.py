@@ -39,11 +39,7 @@ class AfterStep(ABC):
 
 
 def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
-    """The layers of ``model`` that declare work after an optimiser step, by name.
-
-    >>> after_step_layers(nn.Sequential(nn.Linear(2, 2)))
-    {}
-    """
+    """The layers of ``model`` that declare work after an optimiser step, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AfterStep)}
 
 
@@ -90,10 +86,7 @@ def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, inpu
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
     The bound then holds wherever the loop ends, at the cost of the work of every layer at every step, whatever its
-    ``interval``.
-
-    Returns:
-        A handle; its ``remove()`` ends it.
+    ``interval``. The ``remove()`` of the handle that it returns ends it.
 
     >>> from lipkit.layers import SvcmConv2d, register_after_step
     >>> model = nn.Sequential(SvcmConv2d(1, 1, 3))
@@ -113,11 +106,7 @@ def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, inpu
 
 @torch.no_grad()
 def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> list[tuple[str, Shape]]:
-    """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``.
-
-    >>> seen_shapes(nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, 1, 3)), ["1"], (1, 8, 6))
-    [('1', (1, 4, 3))]
-    """
+    """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``."""
     twin = copy.deepcopy(model).eval()  # statistics and hooks of the model stay as they are
     seen: list[tuple[str, Shape]] = []
 

@@ -63,11 +63,7 @@ class RkoConv2d(KernelConv2d):
 
 
 def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
-    """:class:`RkoConv2d` with the Cayley transform as the default of ``orthogonalize``.
-
-    >>> crko_conv2d(1, 2, 3).orthogonalize.__name__
-    'cayley'
-    """
+    """CRKO: :class:`RkoConv2d` with the Cayley transform as the default of ``orthogonalize``."""
     return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given function wins
 
 
