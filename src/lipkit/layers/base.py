@@ -92,10 +92,9 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Decorate ``forward`` so that it accepts inputs in bfloat16 and float16, and empty batches.
+    """Decorate ``forward`` so that it accepts empty batches, and inputs in bfloat16 and float16.
 
-    Weight and products are made in float32 (under autocast, products in its dtype); the output has the dtype of the
-    input. An empty batch gives an empty one.
+    Weight and products are then made in float32; the output has the dtype of the input.
     """
 
     @functools.wraps(forward)
