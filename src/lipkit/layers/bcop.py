@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,12 +105,13 @@ BCOP = Family(
     linear=BjorckLinear,
     options={"orthogonalize": ("bjorck", "cayley")},
 )
-CAYLEY_BCOP = Family(
+CAYLEY_BCOP = replace(
+    BCOP,
     name="cayley_bcop",
     title="Block convolution of projectors, by the Cayley transform",
     paper="Trockman & Kolter, ICLR 2021",
     equation="section 5; Li et al. 2019, algorithm 1",
-    definition=definitions.bcop,
     conv=cayley_bcop,
     linear=CayleyLinear,
+    options={},
 )

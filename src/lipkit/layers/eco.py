@@ -104,7 +104,7 @@ class EcoConv2d(ConstrainedConv2d):
         if evaluation not in EVALUATIONS:
             raise OptionError(f"evaluation: expected one of {', '.join(EVALUATIONS)}, got {evaluation!r}")
         # None stands for the Taylor polynomial, whose degree follows the mode.
-        self.orthogonalize = None if orthogonalize == "taylor" else _resolve(orthogonalize)
+        self.orthogonalize = None if orthogonalize == "taylor" else resolve(orthogonalize, "taylor, ")
         self.train_terms = TRAIN_TERMS if train_terms is None else train_terms
         self.eval_terms = EVAL_TERMS if eval_terms is None else eval_terms
         self.squarings = SQUARINGS if squarings is None else squarings
@@ -177,13 +177,6 @@ class EcoConv2d(ConstrainedConv2d):
             rest[-1].append(
                 f"{prefix}free: expected {wanted}, got {tuple(found.shape)}: saved with {other} or other sizes"
             )
-
-
-def _resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
-    try:
-        return resolve(orthogonalize)
-    except OptionError as error:
-        raise OptionError(str(error).replace("expected one of ", "expected one of taylor, ", 1)) from None
 
 
 @lipschitz_rule(EcoConv2d)

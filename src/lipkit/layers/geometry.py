@@ -260,13 +260,8 @@ class _Native(base.Biased):
         return function(x, weight, bias, self.stride, pads, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
-        shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
-        unusual = {"padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros", "output_padding": 0}
-        for name, usual in unusual.items():
-            value = getattr(self, name)
-            shown += "" if value in (usual, (usual,) * self.axes) else f", {name}={value}"
         how = function_name(self.construction.orthogonalize)
-        return f"{shown}, bias={self.bias is not None}, constraint={self.constraint}, orthogonalize={how}"
+        return f"{self.plain.extra_repr(self)}, constraint={self.constraint}, orthogonalize={how}"
 
 
 class NativeConv2d(_Native):
@@ -409,8 +404,7 @@ def aoc_conv2d(
     groups: int = 1,
     bias: bool = True,
     padding_mode: str = "circular",
-    device: Any = None,
-    dtype: Any = None,
+    *place: Any,
     **options: Any,
 ) -> NativeConv2d:
     """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
@@ -426,8 +420,8 @@ def aoc_conv2d(
     if padding not in ("same", same) and (padding, padding) != same:
         raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
     pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
-    named = {"bias": bias, "padding_mode": "circular", "device": device, "dtype": dtype, **options}
-    return NativeConv2d(in_channels, out_channels, kernel, step, pads, constraint="aoc", **named)
+    geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
+    return NativeConv2d(*geometry, *place, constraint="aoc", **options)
 
 
 AOC = Family(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -281,7 +282,8 @@ SLL = Family(
     affine=CayleyLinear,
 )
 
-CPL = Family(
+CPL = replace(
+    SLL,
     name="cpl",
     title="Residual around an activation, weight used twice, divided by its squared norm",
     paper="Meunier et al., ICML 2022",
@@ -289,11 +291,4 @@ CPL = Family(
     definition=definitions.cpl,
     conv=CplConv2d,
     linear=CplLinear,
-    claim="contraction",
-    smooth=False,
-    sizes="odd kernels, any image",
-    accepts=lambda k, h, w: k % 2 == 1,
-    options={"activation": ("relu", "tanh"), "hidden": (4, 6)},
-    own_activation=True,
-    affine=CayleyLinear,
 )

@@ -152,17 +152,6 @@ def skew_bound(a: Tensor, squarings: int = SQUARINGS) -> Tensor:
     return bound if a.is_complex() else bound * 0.5 ** (0.5 / 2**squarings)
 
 
-def truncation_bound(norm: float, terms: int) -> float:
-    r"""Upper bound :math:`\|A\|^{T+1}/(T+1)!` of :math:`\|\exp(A) - p_T(A)\|`, A skew of at most this norm ([ECO] 19).
-
-    >>> [float(f"{truncation_bound(1.0, t):.2g}") for t in (1, 2, 3, 4, 5, 10)]
-    [0.5, 0.17, 0.042, 0.0083, 0.0014, 2.5e-08]
-    """
-    norm = finite("norm", norm, least=0)
-    check_terms(terms)
-    return math.nextafter(float(Fraction(norm) ** (terms + 1) / math.factorial(terms + 1)), math.inf)
-
-
 def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     r"""Proved range of the singular values of :math:`p_T(A)` for every skew A of at most this norm.
 
@@ -170,7 +159,7 @@ def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients. Where the derivative of its first
     term outweighs those of the others (norm 1 among them) it is monotone, with extremes at the ends; otherwise the sums
     of the positive and of the negative terms bound it. All arithmetic is rational until the smallest and the largest
-    value are rounded outwards. It is tighter than :func:`truncation_bound`: at T = 3 and 4 exactly 1.
+    value are rounded outwards. It is tighter than :math:`1 + \|A\|^{T+1}/(T+1)!`.
 
     >>> [round(high, 4) for high in taylor_range(1.0, 5)], taylor_range(1.0, 3)[1]
     ([1.0, 1.0009], 1.0)

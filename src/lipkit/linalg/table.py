@@ -27,7 +27,7 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
 """By name: each returns a matrix of norm at most 1 for every input, up to rounding (`proved` relies on it)."""
 
 
-def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
+def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonalize:
     """The function of that name of :data:`ORTHOGONALIZE`, or the function ``(..., m, n) -> (..., m, n)`` itself.
 
     Raises:
@@ -41,7 +41,7 @@ def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
     # A module may have parameters and a training mode: it is no pure function.
     if isinstance(orthogonalize, str | nn.Module) or not callable(orthogonalize):
         raise OptionError(
-            f"orthogonalize: expected one of {', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
+            f"orthogonalize: expected one of {others}{', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
         )
     return orthogonalize
 
