@@ -125,14 +125,9 @@ def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int
 def slope_activation(activation: str | nn.Module) -> nn.Module:
     """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
 
-    =============================================== ==================================================================
-    qualify                                         do not
-    =============================================== ==================================================================
-    relu, relu6, hardtanh, tanh, sigmoid,           GELU, SiLU, Mish, Hardswish, SELU (slopes above 1 or below 0), abs
-    hardsigmoid, softplus, softsign, logsigmoid,    and PReLU (slopes below 0, or learnable), MaxMin, GroupSort and
-    softshrink, tanhshrink, celu, elu (alpha <= 1), Softmax (not elementwise), Hardshrink and Threshold (jumps)
-    leakyrelu (slope <= 1)
-    =============================================== ==================================================================
+    These do: relu, relu6, hardtanh, tanh, sigmoid, hardsigmoid, softplus, softsign, logsigmoid, softshrink, tanhshrink,
+    celu, elu (alpha <= 1), leakyrelu (slope <= 1). These do not: GELU, SiLU, Mish, Hardswish, SELU, abs (slopes above 1
+    or below 0), PReLU (learnable), MaxMin, GroupSort, Softmax (not elementwise), Hardshrink and Threshold (jumps).
 
     Raises:
         OptionError: an activation that does not qualify; the message lists those that do.
@@ -278,6 +273,7 @@ class ConstrainedConv2d(Constrained):
     """
 
     padding_modes: tuple[str, ...] = ("circular",)
+    needs_odd: str = ""  # why the sizes of the kernel have to be odd, if they do
 
     def __init__(
         self,
@@ -309,6 +305,8 @@ class ConstrainedConv2d(Constrained):
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
         odd = all(k % 2 for k in kernel)  # an even kernel needs a pixel more on one side
+        if self.needs_odd and not odd:
+            raise OptionError(f"kernel_size: expected odd sizes ({self.needs_odd}), got {kernel}")
         modes = self.padding_modes if odd else ("circular",)
         if padding_mode not in modes:
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,9 +108,6 @@ class BroConv2d(Reflector, base.SymbolConv2d):
         One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies. Batches of at
         most n / 2 images are reflected without forming the matrices (:func:`lipkit.linalg.cholesky.reflect`).
 
-    Raises:
-        OptionError: as :class:`BroLinear`.
-
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(BroConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))
     True
@@ -185,17 +181,14 @@ class LiResConv2d(base.KernelConv2d):
         self.depth = depth
         self.free, self.scale = residual_parameters(self.shape, device, dtype)
 
-    def kernel(self) -> Tensor:
-        """The kernel of norm at most 1; zero stays zero."""
-        return self._over(base.proved_norm)
+    def kernel(self, proved: bool = True) -> Tensor:
+        """The kernel of norm at most 1; not ``proved``, it is that of a training step. Zero stays zero."""
+        kernel = self.undivided()
+        bound = (base.proved_norm if proved else base.training_norm)(kernel)
+        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)
 
     def kernel_in_use(self) -> Tensor:
-        return self._over(base.training_norm if self.training else base.proved_norm)
-
-    def _over(self, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        kernel = self.undivided()
-        bound = norm(kernel)
-        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)  # zero stays zero
+        return self.kernel(not self.training)
 
     def undivided(self) -> Tensor:
         """The numerator E + s g N, in float32 or better."""

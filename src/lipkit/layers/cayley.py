@@ -71,19 +71,17 @@ class CayleyLinear(ConstrainedLinear):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if not self._solves(x):
+        side = min(self.in_features, self.out_features)
+        # Q is formed for small layers, for subclasses with a weight of their own, and where autocast multiplies in half
+        # precision, in which it never solves.
+        formed = side < SOLVED or getattr(self.weight, "__func__", None) is not CayleyLinear.weight
+        if formed or (autocast_on(x) and not solves_pay(x, side)):
             return super().forward(x)
+        self.check_input(x.shape)
         dtype = product_dtype(x, self.free.dtype)
         with autocast_off(x):
             free = rescaled(self.free, self.scale)
             return cayley_linear(free, x.to(dtype), self.bias_as(free))
-
-    def _solves(self, x: Tensor) -> bool:
-        """False if Q is formed: for small layers, subclasses with their own weight, and where autocast multiplies."""
-        side = min(self.in_features, self.out_features)
-        if side < SOLVED or getattr(self.weight, "__func__", None) is not CayleyLinear.weight:
-            return False
-        return not autocast_on(x) or solves_pay(x, side)  # autocast multiplies in half precision, but never solves
 
 
 class CayleyConv2d(SymbolConv2d):

@@ -55,9 +55,6 @@ class BjorckLinear(ConstrainedLinear):
     Cost:
         ``(1 + order) * iterations`` products of matrices per forward pass, independent of the batch.
 
-    Raises:
-        OptionError: sizes, ``iterations`` or ``order`` below 1, another dtype.
-
     >>> from lipkit.linalg import orthogonality_residual
     >>> bool(orthogonality_residual(BjorckLinear(3, 5).weight()) < 1e-5)
     True

@@ -183,9 +183,6 @@ class R2dn(RecurrentLayer):
     Cost:
         Three inverses of the sizes of (x, u) and (x, y) in each pass, then as `lipkit.linalg.scan.simulate`.
 
-    Raises:
-        OptionError: sizes, gamma, rate or phi that are not as above.
-
     >>> layer = R2dn(2, 3, 4, 8, gamma=2.0, rate=0.9)
     >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))
     (torch.Size([1, 5, 3]), 2.0)

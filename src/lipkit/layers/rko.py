@@ -93,7 +93,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
     Args:
         in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
-        ridge: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall).
+        ridge: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall); positive.
 
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
@@ -102,9 +102,6 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
     Cost:
         One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).
-
-    Raises:
-        OptionError: ``ridge`` not positive, and what the base class refuses.
 
     >>> import torch
     >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape

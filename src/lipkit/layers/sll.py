@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lipkit.bounds import spectral_norm
 from lipkit.conv import adjoint
 from lipkit.conv.block import autocorrelation
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
 from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family
@@ -78,12 +78,7 @@ class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
 
     # Zero padding takes a part of the convolution F of the plane and, for odd kernels, the same part of F^*.
     padding_modes = ("circular", "zeros")
-    shown = ("padding_mode",)
-
-    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        if any(k % 2 == 0 for k in kernel):
-            raise OptionError(f"kernel_size: expected odd sizes, got {kernel}: the adjoint must be centred")
-        super().check_padding(kernel, padding, padding_mode)
+    needs_odd, shown = "the adjoint must be centred", ("padding_mode",)
 
     @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -173,9 +168,6 @@ class CplLinear(Cpl, SlopeResidualLinear):
 
     Guarantee:
         1-Lipschitz: each forward pass proves an upper bound of the norm, so it never lags behind the weights.
-
-    Raises:
-        OptionError: as :class:`SllLinear`.
 
     >>> CplLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.exponential_conv import skew, taylor_features, taylor_norm, taylor_rows
-from lipkit.errors import OptionError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
@@ -134,12 +133,7 @@ class SocConv2d(ConstrainedConv2d):
     """
 
     padding_modes = ("circular", "zeros")
-    shown = ("padding_mode", "train_terms", "eval_terms")
-
-    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        if not all(k % 2 for k in kernel):
-            raise OptionError(f"kernel_size: expected odd sizes (a skew kernel has a centre), got {kernel}")
-        super().check_padding(kernel, padding, padding_mode)
+    needs_odd, shown = "a skew kernel has a centre", ("padding_mode", "train_terms", "eval_terms")
 
     def make_parameters(self, device: Any, dtype: Any, *, train_terms: int = 5, eval_terms: int = 10) -> None:
         check_terms(train_terms, "train_terms")

@@ -45,9 +45,6 @@ class StiefelLinear(ConstrainedLinear, OnManifold):
     Guarantee:
         No claimed constant: ``lipschitz`` is the proved norm of W as it is, 1 + 1e-6 or less on the manifold.
 
-    Raises:
-        OptionError: sizes below 1, another dtype.
-
     >>> from lipkit.linalg import orthogonality_residual
     >>> bool(orthogonality_residual(StiefelLinear(5, 3).weight()) < 1e-5)
     True

@@ -182,8 +182,7 @@ class OssnConv2d(ConstrainedConv2d):
         instead, and the estimate is the norm.
 
     Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit, or ``lipschitz``
-        without an input shape.
+        ShapeError: ``lipschitz`` without an input shape, and what the base class refuses.
 
     >>> from lipkit.lowering import lipschitz
     >>> 0.9999 < lipschitz(OssnConv2d(3, 8, 3), (3, 7, 5)).item() < 1.001

@@ -72,7 +72,6 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
     for tall matrices, and the same on :math:`W^*` for wide ones. Order 1 is :math:`X(\tfrac32 I - \tfrac12 X^*X)`.
 
     Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         iterations: largest number of steps, at least 1. A small singular value grows by 1.5 per step (order 1), then
             converges with order p + 1. The iteration ends after a step in which no entry of Q exceeds a sixteenth of
             the root of eps: the error left is its square, below rounding.
@@ -94,7 +93,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         weights take 2 to 7 steps.
 
     Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``iterations`` or ``order`` below 1.
+        OptionError: ``iterations`` or ``order`` below 1.
 
     >>> bjorck(torch.tensor([[3.0, 0.0], [0.0, -0.5]])).round(decimals=5).tolist()
     [[1.0, 0.0], [0.0, -1.0]]

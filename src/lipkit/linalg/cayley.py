@@ -21,9 +21,6 @@ def cayley(w: Tensor) -> Tensor:
     and for a wide one the transform of :math:`W^*`, transposed back. With :math:`X = (I+Z)^{-1}` this is
     :math:`[2X - I; -2VX]`: one inverse.
 
-    Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
-
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
         ``n * eps * (1 + ||Z||)``. The inverse always exists: the Hermitian part of :math:`I + Z` is at least I.
@@ -31,9 +28,6 @@ def cayley(w: Tensor) -> Tensor:
 
     Cost:
         One inverse of size min(m, n) and two products.
-
-    Raises:
-        ShapeError: ``w`` is not a floating or complex matrix.
 
     >>> cayley(torch.tensor([[0.0, 1.0], [0.0, 0.0]])).tolist()
     [[0.0, -1.0], [1.0, 0.0]]

@@ -30,7 +30,6 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     :math:`G(G + eI)^{-1}`, so a singular value s of W becomes :math:`s / \sqrt{s^2 + e} < 1`.
 
     Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
 
     Returns:
@@ -43,7 +42,7 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
         One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
 
     Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``ridge`` is not positive.
+        OptionError: ``ridge`` is not positive.
 
     >>> cholesky(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), ridge=3.0).tolist()
     [[0.5, 0.0], [0.0, 0.5]]
@@ -67,7 +66,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
     Hermitian and unitary: m eigenvalues are -1, the others 1.
 
     Args:
-        v: ``(..., n, m)`` with n >= m, real or complex, any batch dimensions. Half precision is widened to float32.
+        v: ``(..., n, m)`` with n >= m.
         rows, columns: of the block, at most n; n by default. With all rows or all columns it is semi-orthogonal.
 
     Returns:
@@ -83,7 +82,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         One Cholesky factorisation and one triangular solve of size m, four products.
 
     Raises:
-        ShapeError: ``v`` is not a floating or complex matrix. OptionError: more columns than rows.
+        OptionError: more columns than rows.
 
     >>> block_reflector(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0, -1.0], [-1.0, 0.0]]

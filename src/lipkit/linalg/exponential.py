@@ -42,18 +42,12 @@ def exponential(w: Tensor) -> Tensor:
     The exponential of a skew matrix is orthogonal (unitary), so its first n columns are orthonormal, and its first
     m rows. Every rotation is reached (and every semi-orthogonal rectangle); no reflection is.
 
-    Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
-
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
         ``eps * max(n, ||A||)``.
 
     Cost:
         One ``torch.linalg.matrix_exp`` of size max(m, n); backward, one of twice the size.
-
-    Raises:
-        ShapeError: ``w`` is not a floating or complex matrix.
 
     >>> exponential(torch.tensor([[0.0, -torch.pi / 2], [0.0, 0.0]])).round(decimals=4).abs()
     tensor([[0., 1.],

@@ -18,9 +18,6 @@ def householder(w: Tensor) -> Tensor:
 
     for tall or square matrices; wide ones by :math:`W^*`. A zero column is no reflection (a factor I).
 
-    Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
-
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n) up to rounding. The product of n
         reflections: a real square Q has determinant :math:`(-1)^n`, and a real 1 x 1 one is always -1.
@@ -31,9 +28,6 @@ def householder(w: Tensor) -> Tensor:
 
     Cost:
         Five products of size m n min(m, n) or less and a triangular solve.
-
-    Raises:
-        ShapeError: ``w`` is not a floating or complex matrix.
 
     >>> householder(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0], [-1.0]]

@@ -23,7 +23,6 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
     matrix and do not reach 1. Prefer :func:`bjorck` for square or badly conditioned matrices.
 
     Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         iterations: number of coupled steps, at least 1. A small singular value grows by 1.5 per step.
 
     Returns:
@@ -41,7 +40,7 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         Three products of size min(m, n) per step, and four of size m n min(m, n) in all.
 
     Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``iterations`` below 1.
+        OptionError: ``iterations`` below 1.
 
     >>> newton_schulz(torch.tensor([[3.0, 0.0], [0.0, -0.5]])).round(decimals=4).abs().tolist()
     [[1.0, 0.0], [0.0, 1.0]]

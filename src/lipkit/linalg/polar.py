@@ -94,22 +94,16 @@ def polar(w: Tensor) -> Tensor:
 
     for tall matrices.
 
-    Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
-
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n) up to a few roundings, for every
         ``w``. A rank-deficient matrix has several polar factors, of which one is returned.
 
     Guarantee:
         Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
-        least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises.
+        least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises OptionError.
 
     Cost:
         One singular value decomposition; four to six products backward.
-
-    Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: a second derivative.
 
     >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]

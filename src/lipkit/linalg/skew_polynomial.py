@@ -217,7 +217,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     iteration cannot give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
 
     Args:
-        w: ``(..., m, n)``, real or complex.
         terms: T, the highest power.
         squarings: of the bound of the norm, from 3 to 6; more squarings come closer to 1 rad.
 
@@ -231,7 +230,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         sides differ by more than 2.5, products of the smaller one.
 
     Raises:
-        ShapeError: ``w`` is not a matrix. OptionError: ``terms`` or ``squarings`` out of range.
+        OptionError: ``terms`` or ``squarings`` out of range.
 
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
