@@ -41,9 +41,6 @@ class BcopConv2d(KernelConv2d):
         combinations of points of the unit disc. On convergence all singular values are 1. For another function
         ``lipschitz`` computes :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)` from its results.
 
-    Cost:
-        kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
-
     >>> import torch
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(BcopConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))

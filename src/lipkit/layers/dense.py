@@ -52,9 +52,6 @@ class BjorckLinear(ConstrainedLinear):
         1-Lipschitz for every ``iterations`` and ``order``; all singular values 1 on convergence, which
         ``linalg.orthogonality_residual(layer.weight())`` measures.
 
-    Cost:
-        ``(1 + order) * iterations`` products of matrices per forward pass, independent of the batch.
-
     >>> from lipkit.linalg import orthogonality_residual
     >>> bool(orthogonality_residual(BjorckLinear(3, 5).weight()) < 1e-5)
     True

@@ -283,9 +283,6 @@ class NativeConv2d(_Native):
         Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies of
         one pixel, 2 for one reflected pixel on each side of an image.
 
-    Cost:
-        The matrices of the construction (those of ``BcopConv2d``, ``RkoConv2d``, ``AolConv2d``) and one convolution.
-
     Raises:
         OptionError: what torch refuses; an 'aoc' layer whose kernel is smaller than its stride or whose dilation has a
             divisor in common with it; circular padding beyond one period. ShapeError: an input that does not fit.

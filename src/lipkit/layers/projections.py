@@ -18,10 +18,9 @@ from lipkit.modules.network import first_floating
 
 
 class AfterStep(ABC):
-    """A layer whose weights need work after an optimiser step, such as a projection.
+    """A layer whose weights need work after an optimiser step, such as a projection: a base beside ``nn.Module``.
 
-    Most layers need none: they make their constrained weights at each forward pass. One that does inherits from this
-    class beside ``nn.Module``; `after_step` then finds it in any model.
+    Most layers need none: they make their constrained weights at each forward pass.
 
     Attributes:
         interval: steps between two calls, above 1 if the work costs much more than a step.
@@ -31,11 +30,7 @@ class AfterStep(ABC):
 
     @abstractmethod
     def after_step(self, input_shape: Shape) -> None:
-        """Change the parameters in place.
-
-        Args:
-            input_shape: of one input of this layer, without the batch.
-        """
+        """Change the parameters in place. ``input_shape`` is that of one input of this layer, without the batch."""
 
 
 def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
@@ -66,8 +61,7 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         Number of calls, one for each layer due and shape of its input; 0 if no layer needs work.
 
     Raises:
-        ShapeError: the model does not accept that input.
-        OptionError: ``step`` is not an integer of at least 1.
+        ShapeError: the model does not accept that input. OptionError: ``step`` is not an integer of at least 1.
 
     >>> from lipkit.layers import SvcmConv2d, after_step
     >>> after_step(nn.Sequential(SvcmConv2d(1, 2, 3), SvcmConv2d(2, 2, 3, stride=2)), (1, 8, 8))

@@ -180,9 +180,6 @@ class R2dn(RecurrentLayer):
     Guarantee:
         As :class:`LinearSystem`; the state contracts in the l2 norm.
 
-    Cost:
-        Three inverses of the sizes of (x, u) and (x, y) in each pass, then as `lipkit.linalg.scan.simulate`.
-
     >>> layer = R2dn(2, 3, 4, 8, gamma=2.0, rate=0.9)
     >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))
     (torch.Size([1, 5, 3]), 2.0)
@@ -326,10 +323,7 @@ class Ren(RecurrentLayer):
 
     Guarantee:
         As :class:`LinearSystem`. Complete: every contracting network of this form with this gain has such parameters.
-
-    Cost:
-        Units are computed one after the other: units times as many small products as an R2DN. Train that, unless you
-        need the wider class.
+        Its units are computed one after the other: train an R2DN, unless you need the wider class.
 
     >>> layer = Ren(2, 3, 4, 8, gamma=2.0, rate=0.9)
     >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))

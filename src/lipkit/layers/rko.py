@@ -38,13 +38,9 @@ class RkoConv2d(KernelConv2d):
         table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
         ``out_channels <= s^2 in_channels`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
-    Cost:
-        One orthogonalisation of the matrix and one convolution.
-
     >>> import torch
-    >>> layer = RkoConv2d(3, 8, 3, bias=False)
     >>> x = torch.randn(1, 3, 7, 5)
-    >>> bool(layer(x).norm() <= x.norm())
+    >>> bool(RkoConv2d(3, 8, 3, bias=False)(x).norm() <= x.norm())
     True
 
     References:
@@ -99,9 +95,6 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
     Guarantee:
         1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, nearly 1 well above :math:`\sqrt e`.
-
-    Cost:
-        One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).
 
     >>> import torch
     >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape

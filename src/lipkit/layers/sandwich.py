@@ -104,12 +104,9 @@ class ContractionLinear(CayleyPairLinear):
 
     Guarantee:
         1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
-
-    Cost:
         One inverse of size out_features per forward pass.
 
-    >>> layer = ContractionLinear(5, 3)
-    >>> bool(torch.linalg.matrix_norm(layer.weight(), 2) <= 1 + 1e-6)
+    >>> bool(torch.linalg.matrix_norm(ContractionLinear(5, 3).weight(), 2) <= 1 + 1e-6)
     True
 
     References:
@@ -182,10 +179,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     Guarantee:
         1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` whose bound is proved from its numbers with the
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
-
-    Cost:
-        One inverse of size out_features per forward pass; LU factors and solves for a large layer with a small batch
-        (``lipkit.conv.cayley_conv``).
+        One inverse of size out_features per forward pass, or LU factors and solves (``lipkit.conv.cayley_conv``).
 
     Raises:
         OptionError: an activation that does not qualify (MaxMin would reach norm 2 and more), and what the base class
@@ -201,11 +195,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     """
 
     def weight(self) -> Tensor:
-        """:math:`2 A^\\top B` (out_features, in_features), in the linear form.
-
-        Raises:
-            OptionError: the layer has an activation, and no matrix computes it.
-        """
+        """:math:`2 A^\\top B`, in the linear form; ``OptionError`` with an activation, since no matrix computes it."""
         self.check_linear_form("weight()")
         at, b = self.factors()
         return 2 * (at @ b)
@@ -318,11 +308,7 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         return kernel_symbol(torch.cat(self.free_pair(), 1), height, width).map(cayley)
 
     def symbol(self, height: int, width: int) -> Symbol:
-        """:math:`2 A^* B`, in the linear form.
-
-        Raises:
-            OptionError: the layer has an activation, and no symbol computes it.
-        """
+        """:math:`2 A^* B`, in the linear form; ``OptionError`` with an activation, since no symbol computes it."""
         self.check_linear_form("symbol()")
         q = self.out_channels
         return self.factors(height, width).map(lambda both: 2 * (both[..., :q].mH @ both[..., q:]))

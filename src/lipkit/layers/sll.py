@@ -206,9 +206,6 @@ class CplConv2d(Cpl, SlopeResidualConv2d):
         1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies; in a
         training step as in :class:`LiResConv2d`.
 
-    Cost:
-        As :class:`LiResConv2d`.
-
     Raises:
         OptionError: as :class:`SllConv2d`.
 

@@ -134,11 +134,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
 
     @torch.no_grad()
     def project_(self, input_size: tuple[int, int], rounds: int = 50) -> None:
-        """Replace the kernel, in place, by :func:`project` for inputs of size (H, W) before downsampling.
-
-        Raises:
-            ShapeError: the layer does not accept that size. OptionError: ``rounds`` below 1.
-        """
+        """Replace the kernel, in place, by :func:`project` for inputs of size (H, W) before downsampling."""
         size = resampled_size(self, (self.in_channels, *input_size))
         self.free.copy_(project(self.free, *size, rounds, orthogonal=self.orthogonal))
 

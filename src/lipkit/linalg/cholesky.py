@@ -37,8 +37,6 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
 
     Guarantee:
         Norm at most 1 up to rounding, for every ``w``.
-
-    Cost:
         One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
 
     Raises:
@@ -77,8 +75,6 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         \mathrm{trace}(V^*V)`, so that its factor exists, and a closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` of
         :math:`Q = VL^{-*}` takes the shift back. A singular value s of V gives the eigenvalue -1 up to
         :math:`\tfrac32 (e/s^2)^2`: between -1 and 1 where V loses its rank.
-
-    Cost:
         One Cholesky factorisation and one triangular solve of size m, four products.
 
     Raises:
