@@ -17,8 +17,9 @@ from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import orthogonal_stack
 from lipkit.layers.export import patch_module, resampled_size, stride_modules, symbol_norm
 from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
+from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import autocast_off, product_dtype
-from lipkit.linalg.skew_polynomial import check_squarings, taylor_exponential
+from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
@@ -97,7 +98,7 @@ class EcoConv2d(ConstrainedConv2d):
             if value is not None and orthogonalize != "taylor":
                 raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {value!r}")
             if value is not None:
-                check_squarings(value) if name == "squarings" else check_terms(value, name)
+                check_integer(name, value, 3, 6) if name == "squarings" else check_terms(value, name)
         for name, flag in (("complex_p0", complex_p0), ("square", square)):
             if not isinstance(flag, bool):
                 raise OptionError(f"{name}: expected True or False, got {flag!r}")

@@ -96,23 +96,17 @@ class Rko(Construction):
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
         self.free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
-        self.factor = rko_factor(self.kernel_size, period(self.stride, self.dilation))
-
-    def forward(self) -> Tensor:
-        return (self.made(self.free) / self.factor).reshape(self.shape)
-
-
-class Aol(Construction):
-    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.patches.aol_scales`."""
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
-        groups, cout, cin, kh, kw = self.shape
-        free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
-        self.free = nn.Parameter(free.detach().reshape(self.shape))
         self.classes = period(self.stride, self.dilation)
 
     def forward(self) -> Tensor:
-        free = at_least_float32(self.free)
+        return (self.made(self.free) / rko_factor(self.kernel_size, self.classes)).reshape(self.shape)
+
+
+class Aol(Rko):
+    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.patches.aol_scales`."""
+
+    def forward(self) -> Tensor:
+        free = at_least_float32(self.free).reshape(self.shape)
         scales = where_positive(torch.rsqrt, aol_scales(free, self.classes))
         return free * scales[:, None]  # one for each input and tap, the same for all outputs
 
@@ -180,7 +174,7 @@ class _Native(base.Biased):
             raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
         for name in (*GEOMETRY, "output_padding"):
             setattr(self, name, getattr(like, name))
-        self.constraint = constraint
+        self.constraint, self.axes = constraint, len(self.kernel_size)
         # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
@@ -198,11 +192,6 @@ class _Native(base.Biased):
     @staticmethod
     def _pair(sizes: tuple[int, ...]) -> Size:
         return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
-
-    @property
-    def axes(self) -> int:
-        """Number of spatial axes."""
-        return len(self.kernel_size)
 
     def borders(self) -> list[tuple[int, int]]:
         """Pixels padded before and after, for each axis."""

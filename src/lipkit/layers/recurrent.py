@@ -21,7 +21,7 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.scan import simulate
 from lipkit.lowering import lipschitz
-from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
+from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule, output_shape
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.parametrised import settled
 from lipkit.modules.recurrent import unitwise
@@ -205,8 +205,7 @@ class R2dn(RecurrentLayer):
         else:
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
-            with torch.no_grad():
-                written = module(torch.zeros(1, units, **self.place)).shape[1]
+            (written,) = output_shape(module, (units,))
         self.units = units
         self.read = ContractionLinear(units, states + in_features, bias=False, **self.place)
         self.write = ContractionLinear(written, states + out_features, bias=False, **self.place)

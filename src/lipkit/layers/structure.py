@@ -150,21 +150,16 @@ class Scale(nn.Module):
 
 
 class ConvexSum(Join):
-    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`.
+    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`, at first
+    ``weight``.
 
-    Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1.
-
-    Args:
-        weight: initial s, strictly between 0 and 1.
+    Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1 ([Cayley] section 5).
 
     Raises:
         OptionError: weight outside (0, 1). ShapeError: values of different shapes.
 
     >>> ConvexSum(0.25)(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
     [[0.25, 0.25]]
-
-    References:
-        As :class:`Residual`.
     """
 
     def __init__(self, weight: float = 0.5, device: Any = None, dtype: Any = None) -> None:
@@ -225,10 +220,8 @@ class HalfThrough(nn.Module):
 
     .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
 
-    Concatenating the input itself beside its features, as U-Nets do, has the constant :math:`\sqrt{1 + L_f^2}` instead.
-
-    Args:
-        body: f, which keeps its shape.
+    The body f keeps its shape. Concatenating the input itself beside its features, as U-Nets do, has the constant
+    :math:`\sqrt{1 + L_f^2}` instead.
 
     Raises:
         ShapeError: an odd number of channels.
@@ -253,10 +246,7 @@ class HalfThrough(nn.Module):
 
 
 class ScaledAvgPool2d(nn.Module):
-    r"""``s * average pooling`` over s x s windows: a 1-Lipschitz map of norm exactly 1.
-
-    Args:
-        kernel_size: s; windows do not overlap.
+    """``s * average pooling`` over s x s windows that do not overlap (s is ``kernel_size``): norm exactly 1.
 
     Raises:
         OptionError: ``kernel_size`` below 1. ShapeError: s does not divide the height and width.

@@ -241,7 +241,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     """
     check_matrix(w)
     check_terms(terms)
-    check_squarings(squarings)
+    check_integer("squarings", squarings, 3, 6)
     w = at_least_float32(w)
     m, n = w.shape[-2:]
     if max(m, n) > WIDE * min(m, n):
@@ -253,11 +253,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     function = _TaylorExponential if torch.compiler.is_compiling() else _WithForwardMode
     result: Tensor = function.apply(w, terms, squarings)[0]
     return result
-
-
-def check_squarings(squarings: int) -> None:
-    """Raise ``OptionError`` unless ``squarings`` is an integer from 3 to 6."""
-    check_integer("squarings", squarings, 3, 6)
 
 
 def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
