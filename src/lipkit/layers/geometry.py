@@ -390,7 +390,8 @@ def aoc_conv2d(
     groups: int = 1,
     bias: bool = True,
     padding_mode: str = "circular",
-    *place: Any,
+    device: Any = None,
+    dtype: Any = None,
     **options: Any,
 ) -> NativeConv2d:
     """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
@@ -407,7 +408,7 @@ def aoc_conv2d(
         raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
     pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
     geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
-    return NativeConv2d(*geometry, *place, constraint="aoc", **options)
+    return NativeConv2d(*geometry, device, dtype, "aoc", **options)
 
 
 AOC = Family(

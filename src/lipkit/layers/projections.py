@@ -58,7 +58,7 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     Returns:
-        Number of calls, one for each layer due and shape of its input; 0 if no layer needs work.
+        Number of calls, one for each layer due and shape of its input.
 
     Raises:
         ShapeError: the model does not accept that input. OptionError: ``step`` is not an integer of at least 1.

@@ -96,9 +96,8 @@ class CholeskyLinear(Divided, ConstrainedLinear):
     Guarantee:
         1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, nearly 1 well above :math:`\sqrt e`.
 
-    >>> import torch
-    >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape
-    torch.Size([2, 5])
+    >>> CholeskyLinear(3, 5).weight().shape
+    torch.Size([5, 3])
 
     References:
         Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024.
@@ -125,9 +124,8 @@ class CholeskyConv2d(Divided, KernelConv2d):
     Guarantee:
         1-Lipschitz on every image size.
 
-    >>> import torch
-    >>> CholeskyConv2d(3, 48, 1, stride=4)(torch.ones(2, 3, 8, 8)).shape
-    torch.Size([2, 48, 2, 2])
+    >>> CholeskyConv2d(3, 48, 1, stride=4).kernel().shape
+    torch.Size([48, 48, 1, 1])
 
     References:
         As :class:`CholeskyLinear`; Li et al., NeurIPS 2019, section 4.1 for the reshaped kernel.

@@ -80,9 +80,8 @@ class CayleyPair(base.Constrained):
 
 
 class CayleyPairLinear(CayleyPair, base.ConstrainedLinear):
-    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
-
-    Parameters ``x_free`` X' (q, q), ``y_free`` Y' (p, q) and their norms ``x_scale`` g, ``y_scale`` h.
+    """Abstract: a dense layer of the two blocks; ``x_free`` (q, q), ``y_free`` (p, q), their norms ``x_scale``,
+    ``y_scale``.
     """
 
     def factors(self) -> tuple[Tensor, Tensor]:

@@ -236,6 +236,8 @@ def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
 def _export(layer: SlopeResidualLinear | SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
     """The two linear maps around the activation, the second with -F^* Lambda; of a convolution at one image size."""
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
+    first: nn.Module
+    second: nn.Module
     if isinstance(layer, SlopeResidualLinear):
         if input_shape != (layer.in_features,):
             raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")

@@ -50,9 +50,8 @@ LARGE = 128  # from this side on, a factorisation costs less than the squarings 
 def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     """Bound of the norm of a matrix, at least 1e-3.
 
-    On a CPU, large matrices use Lanczos steps and one proof: within 0.1 %, in less than half of the time; if not
-    ``proved``, the number that the proof would try first. Accelerators, traces, transforms and compiled graphs use
-    `gram_norm`, within 3 %, which consists of products only.
+    On a CPU, large matrices use Lanczos steps and one proof (or, not ``proved``, the number it would try first): within
+    0.1 %. Accelerators, traces, transforms and compiled graphs use `gram_norm`, within 3 %, which is products only.
     """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
@@ -116,10 +115,9 @@ class SocConv2d(ConstrainedConv2d):
         export divide by proved bounds.
 
     Cost:
-        Circular: T convolutions with c x c channels, or at most as many products in Fourier space, the cheapest by
-        count (:func:`lipkit.conv.exponential_conv2d`). With zeros: T convolutions. A 1 x 1 kernel: a polynomial of one
-        matrix and one product for each s x s patch, or T products for each of few patches. In addition, matrix products
-        of size c max(kh, kw) for B.
+        T convolutions with c x c channels; circular ones also by products in Fourier space, the cheapest by count
+        (:func:`lipkit.conv.exponential_conv2d`). A 1 x 1 kernel: a polynomial of one matrix and one product for each
+        s x s patch, or T products for each of few. In addition, matrix products of size c max(kh, kw) for B.
 
     Raises:
         OptionError: an even kernel size, and what the base class refuses.

@@ -50,9 +50,9 @@ class _PerChannel(nn.Module):
 
 
 class Normalize(_PerChannel):
-    r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model.
+    r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model: radii are in units of the images.
 
-    The constant is :math:`1 / \min_c \mathrm{std}_c`: radii are in units of the images.
+    The constant is :math:`1 / \min_c \mathrm{std}_c`.
 
     Args:
         mean, std: one number per channel; every std positive.
@@ -61,10 +61,9 @@ class Normalize(_PerChannel):
         OptionError: different lengths, a non-positive or non-finite std, a non-finite mean.
 
     >>> from lipkit import lipschitz
-    >>> Normalize([0.5], [0.25])(torch.ones(1, 1, 1, 1)).item()
-    2.0
-    >>> float(lipschitz(Normalize([0.5, 0.5], [0.25, 0.5])))
-    4.0
+    >>> layer = Normalize([0.5], [0.25])
+    >>> layer(torch.ones(1, 1, 1, 1)).item(), float(lipschitz(layer))
+    (2.0, 4.0)
     """
 
     mean: Tensor
@@ -72,7 +71,7 @@ class Normalize(_PerChannel):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: Any = None, dtype: Any = None) -> None:
         super().__init__(device, dtype, mean=mean, std=std)
-        if min(std) <= 0:
+        if not (self.std.is_meta or bool((self.std > 0).all())):
             raise OptionError(f"Normalize: expected positive stds, got {std}")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ class Rescale(_PerChannel):
         self, units: Sequence[float], offset: Sequence[float] | None = None, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__(device, dtype, units=units, offset=offset)
-        if 0 in units:
+        if not (self.units.is_meta or bool(self.units.all())):
             raise OptionError(f"Rescale: expected units other than 0, got {units}")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,14 +112,10 @@ class Rescale(_PerChannel):
 
 
 class Scale(nn.Module):
-    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma.
+    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma, positive and finite (else
+    ``OptionError``).
 
-    Args:
-        gamma: the constant, positive and finite.
-        learnable: whether gamma is trained (as its logarithm, so it stays positive).
-
-    Raises:
-        OptionError: gamma is not positive and finite.
+    If ``learnable``, gamma is trained as its logarithm, so it stays positive.
 
     >>> from lipkit import lipschitz
     >>> layer = Scale(3.0)
@@ -188,6 +183,7 @@ class Residual(Graph):
         body: f.
         weight: initial s, strictly between 0 and 1.
         shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
+        place: device and dtype of s.
 
     Raises:
         OptionError: weight outside (0, 1). ShapeError: body and shortcut end in different shapes.
@@ -201,16 +197,9 @@ class Residual(Graph):
         [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
     """
 
-    def __init__(
-        self,
-        body: nn.Module,
-        weight: float = 0.5,
-        shortcut: nn.Module | None = None,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
+    def __init__(self, body: nn.Module, weight: float = 0.5, shortcut: nn.Module | None = None, **place: Any) -> None:
         branches = [body] if shortcut is None else [body, shortcut]
-        join = ConvexSum(weight, device, dtype)
+        join = ConvexSum(weight, **place)
         # Value 0 is the input, value i the output of node i.
         super().__init__([*branches, join], [*([0] for _ in branches), [1, 2 if shortcut else 0]])
 

@@ -173,9 +173,8 @@ class OssnConv2d(ConstrainedConv2d):
 
     Cost:
         Per forward pass eight convolutions of a quarter of one image (of a whole one for large kernels and odd sides),
-        eight products by vectors at 16 frequencies (more for small layers) and ``2 iterations`` at three of them; next
-        to nothing backward. Few channels (up to 32 on 16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies
-        instead, and the estimate is the norm.
+        and products by vectors at 16 frequencies (more for small layers); next to nothing backward. Few channels (up to
+        32 on 16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
 
     Raises:
         ShapeError: ``lipschitz`` without an input shape, and what the base class refuses.

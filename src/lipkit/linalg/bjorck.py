@@ -19,8 +19,7 @@ def into_unit_ball(w: Tensor) -> tuple[Tensor, Tensor]:
 
     .. math:: \|W\|_2^4 = \|G^2\|_2 \le \min\big(\|G^2\|_F,\; \max_i \sum_j |G^2|_{ij}\big), \qquad G = W^*W
 
-    The first is the Schatten 8-norm, at most :math:`n^{1/8}` above the truth (2.2 for n = 512), the second is exact for
-    orthogonal columns. A zero matrix stays zero, with a finite gradient.
+    The first is at most :math:`n^{1/8}` above the truth, the second exact for orthogonal columns. Zero stays zero.
     """
     w = near_one(w)
     gram = w.mH @ w

@@ -35,11 +35,8 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         bias: ``(m,)``.
 
     Returns:
-        ``(..., m)``, of the dtype of x.
-
-    Cost:
-        For a wide or tall matrix one product of max(m, n) min(m, n)^2 forward and at most one backward; forming the
-        transform takes two and three. A batch of at most min(m, n) / 2 vectors takes LU factors and no inverse.
+        ``(..., m)``, of the dtype of x. It takes one product of max(m, n) min(m, n)^2 forward and at most one backward,
+        where forming the transform takes two and three; for at most min(m, n) / 2 vectors LU factors and no inverse.
 
     Raises:
         ShapeError: ``weight`` is not a matrix, or x does not have its columns.

@@ -21,8 +21,7 @@ NEAR = 0.5
 def tangent(w: Tensor, g: Tensor) -> Tensor:
     r"""The part of G along the manifold at W: :math:`G - \mathrm{sym}(G W^T) W`, or the same on the tall side.
 
-    It is the gradient in the Euclidean metric: orthogonal to every normal direction S W, S symmetric (Edelman, Arias &
-    Smith, SIAM J. Matrix Anal. Appl. 20, 1998, section 2.2).
+    The gradient in the Euclidean metric (Edelman, Arias & Smith, SIAM J. Matrix Anal. Appl. 20, 1998, section 2.2).
     """
     if w.shape[-2] > w.shape[-1]:
         return tangent(w.mT, g.mT).mT
@@ -33,8 +32,8 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 def sign_factor(gram: Tensor, steps: int) -> Tensor:
     r"""P, a polynomial in :math:`K = T T^T / \|T\|_F^2`, with :math:`P T \approx \mathrm{msign}(T)`.
 
-    Each step multiplies P by :math:`a I + b K + c K^2` of the current K. Singular values of T above a hundredth of its
-    Frobenius norm end between 0.68 and 1.21 after four steps; smaller ones grow by at most 3.4445 a step.
+    Singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21 after four steps; smaller
+    ones grow by at most 3.4445 a step.
     """
     eye = eye_like(gram)
     scale = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(torch.finfo(gram.dtype).tiny)

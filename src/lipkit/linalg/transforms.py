@@ -43,9 +43,6 @@ def transformed(gradient: Tensor | None = None) -> bool:
     """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode differentiation, or for a batch of gradients.
 
     Transforms follow torch's operations, but not writes into given memory: pure functions take another path there.
-
-    >>> transformed(), torch.func.vmap(lambda x: x if transformed() else 2 * x)(torch.ones(2))
-    (False, tensor([1., 1.]))
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
     # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, which only its tensors show.
@@ -90,13 +87,6 @@ def outside(a: Tensor) -> Iterator[Tensor]:
 
     For proofs, which read values and hand them to other libraries. Surrounding transforms see constants; a batch of
     ``torch.func.vmap`` is refused.
-
-    >>> def twice(x):
-    ...     with outside(x) as numbers:
-    ...         size = float(numbers.numpy().sum())
-    ...     return x.sum() * size
-    >>> torch.func.grad(twice)(torch.ones(2))
-    tensor([2., 2.])
     """
     if not transformed():
         yield a.detach()
