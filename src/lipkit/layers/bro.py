@@ -72,9 +72,6 @@ class BroLinear(Reflector, base.ConstrainedLinear):
     Guarantee:
         1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
 
-    Raises:
-        OptionError: ``rank`` outside 1 to n - 1, ``depth`` below 1, and what the base class refuses.
-
     >>> x = torch.ones(1, 3)
     >>> bool(torch.isclose(BroLinear(3, 5, bias=False)(x).norm(), x.norm()))
     True

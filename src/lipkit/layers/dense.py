@@ -85,9 +85,6 @@ class OrthogonalLinear(ConstrainedLinear):
         1-Lipschitz with a function of the table. Another function is not trusted: ``lipschitz`` computes the spectral
         norm of the matrix it makes.
 
-    Raises:
-        OptionError: an unknown name, and what the base class refuses.
-
     >>> layer = OrthogonalLinear(5, 3, orthogonalize="polar")
     >>> (layer.weight() @ layer.weight().mT).allclose(torch.eye(3), atol=1e-5)
     True

@@ -396,8 +396,7 @@ def aoc_conv2d(
 ) -> NativeConv2d:
     """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
 
-    ``kernel_size`` is that of the strided convolution. A kernel smaller than the stride grows to it, so that no pixel
-    is lost: 1 gives a matrix on patches, as in other families.
+    A kernel smaller than the stride grows to it, so that no pixel is lost: 1 gives a matrix on patches.
     """
     (kh, kw), step = base.simple_geometry(kernel_size, stride, dilation, groups)
     if padding_mode != "circular":

@@ -292,9 +292,6 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by two solves
         (``lipkit.conv.cayley_conv``); for a 1 x 1 kernel one inverse, and two products for each s x s patch.
 
-    Raises:
-        OptionError: an activation that does not qualify, and what the base class refuses.
-
     >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
 

@@ -206,9 +206,6 @@ class CplConv2d(Cpl, SlopeResidualConv2d):
         1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies; in a
         training step as in :class:`LiResConv2d`.
 
-    Raises:
-        OptionError: as :class:`SllConv2d`.
-
     >>> CplConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
 

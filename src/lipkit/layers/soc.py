@@ -119,9 +119,6 @@ class SocConv2d(ConstrainedConv2d):
         (:func:`lipkit.conv.exponential_conv2d`). A 1 x 1 kernel: a polynomial of one matrix and one product for each
         s x s patch, or T products for each of few. In addition, matrix products of size c max(kh, kw) for B.
 
-    Raises:
-        OptionError: an even kernel size, and what the base class refuses.
-
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(SocConv2d(3, 8, 3, bias=False).eval()(x).norm(), x.norm()))
     True
