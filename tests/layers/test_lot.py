@@ -120,6 +120,18 @@ def test_zero_parameters(name: str) -> None:
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
 
 
+def test_an_ensemble_of_wide_layers_under_vmap() -> None:
+    torch.manual_seed(0)
+    layer, x = LotConv2d(3, 2, 3), torch.randn(2, 3, 4, 5)
+    free = torch.stack((layer.free, 2 * layer.free - 1)).detach()
+
+    def outputs(free: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"free": free}, (x,))
+
+    each = torch.stack([outputs(one) for one in free])
+    assert (torch.func.vmap(outputs)(free) - each).abs().max() < 1e-5
+
+
 def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"orthogonalize: expected one of .*got 'qr'"):
         LotConv2d(3, 3, 3, orthogonalize="qr")

@@ -16,6 +16,7 @@ from lipkit.certificates import lipsdp
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren, Residual, Scale
 from lipkit.layers.recurrent import RecurrentLayer, unfolded
+from lipkit.linalg.scan import simulate
 from lipkit.modules import HalfAbs, MaxMin, Recurrent, contraction
 
 Make = Callable[..., RecurrentLayer]
@@ -117,6 +118,18 @@ def test_what_phi_unfolds_to() -> None:
     assert isinstance(halves.activation, HalfAbs)
     assert [tuple(w.shape) for w in halves.weights] == [(8, 6), (8, 8), (4, 8)]
     assert export(LAYERS["r2dn, lbdn"](), (3, 2))[0].block == 4
+
+
+def test_second_derivatives_are_those_of_the_plain_loop() -> None:
+    # Two blocks of two units that read each other, three states and two inputs.
+    torch.manual_seed(0)
+    matrix = (0.4 * torch.randn(8, 9, dtype=torch.float64)).requires_grad_()
+    bias, u = torch.randn(8, dtype=torch.float64, requires_grad=True), torch.randn(2, 4, 2, dtype=torch.float64)
+
+    def outputs(matrix: Tensor, bias: Tensor, u: Tensor) -> Tensor:
+        return simulate(matrix, bias, 3, (4, 4), 2, nn.Tanh(), u, alone=True)[0]
+
+    assert torch.autograd.gradgradcheck(outputs, (matrix, bias, u.requires_grad_()))
 
 
 def test_a_linear_system_reaches_its_gain() -> None:

@@ -49,8 +49,8 @@ def test_it_is_saved_with_the_model() -> None:
 @pytest.mark.parametrize(
     ("units", "offset", "message"),
     [
-        ([], None, "as many units as offsets, at least one"),
-        ([1.0], [1.0, 2.0], "as many units as offsets"),
+        ([], None, "units and offset of equally many finite numbers, at least one"),
+        ([1.0], [1.0, 2.0], r"equally many .* got \[1.0\] and \[1.0, 2.0\]"),
         ([0.0], None, "units other than 0"),
         ([math.nan], None, "finite numbers"),
         ([1.0], [math.inf], "finite numbers"),

@@ -76,6 +76,15 @@ def test_a_gradient_penalty_on_the_input_is_no_second_derivative():
     assert float(w.grad.abs().max()) > 0
 
 
+def test_autocast_around_the_backward_pass_rounds_nothing():
+    w = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    q = polar(w)
+    (exact,) = torch.autograd.grad(q, w, torch.ones_like(q), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (given,) = torch.autograd.grad(q, w, torch.ones_like(q))
+    assert torch.equal(given, exact)
+
+
 def test_half_precision_is_widened():
     assert polar(torch.eye(3, dtype=torch.float16)).dtype == torch.float32
 

@@ -65,6 +65,7 @@ def as_pair(z: Tensor) -> Tensor:
     >>> as_pair(z), torch.equal(as_complex(as_pair(z)), z)
     (tensor([[1., 2.]]), True)
     """
+    z = z.resolve_conj()  # vmap has no rule for the lazy minus of a conjugate
     return torch.stack((z.real, z.imag), 1)
 
 

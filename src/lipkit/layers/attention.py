@@ -29,18 +29,18 @@ class Attention(Biased, ABC):
     least: int  # fewest dimensions of an input
     birth: float  # singular values of A in a new layer
 
-    def __init__(self, features: int, rows: int, bias: bool, device: Any, dtype: Any) -> None:
+    def __init__(self, features: int, slots: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        check_positive(features=features, rows=rows)
+        check_positive(features=features, slots=slots)
         check_dtype(dtype)
         self.features = features
-        free = torch.empty(rows, features, device=device, dtype=dtype)
+        free = torch.empty(slots, features, device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.orthogonal_(free, gain=self.birth))
-        self.register_parameter("bias", new_bias(rows, features, bias, device, dtype))
+        self.register_parameter("bias", new_bias(slots, features, bias, device, dtype))
 
     @abstractmethod
     def force(self, z: Tensor) -> Tensor:
-        """F(z) for ``z = A x + c``, ``(..., n, rows)``."""
+        """F(z) for ``z = A x + c``, ``(..., n, slots)``."""
 
     def matrix_and_step(self) -> tuple[Tensor, Tensor]:
         """A and s (0-d), in float32 or better, s rounded down."""
@@ -84,9 +84,6 @@ class MemoryAttention(Attention):
         1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
         direction of x passes unchanged.
 
-    Raises:
-        OptionError: sizes below 1, another dtype. ShapeError: another input.
-
     >>> MemoryAttention(4, 8)(torch.randn(2, 5, 4)).shape
     torch.Size([2, 5, 4])
 
@@ -96,9 +93,6 @@ class MemoryAttention(Attention):
 
     # At birth, logits of tokens of size 1 differ by a few units.
     slope, least, birth = 0.5, 2, 2.0
-
-    def __init__(self, features: int, slots: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
-        super().__init__(features, slots, bias, device, dtype)
 
     def force(self, z: Tensor) -> Tensor:
         return z.softmax(-1)

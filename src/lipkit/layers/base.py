@@ -1,9 +1,8 @@
 """The base classes of constrained layers, and the record of a family in the table of families.
 
-A dense layer inherits from :class:`ConstrainedLinear` and returns its matrix. A convolution inherits from
-:class:`KernelConv2d` if its constrained object is a kernel, from :class:`SymbolConv2d` if it is a matrix at each
-frequency, and otherwise from :class:`ConstrainedConv2d`. Their exports are in :mod:`lipkit.layers.export`;
-docs/adding_a_family.md writes a family from beginning to end.
+A :class:`ConstrainedLinear` returns a matrix, a convolution a kernel (:class:`KernelConv2d`) or a matrix at each
+frequency (:class:`SymbolConv2d`), or is a :class:`ConstrainedConv2d` of its own. Exports: :mod:`lipkit.layers.export`.
+A whole family, written from beginning to end: docs/adding_a_family.md.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,10 +92,9 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Decorate ``forward`` so that it accepts inputs in bfloat16 and float16, and empty batches.
+    """Decorate ``forward`` so that it accepts empty batches, and inputs in bfloat16 and float16.
 
-    Weight and products are made in float32 (under autocast, products in its dtype); the output has the dtype of the
-    input. An empty batch gives an empty one.
+    Weight and products are then made in float32; the output has the dtype of the input.
     """
 
     @functools.wraps(forward)
@@ -112,30 +110,24 @@ def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[
 
 def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int) -> tuple[tuple[int, int], int]:
     """(kh, kw) and the stride of a convolution without dilation and groups; ``OptionError`` for any other."""
-    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-    if len(kernel) != 2:
+    kernel, steps = ((v, v) if isinstance(v, int) else v for v in (kernel_size, stride))
+    if not isinstance(kernel, tuple | list) or len(kernel) != 2:
         raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
-    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
-    if len(set(steps)) != 1:
+    if not isinstance(steps, tuple | list) or len(set(steps)) != 1:
         raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
     check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
     for name, value in (("dilation", dilation), ("groups", groups)):
         if value not in (1, (1, 1)):
             raise OptionError(f"{name}: expected 1, got {value!r}: use lipkit.layers.NativeConv2d")
-    return kernel, steps[0]
+    return (kernel[0], kernel[1]), steps[0]
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
     """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
 
-    =============================================== ==================================================================
-    qualify                                         do not
-    =============================================== ==================================================================
-    relu, relu6, hardtanh, tanh, sigmoid,           GELU, SiLU, Mish, Hardswish, SELU (slopes above 1 or below 0), abs
-    hardsigmoid, softplus, softsign, logsigmoid,    and PReLU (slopes below 0, or learnable), MaxMin, GroupSort and
-    softshrink, tanhshrink, celu, elu (alpha <= 1), Softmax (not elementwise), Hardshrink and Threshold (jumps)
-    leakyrelu (slope <= 1)
-    =============================================== ==================================================================
+    These do: relu, relu6, hardtanh, tanh, sigmoid, hardsigmoid, softplus, softsign, logsigmoid, softshrink, tanhshrink,
+    celu, elu (alpha <= 1), leakyrelu (slope <= 1). These do not: GELU, SiLU, Mish, Hardswish, SELU, abs (slopes above 1
+    or below 0), PReLU (learnable), MaxMin, GroupSort, Softmax (not elementwise), Hardshrink and Threshold (jumps).
 
     Raises:
         OptionError: an activation that does not qualify; the message lists those that do.
@@ -176,12 +168,7 @@ def training_norm(kernel: Tensor) -> Tensor:
 
 
 def proved_norm(kernel: Tensor) -> Tensor:
-    """Proved bound of the norm of a kernel for every image size: that of :func:`training_norm` if this can be proved.
-
-    >>> k = torch.randn(WIDE, WIDE, 3, 3)
-    >>> bool(proved_norm(k) == training_norm(k))
-    True
-    """
+    """Proved bound of a kernel's norm, for every image size: that of :func:`training_norm` if it can be proved."""
     return symbol_sup(kernel, tolerance=NORM_TOLERANCE, finer=False)
 
 
@@ -228,6 +215,12 @@ class DenseLayer(Constrained):
         self.make_parameters(device, dtype, **own)
         self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
+    def check_input(self, shape: Sequence[int]) -> None:
+        """Raise ``ShapeError`` unless the layer accepts inputs of this shape."""
+        if tuple(shape[-1:]) != (self.in_features,):
+            kind, got = type(self).__name__, tuple(shape)
+            raise ShapeError(f"{kind}: expected input of shape (..., {self.in_features}), got {got}")
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {super().extra_repr()}"
 
@@ -252,6 +245,7 @@ class ConstrainedLinear(DenseLayer):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x.shape)
         with autocast_off(x):
             q = self.weight()
         return F.linear(x, q, self.bias_as(q))  # under autocast, the product alone is in its dtype
@@ -279,6 +273,7 @@ class ConstrainedConv2d(Constrained):
     """
 
     padding_modes: tuple[str, ...] = ("circular",)
+    needs_odd: str = ""  # why the sizes of the kernel have to be odd, if they do
 
     def __init__(
         self,
@@ -310,13 +305,14 @@ class ConstrainedConv2d(Constrained):
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
         odd = all(k % 2 for k in kernel)  # an even kernel needs a pixel more on one side
+        if self.needs_odd and not odd:
+            raise OptionError(f"kernel_size: expected odd sizes ({self.needs_odd}), got {kernel}")
         modes = self.padding_modes if odd else ("circular",)
         if padding_mode not in modes:
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
         self.padding_mode = padding_mode
-        sizes = (padding, padding) if isinstance(padding, int) else padding
         same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
-        if padding != "same" and (same is None or tuple(sizes) != same):
+        if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
             keeps = "'same'" if same is None else f"'same' or {same}"
             raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
 

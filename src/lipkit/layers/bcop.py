@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,15 +41,10 @@ class BcopConv2d(KernelConv2d):
         combinations of points of the unit disc. On convergence all singular values are 1. For another function
         ``lipschitz`` computes :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)` from its results.
 
-    Cost:
-        kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
-
     >>> import torch
-    >>> layer = BcopConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
-    >>> y = layer(x) - layer.bias[:, None, None]
-    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
-    (torch.Size([1, 8, 7, 5]), True)
+    >>> bool(torch.isclose(BcopConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))
+    True
 
     References:
         Li, Haque, Anil, Lucas, Grosse & Jacobsen, NeurIPS 2019, algorithm 1; CayleyBCOP: [Cayley] section 5.
@@ -77,11 +73,7 @@ class BcopConv2d(KernelConv2d):
 
 
 def cayley_bcop(*conv: Any, **named: Any) -> BcopConv2d:
-    """CayleyBCOP: :class:`BcopConv2d` with ``orthogonalize='cayley'``.
-
-    >>> cayley_bcop(3, 8, 3).orthogonalize.__name__
-    'cayley'
-    """
+    """CayleyBCOP: :class:`BcopConv2d` with ``orthogonalize='cayley'``."""
     return BcopConv2d(*conv, orthogonalize="cayley", **named)
 
 
@@ -110,12 +102,13 @@ BCOP = Family(
     linear=BjorckLinear,
     options={"orthogonalize": ("bjorck", "cayley")},
 )
-CAYLEY_BCOP = Family(
+CAYLEY_BCOP = replace(
+    BCOP,
     name="cayley_bcop",
     title="Block convolution of projectors, by the Cayley transform",
     paper="Trockman & Kolter, ICLR 2021",
     equation="section 5; Li et al. 2019, algorithm 1",
-    definition=definitions.bcop,
     conv=cayley_bcop,
     linear=CayleyLinear,
+    options={},
 )

@@ -120,14 +120,12 @@ def bro(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def eco(layer: Any, h: int, w: int) -> Tensor:
-    """Yu et al., ICLR 2022, algorithm 1: orthogonal matrices at the kh x kw frequencies of a dilated kernel.
-
-    Dilated by (h / kh, w / kw), a kernel has the same matrix at f and f + (kh, kw).
-    """
+    """Yu et al., ICLR 2022, algorithm 1: orthogonal matrices at the kh x kw frequencies of a dilated kernel."""
     kh, kw = layer.kernel_size
     a = layer.free - layer.free.mT
     a = a / skew_bound(a, layer.squarings).clamp_min(SMALLEST_NORM)[..., None, None]
     p0 = exponential(a, layer.terms)[frequency_map((kh, kw))]  # conjugate frequencies share a matrix
+    # Dilated by (h / kh, w / kw), a kernel has the same matrix at f and f + (kh, kw).
     f1, f2 = torch.meshgrid(torch.arange(h) % kh, torch.arange(w) % kw, indexing="ij")
     return p0[f1, f2][..., : layer.out_channels, : layer.inner_channels].to(torch.complex128)
 
@@ -149,9 +147,9 @@ def exponential(a: Tensor, terms: int) -> Tensor:
 
 
 def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tuple[int, int], centre: Any) -> Tensor:
-    """The product of factors P_i + (I - P_i) z and of H at each frequency, with P_i = V_i V_i^T.
+    """The product of factors P_i + (I - P_i) z and of H at each frequency, with P_i = V_i V_i^T and alternating axes.
 
-    The axes alternate. Along each axis, the first, third, ... factor exchanges P_i and I - P_i.
+    Along each axis, the first, third, ... factor exchanges P_i and I - P_i.
     """
     if h.shape[0] < h.shape[1]:
         return projector_product(h.mT, v, image, kernel, centre).mT  # the factors act on the larger side

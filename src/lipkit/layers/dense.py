@@ -31,11 +31,7 @@ def orthogonal_stack(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Para
 
 
 def delta_orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
-    """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap.
-
-    >>> delta_orthogonal_free((1, 1, 1, 3), None, None).detach().abs().flatten().tolist()
-    [0.0, 1.0, 0.0]
-    """
+    """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap."""
     cout, cin, kh, kw = shape
     kernel = torch.zeros(shape, device=device, dtype=dtype)
     # Centre (k - 1) // 2, as everywhere in lipkit.conv.
@@ -48,8 +44,7 @@ class BjorckLinear(ConstrainedLinear):
 
     Args:
         in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
-        iterations: number of Björck steps.
-        order: of the iteration, 1 (cubic) or more.
+        iterations, order: of :func:`lipkit.linalg.bjorck`, at least 1.
 
     Parameters ``free`` (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
@@ -57,15 +52,8 @@ class BjorckLinear(ConstrainedLinear):
         1-Lipschitz for every ``iterations`` and ``order``; all singular values 1 on convergence, which
         ``linalg.orthogonality_residual(layer.weight())`` measures.
 
-    Cost:
-        ``(1 + order) * iterations`` products of matrices per forward pass, independent of the batch.
-
-    Raises:
-        OptionError: sizes, ``iterations`` or ``order`` below 1, another dtype.
-
     >>> from lipkit.linalg import orthogonality_residual
-    >>> layer = BjorckLinear(3, 5)
-    >>> bool(orthogonality_residual(layer.weight()) < 1e-5)
+    >>> bool(orthogonality_residual(BjorckLinear(3, 5).weight()) < 1e-5)
     True
 
     References:
@@ -88,17 +76,14 @@ class OrthogonalLinear(ConstrainedLinear):
 
     Args:
         in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
-        orthogonalize: 'exponential', 'cayley', 'bjorck', 'newton_schulz', 'polar', 'householder', or a function
-            ``(m, n) -> (m, n)``, for instance ``functools.partial(bjorck, iterations=50)``.
+        orthogonalize: a name of ``linalg.ORTHOGONALIZE``, or a function ``(m, n) -> (m, n)``, for instance
+            ``functools.partial(bjorck, iterations=50)``.
 
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
         1-Lipschitz with a function of the table. Another function is not trusted: ``lipschitz`` computes the spectral
         norm of the matrix it makes.
-
-    Raises:
-        OptionError: an unknown name, and what the base class refuses.
 
     >>> layer = OrthogonalLinear(5, 3, orthogonalize="polar")
     >>> (layer.weight() @ layer.weight().mT).allclose(torch.eye(3), atol=1e-5)
@@ -116,11 +101,7 @@ class OrthogonalLinear(ConstrainedLinear):
 
 
 def unit_rows(v: Tensor) -> Tensor:
-    r"""Each row divided by its norm; a zero row stays zero (with a finite gradient).
-
-    >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-    [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
-    """
+    """Each row divided by its norm; a zero row stays zero (with a finite gradient)."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)  # no division by 0
 
 
@@ -136,8 +117,7 @@ class NormalizedLinear(ConstrainedLinear):
         Unit rows up to rounding; **not** 1-Lipschitz as a whole: ``lipschitz`` is the proved spectral norm of the
         weight as it is now, at most the root of the number of rows.
 
-    >>> layer = NormalizedLinear(8, 3)
-    >>> layer.weight().norm(dim=1).round(decimals=5).tolist()
+    >>> NormalizedLinear(8, 3).weight().norm(dim=1).round(decimals=5).tolist()
     [1.0, 1.0, 1.0]
 
     References:

@@ -1,7 +1,6 @@
 """Exports of constrained layers: made in float64, rounded once, as the plainest modules that compute them.
 
-A layer whose norm is at most 1 by construction needs one line, :func:`register_one_lipschitz`. Others use the functions
-of this file in rules that they register with ``lipkit.modules.lipschitz_rule`` and ``export_rule``.
+For a layer whose norm is at most 1 by construction, :func:`register_one_lipschitz` registers both rules.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError
 from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
@@ -39,8 +38,7 @@ def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
 def in_float64(layer: Layer) -> Layer:
     """A float64 copy of a layer, on the CPU where its device has no float64.
 
-    Exports make the constrained object from it and round once. So even a transform that is badly conditioned in float32
-    (a Cayley transform of huge weights) ends within rounding of its claim.
+    A transform that is badly conditioned in float32 (Cayley of huge weights) then ends within rounding of its claim.
     """
     twin = copy.deepcopy(layer)  # .double() acts in place
     return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
@@ -103,8 +101,7 @@ def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
 
 def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
     """``nn.Linear`` with the layer's present constrained matrix."""
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    layer.check_input(input_shape)
     return linear_module(exactly(layer, lambda made: [made.weight()])[0], layer.bias)
 
 
@@ -165,11 +162,9 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
 
 
 def register_one_lipschitz(*types: type[nn.Module]) -> None:
-    """Register both rules for layer classes that are 1-Lipschitz by construction.
+    """Register both rules for exactly these layer classes, 1-Lipschitz by construction.
 
-    The constant is 1. The export follows from the base class: the matrix as ``nn.Linear``, the symbol as a
-    :class:`FourierConv2d`, the kernel as a circular ``nn.Conv2d``. Rules hold for exactly these classes, not for
-    those that inherit from them.
+    The export follows from the base class: ``nn.Linear``, :class:`FourierConv2d` or a circular ``nn.Conv2d``.
     """
     exports: list[tuple[type[nn.Module], Callable[..., nn.Module]]] = [
         (ConstrainedLinear, export_linear),

@@ -28,10 +28,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def get(name: str) -> Family:
-    """The family of this acronym.
-
-    Raises:
-        OptionError: unknown acronym; the message lists the known ones.
+    """The family of this acronym; ``OptionError`` lists the known ones.
 
     >>> get("cayley").conv.__name__
     'CayleyConv2d'

@@ -96,23 +96,17 @@ class Rko(Construction):
     def make_parameters(self, device: Any, dtype: Any) -> None:
         groups, cout, cin, kh, kw = self.shape
         self.free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
-        self.factor = rko_factor(self.kernel_size, period(self.stride, self.dilation))
-
-    def forward(self) -> Tensor:
-        return (self.made(self.free) / self.factor).reshape(self.shape)
-
-
-class Aol(Construction):
-    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.patches.aol_scales`."""
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
-        groups, cout, cin, kh, kw = self.shape
-        free = orthogonal_stack((groups, cout, cin * kh * kw), device, dtype)
-        self.free = nn.Parameter(free.detach().reshape(self.shape))
         self.classes = period(self.stride, self.dilation)
 
     def forward(self) -> Tensor:
-        free = at_least_float32(self.free)
+        return (self.made(self.free) / rko_factor(self.kernel_size, self.classes)).reshape(self.shape)
+
+
+class Aol(Rko):
+    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.patches.aol_scales`."""
+
+    def forward(self) -> Tensor:
+        free = at_least_float32(self.free).reshape(self.shape)
         scales = where_positive(torch.rsqrt, aol_scales(free, self.classes))
         return free * scales[:, None]  # one for each input and tap, the same for all outputs
 
@@ -180,7 +174,7 @@ class _Native(base.Biased):
             raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
         for name in (*GEOMETRY, "output_padding"):
             setattr(self, name, getattr(like, name))
-        self.constraint = constraint
+        self.constraint, self.axes = constraint, len(self.kernel_size)
         # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
@@ -198,11 +192,6 @@ class _Native(base.Biased):
     @staticmethod
     def _pair(sizes: tuple[int, ...]) -> Size:
         return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
-
-    @property
-    def axes(self) -> int:
-        """Number of spatial axes."""
-        return len(self.kernel_size)
 
     def borders(self) -> list[tuple[int, int]]:
         """Pixels padded before and after, for each axis."""
@@ -260,13 +249,8 @@ class _Native(base.Biased):
         return function(x, weight, bias, self.stride, pads, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
-        shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
-        unusual = {"padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros", "output_padding": 0}
-        for name, usual in unusual.items():
-            value = getattr(self, name)
-            shown += "" if value in (usual, (usual,) * self.axes) else f", {name}={value}"
         how = function_name(self.construction.orthogonalize)
-        return f"{shown}, bias={self.bias is not None}, constraint={self.constraint}, orthogonalize={how}"
+        return f"{self.plain.extra_repr(self)}, constraint={self.constraint}, orthogonalize={how}"
 
 
 class NativeConv2d(_Native):
@@ -288,19 +272,12 @@ class NativeConv2d(_Native):
         Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies of
         one pixel, 2 for one reflected pixel on each side of an image.
 
-    Cost:
-        The matrices of the construction (those of ``BcopConv2d``, ``RkoConv2d``, ``AolConv2d``) and one convolution.
-
     Raises:
         OptionError: what torch refuses; an 'aoc' layer whose kernel is smaller than its stride or whose dilation has a
             divisor in common with it; circular padding beyond one period. ShapeError: an input that does not fit.
 
-    >>> layer = NativeConv2d(8, 16, 3, stride=2, padding=1, groups=2)
-    >>> layer(torch.ones(1, 8, 6, 6)).shape
+    >>> NativeConv2d(8, 16, 3, stride=2, padding=1, groups=2)(torch.ones(1, 8, 6, 6)).shape
     torch.Size([1, 16, 3, 3])
-    >>> from lipkit import export
-    >>> export(layer, (8, 6, 6))[0]
-    Conv2d(8, 16, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), groups=2)
 
     References:
         Boissin et al., ICML 2025 (AOC); Li et al., NeurIPS 2019 (BCOP, RKO); Prach & Lampert, ECCV 2022 (AOL); the
@@ -360,11 +337,9 @@ class NativeConvTranspose2d(_Transposed):
         1-Lipschitz, as the adjoint of a contraction. Orthogonal ('aoc') without padding where
         :math:`c_{in} \le s^2 c_{out}`: all of its input's norm is kept.
 
-    >>> layer = NativeConvTranspose2d(8, 2, 2, stride=2, bias=False)
     >>> x = torch.randn(1, 8, 3, 3)
-    >>> y = layer(x)
-    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
-    (torch.Size([1, 2, 6, 6]), True)
+    >>> bool(torch.isclose(NativeConvTranspose2d(8, 2, 2, stride=2, bias=False)(x).norm(), x.norm()))
+    True
 
     References:
         Boissin et al., ICML 2025 (AOC).
@@ -421,15 +396,7 @@ def aoc_conv2d(
 ) -> NativeConv2d:
     """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
 
-    ``kernel_size`` is that of the strided convolution. A kernel smaller than the stride grows to it, so that no pixel
-    is lost: 1 gives a matrix on patches, as in other families.
-
-    >>> layer = aoc_conv2d(3, 8, 3, stride=2)
-    >>> layer(torch.ones(1, 3, 8, 6)).shape
-    torch.Size([1, 8, 4, 3])
-
-    References:
-        Boissin et al., ICML 2025.
+    A kernel smaller than the stride grows to it, so that no pixel is lost: 1 gives a matrix on patches.
     """
     (kh, kw), step = base.simple_geometry(kernel_size, stride, dilation, groups)
     if padding_mode != "circular":
@@ -439,8 +406,8 @@ def aoc_conv2d(
     if padding not in ("same", same) and (padding, padding) != same:
         raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
     pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
-    named = {"bias": bias, "padding_mode": "circular", "device": device, "dtype": dtype, **options}
-    return NativeConv2d(in_channels, out_channels, kernel, step, pads, constraint="aoc", **named)
+    geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
+    return NativeConv2d(*geometry, device, dtype, "aoc", **options)
 
 
 AOC = Family(

@@ -18,10 +18,9 @@ from lipkit.modules.network import first_floating
 
 
 class AfterStep(ABC):
-    """A layer whose weights need work after an optimiser step, such as a projection.
+    """A layer whose weights need work after an optimiser step, such as a projection: a base beside ``nn.Module``.
 
-    Most layers need none: they make their constrained weights at each forward pass. One that does inherits from this
-    class beside ``nn.Module``; `after_step` then finds it in any model.
+    Most layers need none: they make their constrained weights at each forward pass.
 
     Attributes:
         interval: steps between two calls, above 1 if the work costs much more than a step.
@@ -31,19 +30,11 @@ class AfterStep(ABC):
 
     @abstractmethod
     def after_step(self, input_shape: Shape) -> None:
-        """Change the parameters in place.
-
-        Args:
-            input_shape: of one input of this layer, without the batch.
-        """
+        """Change the parameters in place. ``input_shape`` is that of one input of this layer, without the batch."""
 
 
 def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
-    """The layers of ``model`` that declare work after an optimiser step, by name.
-
-    >>> after_step_layers(nn.Sequential(nn.Linear(2, 2)))
-    {}
-    """
+    """The layers of ``model`` that declare work after an optimiser step, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AfterStep)}
 
 
@@ -67,11 +58,10 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     Returns:
-        Number of calls, one for each layer due and shape of its input; 0 if no layer needs work.
+        Number of calls, one for each layer due and shape of its input.
 
     Raises:
-        ShapeError: the model does not accept that input.
-        OptionError: ``step`` is not an integer of at least 1.
+        ShapeError: the model does not accept that input. OptionError: ``step`` is not an integer of at least 1.
 
     >>> from lipkit.layers import SvcmConv2d, after_step
     >>> after_step(nn.Sequential(SvcmConv2d(1, 2, 3), SvcmConv2d(2, 2, 3, stride=2)), (1, 8, 8))
@@ -90,10 +80,7 @@ def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, inpu
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
     The bound then holds wherever the loop ends, at the cost of the work of every layer at every step, whatever its
-    ``interval``.
-
-    Returns:
-        A handle; its ``remove()`` ends it.
+    ``interval``. The ``remove()`` of the handle that it returns ends it.
 
     >>> from lipkit.layers import SvcmConv2d, register_after_step
     >>> model = nn.Sequential(SvcmConv2d(1, 1, 3))
@@ -113,11 +100,7 @@ def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, inpu
 
 @torch.no_grad()
 def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> list[tuple[str, Shape]]:
-    """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``.
-
-    >>> seen_shapes(nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, 1, 3)), ["1"], (1, 8, 6))
-    [('1', (1, 4, 3))]
-    """
+    """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``."""
     twin = copy.deepcopy(model).eval()  # statistics and hooks of the model stay as they are
     seen: list[tuple[str, Shape]] = []
 

@@ -21,7 +21,7 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.scan import simulate
 from lipkit.lowering import lipschitz
-from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
+from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule, output_shape
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.parametrised import settled
 from lipkit.modules.recurrent import unitwise
@@ -49,7 +49,7 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         check_dtype(place.get("dtype"))
         check_positive(in_features=in_features, out_features=out_features, states=states)
-        if not 0 < rate <= 1:
+        if not 0 < finite("rate", rate) <= 1:
             raise OptionError(f"rate: expected a number in (0, 1], got {rate}")
         self.in_features, self.out_features, self.states = in_features, out_features, states
         self.gamma, self.rate = finite("gamma", gamma, positive=True), float(rate)
@@ -180,12 +180,6 @@ class R2dn(RecurrentLayer):
     Guarantee:
         As :class:`LinearSystem`; the state contracts in the l2 norm.
 
-    Cost:
-        Three inverses of the sizes of (x, u) and (x, y) in each pass, then as `lipkit.linalg.scan.simulate`.
-
-    Raises:
-        OptionError: sizes, gamma, rate or phi that are not as above.
-
     >>> layer = R2dn(2, 3, 4, 8, gamma=2.0, rate=0.9)
     >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))
     (torch.Size([1, 5, 3]), 2.0)
@@ -211,8 +205,7 @@ class R2dn(RecurrentLayer):
         else:
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
-            with torch.no_grad():
-                written = module(torch.zeros(1, units, **self.place)).shape[1]
+            (written,) = output_shape(module, (units,))
         self.units = units
         self.read = ContractionLinear(units, states + in_features, bias=False, **self.place)
         self.write = ContractionLinear(written, states + out_features, bias=False, **self.place)
@@ -329,10 +322,7 @@ class Ren(RecurrentLayer):
 
     Guarantee:
         As :class:`LinearSystem`. Complete: every contracting network of this form with this gain has such parameters.
-
-    Cost:
-        Units are computed one after the other: units times as many small products as an R2DN. Train that, unless you
-        need the wider class.
+        Its units are computed one after the other: train an R2DN, unless you need the wider class.
 
     >>> layer = Ren(2, 3, 4, 8, gamma=2.0, rate=0.9)
     >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))

@@ -36,15 +36,11 @@ class RkoConv2d(KernelConv2d):
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
         table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
-        ``out_channels <= s^2 in_channels kh kw`` the mean squared singular value is 1 / (kh kw); the least may be 0.
-
-    Cost:
-        One orthogonalisation of the matrix and one convolution.
+        ``out_channels <= s^2 in_channels`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
     >>> import torch
-    >>> layer = RkoConv2d(3, 8, 3, bias=False)
     >>> x = torch.randn(1, 3, 7, 5)
-    >>> bool(layer(x).norm() <= x.norm())
+    >>> bool(RkoConv2d(3, 8, 3, bias=False)(x).norm() <= x.norm())
     True
 
     References:
@@ -63,11 +59,7 @@ class RkoConv2d(KernelConv2d):
 
 
 def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
-    """:class:`RkoConv2d` with the Cayley transform as the default of ``orthogonalize``.
-
-    >>> crko_conv2d(1, 2, 3).orthogonalize.__name__
-    'cayley'
-    """
+    """CRKO: :class:`RkoConv2d` with the Cayley transform as the default of ``orthogonalize``."""
     return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given function wins
 
 
@@ -97,22 +89,15 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
     Args:
         in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`.
-        ridge: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall).
+        ridge: e as a fraction of the mean squared norm of the rows of W (of its columns if W is tall); positive.
 
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
-        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, so those well above e are nearly 1.
+        1-Lipschitz; singular values s of W become :math:`s / \sqrt{s^2 + e}`, nearly 1 well above :math:`\sqrt e`.
 
-    Cost:
-        One Gram matrix and one triangular solve per forward pass (`lipkit.linalg.cholesky`).
-
-    Raises:
-        OptionError: ``ridge`` not positive, and what the base class refuses.
-
-    >>> import torch
-    >>> CholeskyLinear(3, 5)(torch.ones(2, 3)).shape
-    torch.Size([2, 5])
+    >>> CholeskyLinear(3, 5).weight().shape
+    torch.Size([5, 3])
 
     References:
         Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024.
@@ -139,9 +124,8 @@ class CholeskyConv2d(Divided, KernelConv2d):
     Guarantee:
         1-Lipschitz on every image size.
 
-    >>> import torch
-    >>> CholeskyConv2d(3, 48, 1, stride=4)(torch.ones(2, 3, 8, 8)).shape
-    torch.Size([2, 48, 2, 2])
+    >>> CholeskyConv2d(3, 48, 1, stride=4).kernel().shape
+    torch.Size([48, 48, 1, 1])
 
     References:
         As :class:`CholeskyLinear`; Li et al., NeurIPS 2019, section 4.1 for the reshaped kernel.

@@ -38,15 +38,8 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     .. math:: Z = (I - A^\top)(I + A^\top)^{-1},\quad Y = -\tfrac12 B^\top (I + Z),\quad
               X = \tfrac12\, \mathrm{strictly\ lower}(Z - Z^\top)
 
-    A (q, q) must not have the eigenvalue -1; a symmetric positive semidefinite one is safest. B is (q, p).
-
-    >>> a, b = torch.tensor([[0.6]]), torch.tensor([[0.8, 0.0]])
-    >>> x, y = free_pair(a, b)
-    >>> cayley(torch.cat((x, y))).allclose(torch.tensor([[0.6], [0.8], [0.0]]))
-    True
-
-    References:
-        [LBDN] Appendix D.5, equation 37.
+    A (q, q) must not have the eigenvalue -1; a symmetric positive semidefinite one is safest. B is (q, p). See [LBDN]
+    Appendix D.5, equation 37.
     """
     eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
     # I + Z = 2 (I + A^T)^-1, so one inverse gives Z and Y. X - X^T is the skew part of Z = X - X^T + Y^T Y.
@@ -87,9 +80,8 @@ class CayleyPair(base.Constrained):
 
 
 class CayleyPairLinear(CayleyPair, base.ConstrainedLinear):
-    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
-
-    Parameters ``x_free`` X' (q, q), ``y_free`` Y' (p, q) and their norms ``x_scale`` g, ``y_scale`` h.
+    """Abstract: a dense layer of the two blocks; ``x_free`` (q, q), ``y_free`` (p, q), their norms ``x_scale``,
+    ``y_scale``.
     """
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -111,12 +103,9 @@ class ContractionLinear(CayleyPairLinear):
 
     Guarantee:
         1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
-
-    Cost:
         One inverse of size out_features per forward pass.
 
-    >>> layer = ContractionLinear(5, 3)
-    >>> bool(torch.linalg.matrix_norm(layer.weight(), 2) <= 1 + 1e-6)
+    >>> bool(torch.linalg.matrix_norm(ContractionLinear(5, 3).weight(), 2) <= 1 + 1e-6)
     True
 
     References:
@@ -178,8 +167,8 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     Without activation it is the linear form :math:`y = 2 A^\top B x + b`, which reaches every :math:`\|W\|_2 \le 1`.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``; the hidden width is ``out_features``.
-        device, dtype: of the parameters (float32 or float64).
+        in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`; the hidden width is
+            ``out_features``.
         activation: name or module of a scalar activation with slope in [0, 1] (:func:`slope_activation`), or None for
             the linear form.
 
@@ -189,31 +178,23 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     Guarantee:
         1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` whose bound is proved from its numbers with the
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
-
-    Cost:
-        One inverse of size out_features per forward pass; LU factors and solves for a large layer with a small batch
-        (``lipkit.conv.cayley_conv``).
+        One inverse of size out_features per forward pass, or LU factors and solves (``lipkit.conv.cayley_conv``).
 
     Raises:
         OptionError: an activation that does not qualify (MaxMin would reach norm 2 and more), and what the base class
             refuses.
 
-    >>> layer = SandwichLinear(3, 5, activation="tanh")
     >>> x = torch.randn(2, 3)
-    >>> y = layer(x)
-    >>> y.shape, bool((y[0] - y[1]).norm() <= (x[0] - x[1]).norm())
-    (torch.Size([2, 5]), True)
+    >>> y = SandwichLinear(3, 5, activation="tanh")(x)
+    >>> bool((y[0] - y[1]).norm() <= (x[0] - x[1]).norm())
+    True
 
     References:
         [LBDN] Wang & Manchester, ICML 2023, equations 6, 7, 10 and 11, theorem 3.2, proposition 3.3, Appendix E.
     """
 
     def weight(self) -> Tensor:
-        """:math:`2 A^\\top B` (out_features, in_features), in the linear form.
-
-        Raises:
-            OptionError: the layer has an activation, and no matrix computes it.
-        """
+        """:math:`2 A^\\top B`, in the linear form; ``OptionError`` with an activation, since no matrix computes it."""
         self.check_linear_form("weight()")
         at, b = self.factors()
         return 2 * (at @ b)
@@ -228,6 +209,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
+        self.check_input(x.shape)
         with autocast_off(x):
             if solves_pay(x, self.out_features):
                 return self._solved(x, self.activation)
@@ -245,8 +227,6 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
         """The layer on images of one pixel, in solve form as :class:`SandwichConv2d`: neither matrix is formed."""
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
         own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # the wide transposes of the tall X and Y
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)
@@ -256,28 +236,23 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
-        r"""The linear form with this matrix: its parameters from the singular value decomposition.
+        r"""The linear form with this matrix (m, n), of spectral norm at most 1, and bias (m,).
 
-        With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and
-        :math:`B = U \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`.
-
-        Args:
-            weight: ``(out_features, in_features)`` of spectral norm at most 1.
-            bias: ``(out_features,)``.
+        With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and :math:`B = U
+        \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`: [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
 
         Raises:
-            ShapeError: ``weight`` is not a matrix, or ``bias`` does not fit. OptionError: a norm above 1.
+            ShapeError: ``weight`` is not a matrix, or ``bias`` does not fit. OptionError: a norm above 1, another dtype
+            than float32 and float64.
 
-        >>> SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]])).weight().round(decimals=5) + 0.0
-        tensor([[ 0.0000,  1.0000],
-                [-0.5000,  0.0000]], grad_fn=<AddBackward0>)
-
-        References:
-            [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
+        >>> layer = SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]]))
+        >>> layer.weight().abs().round(decimals=5).tolist()
+        [[0.0, 1.0], [0.5, 0.0]]
         """
         if weight.ndim != 2 or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
             got = tuple(weight.shape), None if bias is None else tuple(bias.shape)
             raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
+        base.check_dtype(weight.dtype)
         q, p = weight.shape
         u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
         if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
@@ -317,9 +292,6 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by two solves
         (``lipkit.conv.cayley_conv``); for a 1 x 1 kernel one inverse, and two products for each s x s patch.
 
-    Raises:
-        OptionError: an activation that does not qualify, and what the base class refuses.
-
     >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
 
@@ -332,11 +304,7 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
         return kernel_symbol(torch.cat(self.free_pair(), 1), height, width).map(cayley)
 
     def symbol(self, height: int, width: int) -> Symbol:
-        """:math:`2 A^* B`, in the linear form.
-
-        Raises:
-            OptionError: the layer has an activation, and no symbol computes it.
-        """
+        """:math:`2 A^* B`, in the linear form; ``OptionError`` with an activation, since no symbol computes it."""
         self.check_linear_form("symbol()")
         q = self.out_channels
         return self.factors(height, width).map(lambda both: 2 * (both[..., :q].mH @ both[..., q:]))
@@ -397,8 +365,7 @@ def _block(layer: Sandwich, first: nn.Module, second: nn.Module) -> SandwichBloc
 def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
     if layer.activation is None:
         return export.export_linear(layer, input_shape)
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    layer.check_input(input_shape)
     one, two = export.exactly(layer, SandwichLinear.halves)
     return _block(layer, export.linear_module(one, layer.bias), export.linear_module(two, None))
 

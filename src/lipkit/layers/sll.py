@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lipkit.bounds import spectral_norm
 from lipkit.conv import adjoint
 from lipkit.conv.block import autocorrelation
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
 from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family
@@ -44,13 +45,15 @@ class SlopeResidualLayer(base.Constrained):
         free = torch.empty(self.hidden, self.inner, *self.shape[2:], device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.xavier_normal_(free))  # as in the papers: singular values spread below 1
 
-    @abstractmethod
-    def multiplier(self) -> Tensor:
-        """Diagonal of Lambda ``(hidden,)``, which holds for every image size, in float32 or better."""
+    def bias_sizes(self) -> tuple[int, int]:
+        return self.hidden, math.prod(self.shape[1:]) if self.shape[2:] else self.inner  # inside the layer, after F
 
-    def training_multiplier(self) -> Tensor:
-        """The diagonal in training mode; it differs only where a proof per step would dominate training."""
-        return self.multiplier()
+    @abstractmethod
+    def multiplier(self, proved: bool = True) -> Tensor:
+        """Diagonal of Lambda ``(hidden,)``, which holds for every image size, in float32 or better.
+
+        Not ``proved``, in training, it may differ where a proof per step would dominate.
+        """
 
 
 class SlopeResidualLinear(SlopeResidualLayer, base.DenseLayer):
@@ -58,14 +61,9 @@ class SlopeResidualLinear(SlopeResidualLayer, base.DenseLayer):
 
     shown = ("hidden",)
 
-    def bias_sizes(self) -> tuple[int, int]:
-        return self.hidden, self.inner
-
     @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
-            kind, got = type(self).__name__, tuple(x.shape)
-            raise ShapeError(f"{kind}: expected input of shape (..., {self.in_features}), got {got}")
+        self.check_input(x.shape)
         with autocast_off(x):
             free, multiplier = at_least_float32(self.free), self.multiplier()
             x = F.pad(x.to(free.dtype), [0, self.inner - self.in_features])
@@ -80,22 +78,13 @@ class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
 
     # Zero padding takes a part of the convolution F of the plane and, for odd kernels, the same part of F^*.
     padding_modes = ("circular", "zeros")
-    shown = ("padding_mode",)
-
-    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        if any(k % 2 == 0 for k in kernel):
-            raise OptionError(f"kernel_size: expected odd sizes, got {kernel}: the adjoint must be centred")
-        super().check_padding(kernel, padding, padding_mode)
-
-    def bias_sizes(self) -> tuple[int, int]:
-        return self.hidden, math.prod(self.shape[1:])  # inside the layer, after F
+    needs_odd, shown = "the adjoint must be centred", ("padding_mode",)
 
     @base.half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         x = self.resample(x)
         with autocast_off(x):
-            kernel = at_least_float32(self.free)
-            multiplier = self.training_multiplier() if self.training else self.multiplier()
+            kernel, multiplier = at_least_float32(self.free), self.multiplier(not self.training)
             x = x.to(kernel.dtype)
             if self.inner != self.inner_channels:
                 x = F.pad(x, [0, 0, 0, 0, 0, self.inner - self.inner_channels])  # axes from the last one: channels
@@ -104,42 +93,11 @@ class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
         return y[:, : self.out_channels]
 
 
-def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn.Module:
-    """The layer as two ``nn.Linear`` around its activation, the second with -F^T Lambda."""
-    if input_shape != (layer.in_features,):
-        raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")
-    free, multiplier = at_least_float32(layer.free), layer.multiplier()
-    first, second = linear_module(free, layer.bias), linear_module(-(multiplier[:, None] * free).mT, None)
-    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
-    return _resized(layer.in_features, layer.inner, layer.out_features, block, 0)
-
-
-def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
-    """The layer at one image size as two convolutions around its activation, after its downsampling."""
-    size = resampled_size(layer, input_shape)
-    kernel, multiplier = at_least_float32(layer.free), layer.multiplier()
-    back = layer.fitted(adjoint(-multiplier[:, None, None, None] * kernel), *size)
-    first = circular_module(layer.fitted(kernel, *size), layer.bias, layer.padding_mode)
-    second = circular_module(back, None, layer.padding_mode)
-    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
-    resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block, 2)
-    return nn.Sequential(*stride_modules(layer), resized)
-
-
-def _resized(before: int, inner: int, after: int, block: nn.Module, axes: int) -> nn.Sequential:
-    """A block with zero channels appended to its input and surplus channels dropped from its output."""
-    head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))  # negative: cut
-    return nn.Sequential(*([head] if before != inner else []), block, *([tail] if after != inner else []))
-
-
 def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 T^{-1}` (h,), :math:`T_{ii} = \sum_j |F F^*|_{ij}\, q_j / q_i`.
 
     :math:`T - F F^*` is diagonally dominant after scaling by q, hence positive semidefinite. The ``magnitudes`` (h, h)
     of :math:`F F^*` are summed over the taps of a convolution.
-
-    >>> sll_multiplier(torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.zeros(2)).tolist()
-    [0.5, 2.0]
     """
     ratio = (log_q[None, :] - log_q[:, None]).exp()  # q_j / q_i, without overflow of either
     return 2 * where_positive(torch.reciprocal, (magnitudes * ratio).sum(1))
@@ -149,9 +107,6 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 / \|F\|^2 \cdot I` from a proved upper bound of the norm.
 
     An estimate from below is not enough: a norm that is 3 % too small already gives a layer of norm 1.13.
-
-    >>> cpl_multiplier(torch.tensor(2.0, dtype=torch.float64), 2, torch.zeros(1)).tolist()
-    [0.5, 0.5]
     """
     # No infinity for a norm near 0.
     exact = (2 * where_positive(torch.reciprocal, norm.square())).clamp_max(torch.finfo(like.dtype).max)
@@ -161,7 +116,32 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     return (made - torch.where(made.detach() > exact.detach(), made.detach() - below, 0)).expand(hidden)
 
 
-class SllLinear(SlopeResidualLinear):
+class Sll(SlopeResidualLayer):
+    """Lambda of SLL, with a learnable q."""
+
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        super().make_parameters(device, dtype, **options)
+        self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
+
+    def multiplier(self, proved: bool = True) -> Tensor:
+        free = at_least_float32(self.free)
+        if free.ndim == 2:
+            return sll_multiplier((free @ free.mT).abs(), at_least_float32(self.log_q))
+        # With channels exchanged, the autocorrelation F* F is that of F F*.
+        magnitudes = autocorrelation(free.transpose(0, 1)).abs().sum((-2, -1))
+        return sll_multiplier(magnitudes, at_least_float32(self.log_q))
+
+
+class Cpl(SlopeResidualLayer):
+    """Lambda of CPL."""
+
+    def multiplier(self, proved: bool = True) -> Tensor:
+        free = at_least_float32(self.free)
+        norm = spectral_norm if free.ndim == 2 else base.proved_norm if proved else base.training_norm
+        return cpl_multiplier(norm(free), self.hidden, free)
+
+
+class SllLinear(Sll, SlopeResidualLinear):
     r"""SDP-based Lipschitz layer, dense: :math:`y = x - 2 F^\top T^{-1} \sigma(F x + b)`.
 
     Args: as ``nn.Linear``; ``hidden``: rows of F (default max(in, out)); ``activation``: slope in [0, 1].
@@ -180,25 +160,14 @@ class SllLinear(SlopeResidualLinear):
         Araujo et al., ICLR 2023, theorem 3 and equation 8.
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
-        super().make_parameters(device, dtype, **options)
-        self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
-    def multiplier(self) -> Tensor:
-        free = at_least_float32(self.free)
-        return sll_multiplier((free @ free.mT).abs(), at_least_float32(self.log_q))
-
-
-class CplLinear(SlopeResidualLinear):
+class CplLinear(Cpl, SlopeResidualLinear):
     r"""Convex potential layer, dense: :math:`y = x - \tfrac{2}{\|F\|^2} F^\top \sigma(F x + b)`.
 
     Args: as :class:`SllLinear`. Parameters ``free`` F (hidden, n) and ``bias`` (hidden,), n = max(in, out).
 
     Guarantee:
         1-Lipschitz: each forward pass proves an upper bound of the norm, so it never lags behind the weights.
-
-    Raises:
-        OptionError: as :class:`SllLinear`.
 
     >>> CplLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])
@@ -207,12 +176,8 @@ class CplLinear(SlopeResidualLinear):
         Meunier et al., ICML 2022, equation 8.
     """
 
-    def multiplier(self) -> Tensor:
-        free = at_least_float32(self.free)
-        return cpl_multiplier(spectral_norm(free), self.hidden, free)
 
-
-class SllConv2d(SlopeResidualConv2d):
+class SllConv2d(Sll, SlopeResidualConv2d):
     """SDP-based Lipschitz layer, convolution of odd kernel size.
 
     Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' padding, circular or with zeros); ``hidden``:
@@ -231,17 +196,8 @@ class SllConv2d(SlopeResidualConv2d):
         Araujo et al., ICLR 2023, theorem 3.
     """
 
-    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
-        super().make_parameters(device, dtype, **options)
-        self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
-    def multiplier(self) -> Tensor:
-        # With channels exchanged, the autocorrelation F* F is that of F F*.
-        outputs = autocorrelation(at_least_float32(self.free).transpose(0, 1))
-        return sll_multiplier(outputs.abs().sum((-2, -1)), at_least_float32(self.log_q))
-
-
-class CplConv2d(SlopeResidualConv2d):
+class CplConv2d(Cpl, SlopeResidualConv2d):
     """Convex potential layer, convolution of odd kernel size.
 
     Args: as :class:`SllConv2d`. Parameters ``free`` F and ``bias`` (hidden,).
@@ -250,26 +206,12 @@ class CplConv2d(SlopeResidualConv2d):
         1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies; in a
         training step as in :class:`LiResConv2d`.
 
-    Cost:
-        As :class:`LiResConv2d`.
-
-    Raises:
-        OptionError: as :class:`SllConv2d`.
-
     >>> CplConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
 
     References:
         Meunier et al., ICML 2022, equation 8.
     """
-
-    def multiplier(self) -> Tensor:
-        free = at_least_float32(self.free)
-        return cpl_multiplier(base.proved_norm(free), self.hidden, free)
-
-    def training_multiplier(self) -> Tensor:
-        free = at_least_float32(self.free)
-        return cpl_multiplier(base.training_norm(free), self.hidden, free)
 
 
 lipschitz_rule(SllLinear, CplLinear, SllConv2d)(1.0)
@@ -281,14 +223,35 @@ def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
     if base.always_proved(layer.free) or not layer.training:
         return 1.0
     # I - m F* D F is Hermitian, between 1 - m ||F||^2 and 1, and the proved multiplier p has p ||F||^2 <= 2.
-    proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.training_multiplier()))
+    proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.multiplier(proved=False)))
     if used <= proved:
         return 1.0
     return (2 * used / proved - 1) * (1 + 1e-15) if proved > 0 else math.inf  # |1 - used ||F||^2|
 
 
-export_rule(SllLinear, CplLinear)(export_residual_linear)
-export_rule(SllConv2d, CplConv2d)(export_residual_conv)
+@export_rule(SllLinear, CplLinear, SllConv2d, CplConv2d)
+def _export(layer: SlopeResidualLinear | SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
+    """The two linear maps around the activation, the second with -F^* Lambda; of a convolution at one image size."""
+    free, multiplier = at_least_float32(layer.free), layer.multiplier()
+    first: nn.Module
+    second: nn.Module
+    if isinstance(layer, SlopeResidualLinear):
+        if input_shape != (layer.in_features,):
+            raise ShapeError(f"{type(layer).__name__}: expected input_shape ({layer.in_features},), got {input_shape}")
+        first, second = linear_module(free, layer.bias), linear_module(-(multiplier[:, None] * free).mT, None)
+        axes, resampled = 0, list[nn.Module]()
+    else:
+        size = resampled_size(layer, input_shape)
+        back = layer.fitted(adjoint(-multiplier[:, None, None, None] * free), *size)
+        first = circular_module(layer.fitted(free, *size), layer.bias, layer.padding_mode)
+        second, axes = circular_module(back, None, layer.padding_mode), 2
+        resampled = stride_modules(layer)
+    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
+    (after, before), inner = layer.shape[:2], layer.inner
+    # Zero channels are appended to the input, and surplus channels of the output dropped (negative: cut).
+    head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))
+    return nn.Sequential(*resampled, *([head] if before != inner else []), block, *([tail] if after != inner else []))
+
 
 SLL = Family(
     name="sll",
@@ -307,7 +270,8 @@ SLL = Family(
     affine=CayleyLinear,
 )
 
-CPL = Family(
+CPL = replace(
+    SLL,
     name="cpl",
     title="Residual around an activation, weight used twice, divided by its squared norm",
     paper="Meunier et al., ICML 2022",
@@ -315,11 +279,4 @@ CPL = Family(
     definition=definitions.cpl,
     conv=CplConv2d,
     linear=CplLinear,
-    claim="contraction",
-    smooth=False,
-    sizes="odd kernels, any image",
-    accepts=lambda k, h, w: k % 2 == 1,
-    options={"activation": ("relu", "tanh"), "hidden": (4, 6)},
-    own_activation=True,
-    affine=CayleyLinear,
 )

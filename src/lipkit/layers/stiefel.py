@@ -22,8 +22,7 @@ class OnManifold(AfterStep):
     """A layer whose parameter ``free`` is semi-orthogonal and stays so under an optimiser made for it.
 
     `lipkit.training.SpectralDescent` and `lipkit.training.RiemannianAdam` move it along the manifold; every hundredth
-    step removes accumulated rounding. Another optimiser leaves the manifold between these steps; ``lipschitz`` and
-    ``export`` then give the norm of the matrix as it is.
+    step removes accumulated rounding. Under another optimiser ``lipschitz`` and ``export`` give the norm as it is.
     """
 
     interval = 100  # a step adds about 1e-7 to the residual of a square matrix
@@ -36,20 +35,15 @@ class OnManifold(AfterStep):
 
 
 class StiefelLinear(ConstrainedLinear, OnManifold):
-    r"""Dense layer ``y = Wx + b`` with the semi-orthogonal parameter W itself.
+    """Dense layer ``y = Wx + b`` with the semi-orthogonal parameter W itself: a forward pass is that of ``nn.Linear``.
 
-    A forward pass is that of ``nn.Linear``: W is not computed from other parameters, so no gradient passes through a
-    construction. The optimiser does the work: see `lipkit.training.SpectralDescent`.
+    The optimiser does the work: see `lipkit.training.SpectralDescent`.
 
-    Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
-
-    Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
+    Args: those of :class:`lipkit.layers.base.ConstrainedLinear`. Parameters ``free`` W (out_features, in_features),
+    semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
         No claimed constant: ``lipschitz`` is the proved norm of W as it is, 1 + 1e-6 or less on the manifold.
-
-    Raises:
-        OptionError: sizes below 1, another dtype.
 
     >>> from lipkit.linalg import orthogonality_residual
     >>> bool(orthogonality_residual(StiefelLinear(5, 3).weight()) < 1e-5)

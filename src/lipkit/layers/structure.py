@@ -16,24 +16,43 @@ from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, e
 from lipkit.proof.roundoff import reciprocal_up
 
 
-def _along_channels(kind: str, x: Tensor, channels: int) -> tuple[int, ...]:
-    """The shape in which one number per channel broadcasts against ``x`` (B, C, ...)."""
-    if x.ndim < 2 or x.shape[1] != channels:
-        raise ShapeError(f"{kind}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
-    return -1, *[1] * (x.ndim - 2)
+class _PerChannel(nn.Module):
+    """Two buffers with one number for each channel."""
+
+    def __init__(self, device: Any, dtype: Any, **numbers: Sequence[float] | None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        kind, lists = type(self).__name__, list[list[float]]()
+        for name, values in numbers.items():
+            try:
+                lists.append([0.0] * len(lists[0]) if values is None else [float(value) for value in values])
+            except (TypeError, ValueError):
+                wanted = "a list of one number for each channel"
+                raise OptionError(f"{kind}: {name}: expected {wanted}, got {values!r}") from None
+            self.register_buffer(name, torch.tensor(lists[-1], device=device, dtype=dtype))
+        one, two = lists
+        if not one or len(one) != len(two) or not all(map(math.isfinite, one + two)):
+            names = " and ".join(numbers)
+            raise OptionError(
+                f"{kind}: expected {names} of equally many finite numbers, at least one, got {one} and {two}"
+            )
+
+    def along_channels(self, x: Tensor) -> list[Tensor]:
+        """Both, in the shape that broadcasts against ``x`` (B, C, ...)."""
+        both = list(self.buffers())
+        if x.ndim < 2 or x.shape[1] != len(both[0]):
+            kind, got = type(self).__name__, tuple(x.shape)
+            raise ShapeError(f"{kind}: expected {len(both[0])} channels in dimension 1, got shape {got}")
+        return [numbers.view(-1, *[1] * (x.ndim - 2)) for numbers in both]
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={numbers.tolist()}" for name, numbers in self.named_buffers())
 
 
-def _numbers(name: str, values: Any) -> list[float]:
-    try:
-        return [float(value) for value in values]
-    except (TypeError, ValueError):
-        raise OptionError(f"{name}: expected a list of one number for each channel, got {values!r}") from None
+class Normalize(_PerChannel):
+    r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model: radii are in units of the images.
 
-
-class Normalize(nn.Module):
-    r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model.
-
-    Radii are then in units of the images. The constant is :math:`1 / \min_c \mathrm{std}_c`.
+    The constant is :math:`1 / \min_c \mathrm{std}_c`.
 
     Args:
         mean, std: one number per channel; every std positive.
@@ -42,35 +61,25 @@ class Normalize(nn.Module):
         OptionError: different lengths, a non-positive or non-finite std, a non-finite mean.
 
     >>> from lipkit import lipschitz
-    >>> Normalize([0.5], [0.25])(torch.ones(1, 1, 1, 1)).item()
-    2.0
-    >>> float(lipschitz(Normalize([0.5, 0.5], [0.25, 0.5])))
-    4.0
+    >>> layer = Normalize([0.5], [0.25])
+    >>> layer(torch.ones(1, 1, 1, 1)).item(), float(lipschitz(layer))
+    (2.0, 4.0)
     """
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: Any = None, dtype: Any = None) -> None:
-        super().__init__()
-        check_dtype(dtype)
-        mean, std = _numbers("Normalize: mean", mean), _numbers("Normalize: std", std)
-        if not mean or len(mean) != len(std):
-            raise OptionError(f"Normalize: expected as many means as stds, at least one, got {mean} and {std}")
-        if not all(math.isfinite(v) for v in mean + std) or min(std) <= 0:
-            raise OptionError(f"Normalize: expected finite means and positive finite stds, got {mean} and {std}")
-        self.register_buffer("mean", torch.tensor(mean, device=device, dtype=dtype))
-        self.register_buffer("std", torch.tensor(std, device=device, dtype=dtype))
+        super().__init__(device, dtype, mean=mean, std=std)
+        if not (self.std.is_meta or bool((self.std > 0).all())):
+            raise OptionError(f"Normalize: expected positive stds, got {std}")
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = _along_channels("Normalize", x, len(self.mean))
-        return (x - self.mean.view(shape)) / self.std.view(shape)
-
-    def extra_repr(self) -> str:
-        return f"mean={self.mean.tolist()}, std={self.std.tolist()}"
+        mean, std = self.along_channels(x)
+        return (x - mean) / std
 
 
-class Rescale(nn.Module):
+class Rescale(_PerChannel):
     r"""Output scaling ``units * x + offset`` per channel, as a layer of the model: outputs leave in physical units.
 
     Its constant is :math:`\max_c |\mathrm{units}_c|`; ``certify_regression`` uses each output's own.
@@ -93,34 +102,20 @@ class Rescale(nn.Module):
     def __init__(
         self, units: Sequence[float], offset: Sequence[float] | None = None, device: Any = None, dtype: Any = None
     ) -> None:
-        super().__init__()
-        check_dtype(dtype)
-        units = _numbers("Rescale: units", units)
-        offset = [0.0] * len(units) if offset is None else _numbers("Rescale: offset", offset)
-        if not units or len(units) != len(offset):
-            raise OptionError(f"Rescale: expected as many units as offsets, at least one, got {units} and {offset}")
-        if not all(math.isfinite(v) for v in units + offset) or 0 in units:
-            raise OptionError(f"Rescale: expected finite numbers and units other than 0, got {units} and {offset}")
-        self.register_buffer("units", torch.tensor(units, device=device, dtype=dtype))
-        self.register_buffer("offset", torch.tensor(offset, device=device, dtype=dtype))
+        super().__init__(device, dtype, units=units, offset=offset)
+        if not (self.units.is_meta or bool(self.units.all())):
+            raise OptionError(f"Rescale: expected units other than 0, got {units}")
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = _along_channels("Rescale", x, len(self.units))
-        return x * self.units.view(shape) + self.offset.view(shape)
-
-    def extra_repr(self) -> str:
-        return f"units={self.units.tolist()}, offset={self.offset.tolist()}"
+        units, offset = self.along_channels(x)
+        return x * units + offset
 
 
 class Scale(nn.Module):
-    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma.
+    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma, positive and finite (else
+    ``OptionError``).
 
-    Args:
-        gamma: the constant, positive and finite.
-        learnable: whether gamma is trained (as its logarithm, so it stays positive).
-
-    Raises:
-        OptionError: gamma is not positive and finite.
+    If ``learnable``, gamma is trained as its logarithm, so it stays positive.
 
     >>> from lipkit import lipschitz
     >>> layer = Scale(3.0)
@@ -133,11 +128,10 @@ class Scale(nn.Module):
         check_dtype(dtype)
         gamma = finite("gamma", gamma, positive=True)
         self.learnable = learnable
-        value = torch.tensor(math.log(gamma) if learnable else gamma, device=device, dtype=dtype)
         if learnable:
-            self.log_gamma = nn.Parameter(value)
+            self.log_gamma = nn.Parameter(torch.tensor(math.log(gamma), device=device, dtype=dtype))
         else:
-            self.register_buffer("fixed_gamma", value)
+            self.register_buffer("fixed_gamma", torch.tensor(gamma, device=device, dtype=dtype))
 
     def gamma(self) -> Tensor:
         """The constant as it is now, 0-d."""
@@ -151,27 +145,22 @@ class Scale(nn.Module):
 
 
 class ConvexSum(Join):
-    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`.
+    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`, at first
+    ``weight``.
 
-    Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1.
-
-    Args:
-        weight: initial s, strictly between 0 and 1.
+    Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1 ([Cayley] section 5).
 
     Raises:
         OptionError: weight outside (0, 1). ShapeError: values of different shapes.
 
     >>> ConvexSum(0.25)(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
     [[0.25, 0.25]]
-
-    References:
-        As :class:`Residual`.
     """
 
     def __init__(self, weight: float = 0.5, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_dtype(dtype)
-        if not 0 < weight < 1:
+        if not 0 < finite("weight", weight) < 1:
             raise OptionError(f"weight: expected a number strictly between 0 and 1, got {weight}")
         self.alpha = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))  # logit
 
@@ -194,6 +183,7 @@ class Residual(Graph):
         body: f.
         weight: initial s, strictly between 0 and 1.
         shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
+        place: device and dtype of s.
 
     Raises:
         OptionError: weight outside (0, 1). ShapeError: body and shortcut end in different shapes.
@@ -207,16 +197,9 @@ class Residual(Graph):
         [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
     """
 
-    def __init__(
-        self,
-        body: nn.Module,
-        weight: float = 0.5,
-        shortcut: nn.Module | None = None,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
+    def __init__(self, body: nn.Module, weight: float = 0.5, shortcut: nn.Module | None = None, **place: Any) -> None:
         branches = [body] if shortcut is None else [body, shortcut]
-        join = ConvexSum(weight, device, dtype)
+        join = ConvexSum(weight, **place)
         # Value 0 is the input, value i the output of node i.
         super().__init__([*branches, join], [*([0] for _ in branches), [1, 2 if shortcut else 0]])
 
@@ -226,10 +209,8 @@ class HalfThrough(nn.Module):
 
     .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
 
-    Concatenating the input itself beside its features, as U-Nets do, has the constant :math:`\sqrt{1 + L_f^2}` instead.
-
-    Args:
-        body: f, which keeps its shape.
+    The body f keeps its shape. Concatenating the input itself beside its features, as U-Nets do, has the constant
+    :math:`\sqrt{1 + L_f^2}` instead.
 
     Raises:
         ShapeError: an odd number of channels.
@@ -246,17 +227,15 @@ class HalfThrough(nn.Module):
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] % 2:
-            raise ShapeError(f"HalfThrough: expected an even number of channels, got {x.shape[1]}")
+        if x.ndim < 2 or x.shape[1] % 2:
+            got = x.shape[1] if x.ndim > 1 else f"shape {tuple(x.shape)}"
+            raise ShapeError(f"HalfThrough: expected an even number of channels, got {got}")
         kept, moved = x.chunk(2, 1)
         return torch.cat((kept, self.body(moved)), 1)
 
 
 class ScaledAvgPool2d(nn.Module):
-    r"""``s * average pooling`` over s x s windows: a 1-Lipschitz map of norm exactly 1.
-
-    Args:
-        kernel_size: s; windows do not overlap.
+    """``s * average pooling`` over s x s windows that do not overlap (s is ``kernel_size``): norm exactly 1.
 
     Raises:
         OptionError: ``kernel_size`` below 1. ShapeError: s does not divide the height and width.
@@ -303,14 +282,13 @@ def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
 
 @export_rule(Rescale)
 def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
-    output_shape(module, input_shape)
+    output_shape(module, input_shape)  # refuses another number of channels
     return Affine(module.units, module.offset)
 
 
 @export_rule(Scale)
 def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
-    gamma = module.gamma().reshape(1)  # one number for all channels
-    return Affine(gamma, torch.zeros_like(gamma))
+    return Affine(module.gamma().reshape(1), module.gamma().new_zeros(1))  # one number for all channels
 
 
 @export_rule(ScaledAvgPool2d)

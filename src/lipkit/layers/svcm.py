@@ -22,12 +22,7 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def clip(matrices: Tensor) -> Tensor:
-    """Matrices ``(..., m, n)`` with every singular value above 1 replaced by 1, and the others kept.
-
-    >>> clip(torch.diag(torch.tensor([3.0, 0.5]))).round(decimals=5)
-    tensor([[1.0000, 0.0000],
-            [0.0000, 0.5000]])
-    """
+    """Matrices ``(..., m, n)`` with every singular value above 1 replaced by 1, and the others kept."""
     # The Frobenius norm bounds the spectral one: only matrices above 1 in it need eigenvalues.
     large = torch.linalg.matrix_norm(matrices) > 1
     some, made = matrices[large], matrices.clone()
@@ -67,7 +62,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
     Args:
         kernel: ``(cout, cin, kh, kw)``; of taps that coincide on the image, each takes an equal share of the change.
         h, w: size of the image (after downsampling).
-        rounds: number of alternations, at least 1.
+        rounds: number of alternations, at least 1, each with an eigenvalue problem at h (w // 2 + 1) frequencies.
         orthogonal: polar factors, as [Cayley] describes its baseline; False clips, as Sedghi et al. do: both sets are
             then convex, and singular values below 1 stay as they are.
 
@@ -76,15 +71,6 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
         rounds, 32 x 32 x 3 x 3 kernels on 16 x 16: singular values from 0.986 to 1.014 if the kernel is 0.02 away from
         an orthogonal one, from 0.2 to 1.2 if it is random. Clipping: norms of 1.00 to 1.015 from random kernels of norm
         1 to 70; 1.02 to 1.04 in the hardest case known, a kernel of equal taps (norm 9 to 25) on a large image.
-
-    Cost:
-        Per round one eigenvalue problem of size min(cout, cin) at each of h (w // 2 + 1) frequencies.
-
-    >>> k = project(torch.full((1, 1, 3, 3), 1.0), 6, 6, orthogonal=False)
-    >>> k.shape, bool(k.sum() < 1.02)
-    (torch.Size([1, 1, 3, 3]), True)
-    >>> float(project(torch.full((1, 1, 1, 1), 0.3), 6, 6).round(decimals=5))
-    1.0
 
     References:
         [Cayley] section 5 (orthogonal, about 50 rounds); Sedghi, Gupta & Long, ICLR 2019, section 3 and algorithm 1.
@@ -148,11 +134,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
 
     @torch.no_grad()
     def project_(self, input_size: tuple[int, int], rounds: int = 50) -> None:
-        """Replace the kernel, in place, by :func:`project` for inputs of size (H, W) before downsampling.
-
-        Raises:
-            ShapeError: the layer does not accept that size. OptionError: ``rounds`` below 1.
-        """
+        """Replace the kernel, in place, by :func:`project` for inputs of size (H, W) before downsampling."""
         size = resampled_size(self, (self.in_channels, *input_size))
         self.free.copy_(project(self.free, *size, rounds, orthogonal=self.orthogonal))
 
@@ -175,7 +157,7 @@ class OssnConv2d(ConstrainedConv2d):
     r"""One-sided spectral normalisation: :math:`K = V / \hat\sigma_{H \times W}(V)`.
 
     :math:`\hat\sigma` is a *lower* estimate on the image size at hand (``bounds.power.krylov_lower_estimate``), so the
-    layer's norm is 1 or slightly above. It has a fixed start and no state. The papers' power method takes more steps.
+    layer's norm is 1 or slightly above. It has a fixed start and no state.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -187,21 +169,18 @@ class OssnConv2d(ConstrainedConv2d):
         No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, for this layer and for its
         export, at least 1 up to rounding. Random kernels, with close singular values at many frequencies, are the
         hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041. The gradient is exact if the estimate
-        is the norm and its singular value simple.
+        is the norm and its singular value simple; second derivatives in V are not.
 
     Cost:
         Per forward pass eight convolutions of a quarter of one image (of a whole one for large kernels and odd sides),
-        eight products by vectors at 16 frequencies (more for small layers) and ``2 iterations`` at three of them; next
-        to nothing backward. Few channels (up to 32 on 16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies
-        instead, and the estimate is the norm.
+        and products by vectors at 16 frequencies (more for small layers); next to nothing backward. Few channels (up to
+        32 on 16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
 
     Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit, or ``lipschitz``
-        without an input shape.
+        ShapeError: ``lipschitz`` without an input shape, and what the base class refuses.
 
     >>> from lipkit.lowering import lipschitz
-    >>> layer = OssnConv2d(3, 8, 3)
-    >>> 0.9999 < lipschitz(layer, (3, 7, 5)).item() < 1.001
+    >>> 0.9999 < lipschitz(OssnConv2d(3, 8, 3), (3, 7, 5)).item() < 1.001
     True
 
     References:

@@ -1,4 +1,8 @@
-"""Pure functions on matrices ``(..., m, n)``, real or complex, batched: to semi-orthogonal ones and contractions."""
+"""Pure functions on matrices ``(..., m, n)``: to semi-orthogonal ones and contractions.
+
+All take real and complex matrices with any batch dimensions, widen half precision to float32, and raise ``ShapeError``
+for what is no floating or complex matrix.
+"""
 
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.cayley import cayley

@@ -26,26 +26,21 @@ from lipkit.linalg.transforms import plain_gradients, transformed
 
 
 def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Product of ``x`` with the Cayley transform of ``weight``, without forming the transform.
+    """Product of ``x`` with the Cayley transform of ``weight``, without forming the transform.
 
     Args:
         weight: ``(m, n)``, real.
-        x: ``(..., n)`` of the dtype of the weight, or of half precision. N is made, factorised and solved with in the
-            dtype of the weight; matrices that multiply a half-precision x, or gradients of y, are rounded to it.
+        x: ``(..., n)`` of the dtype of the weight, or of half precision: then N is made, factorised and solved with in
+            the dtype of the weight, and the matrices that multiply x, or gradients of y, are rounded to that of x.
         bias: ``(m,)``.
 
     Returns:
-        ``(..., m)``, of the dtype of x.
-
-    Cost:
-        For a wide or tall matrix one product of max(m, n) min(m, n)^2 forward and at most one backward; forming the
-        transform takes two and three. A batch of at most min(m, n) / 2 vectors takes LU factors, no inverse, and in
-        its backward pass products with the batch alone.
+        ``(..., m)``, of the dtype of x. It takes one product of max(m, n) min(m, n)^2 forward and at most one backward,
+        where forming the transform takes two and three; for at most min(m, n) / 2 vectors LU factors and no inverse.
 
     Raises:
         ShapeError: ``weight`` is not a matrix, or x does not have its columns.
 
-    >>> from lipkit.linalg import cayley
     >>> w, x = torch.arange(6.0).reshape(2, 3), torch.ones(4, 3)
     >>> torch.allclose(cayley_linear(w, x), x @ cayley(w).mT, atol=1e-6)
     True

@@ -30,7 +30,6 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     :math:`G(G + eI)^{-1}`, so a singular value s of W becomes :math:`s / \sqrt{s^2 + e} < 1`.
 
     Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
 
     Returns:
@@ -38,12 +37,10 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
 
     Guarantee:
         Norm at most 1 up to rounding, for every ``w``.
-
-    Cost:
         One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
 
     Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``ridge`` is not positive.
+        OptionError: ``ridge`` is not positive.
 
     >>> cholesky(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), ridge=3.0).tolist()
     [[0.5, 0.0], [0.0, 0.5]]
@@ -67,7 +64,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
     Hermitian and unitary: m eigenvalues are -1, the others 1.
 
     Args:
-        v: ``(..., n, m)`` with n >= m, real or complex, any batch dimensions. Half precision is widened to float32.
+        v: ``(..., n, m)`` with n >= m.
         rows, columns: of the block, at most n; n by default. With all rows or all columns it is semi-orthogonal.
 
     Returns:
@@ -77,13 +74,11 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         Norm at most 1 up to rounding, for every ``v``: the Gram matrix is shifted by :math:`e = 4 \epsilon\,
         \mathrm{trace}(V^*V)`, so that its factor exists, and a closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` of
         :math:`Q = VL^{-*}` takes the shift back. A singular value s of V gives the eigenvalue -1 up to
-        :math:`\tfrac34 (e/s^2)^2`: between -1 and 1 where V loses its rank.
-
-    Cost:
+        :math:`\tfrac32 (e/s^2)^2`: between -1 and 1 where V loses its rank.
         One Cholesky factorisation and one triangular solve of size m, four products.
 
     Raises:
-        ShapeError: ``v`` is not a floating or complex matrix. OptionError: more columns than rows.
+        OptionError: more columns than rows.
 
     >>> block_reflector(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0, -1.0], [-1.0, 0.0]]
@@ -104,19 +99,9 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
 
     .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 
-    S is the closing step of :func:`block_reflector`: both agree even where V loses rank. Rows
-    ``(..., B, k)``, k at most n, are padded with zeros to n; rows of the product are cut to ``size``. V is
-    ``(..., n, m)`` in the dtype of x, float32 or float64, real or complex.
-
-    Guarantee:
-        A contraction up to rounding, for every ``v``.
-
-    Cost:
-        One Cholesky factorisation and one triangular solve of size m, two products of ``n m^2``, two of ``B n m`` and
-        two of ``B m^2``.
-
-    >>> reflect(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [1.0]]), 2).round(decimals=5).tolist()
-    [[-2.0, -1.0]]
+    S is the closing step of :func:`block_reflector`: both agree even where V loses rank, and both are contractions.
+    Rows ``(..., B, k)``, k at most n, are padded with zeros to n; rows of the product are cut to ``size``.
+    V ``(..., n, m)`` has the dtype of x, float32 or float64, real or complex.
     """
     q = _directions(v)
     k = x.shape[-1]
@@ -129,7 +114,6 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
 
 
 def _directions(v: Tensor) -> Tensor:
-    """``V L^{-*}`` with a Gram matrix shifted by 4 eps of its trace."""
     check_matrix(v, "v")
     v = at_least_float32(v)
     n, m = v.shape[-2:]

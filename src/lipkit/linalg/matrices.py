@@ -10,12 +10,7 @@ from lipkit.linalg.transforms import transformed
 
 
 def check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise ``OptionError`` unless ``value`` is an integer of at least ``least`` and at most ``most``, if given.
-
-    >>> check_integer("terms", True, 1, 100)
-    Traceback (most recent call last):
-    lipkit.errors.OptionError: terms: expected an integer from 1 to 100, got True
-    """
+    """Raise ``OptionError`` unless ``value`` is an integer of at least ``least`` and at most ``most``, if given."""
     fits = isinstance(value, int) and not isinstance(value, bool)  # True and False are integers to Python
     if not fits or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -23,10 +18,7 @@ def check_integer(name: str, value: int, least: int, most: int | None = None) ->
 
 
 def check_positive(**values: int) -> None:
-    """Raise ``OptionError`` unless every value is an integer of at least 1.
-
-    >>> check_positive(iterations=3, order=1)
-    """
+    """Raise ``OptionError`` unless every value is an integer of at least 1."""
     for name, value in values.items():
         check_integer(name, value, 1)
 
@@ -45,10 +37,7 @@ def at_least_float32(a: Tensor) -> Tensor:
 
 
 def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
-    """``w`` divided by its largest entry, so that no square over- or underflows; zeros stay zeros.
-
-    For functions that do not depend on the scale: the divisor carries no gradient.
-    """
+    """``w`` over its largest entry, a constant to gradients: no square over- or underflows, and zeros stay zeros."""
     biggest = w.detach().abs().amax(dim, keepdim=True)
     return w / torch.where(biggest > 0, biggest, 1)
 
@@ -61,11 +50,7 @@ def eye_like(a: Tensor, n: int | None = None) -> Tensor:
 def orthogonality_residual(q: Tensor) -> Tensor:
     r"""How far ``q`` is from semi-orthogonal: :math:`\max |Q^*Q - I|` (tall) or :math:`\max |QQ^* - I|` (wide).
 
-    Args:
-        q: matrices ``(..., m, n)``, real or complex.
-
-    Returns:
-        A real tensor of shape ``(...)``, zero exactly for semi-orthogonal matrices.
+    For matrices ``(..., m, n)``, real or complex, a real tensor of shape ``(...)``.
 
     >>> float(orthogonality_residual(2 * torch.eye(3)))
     3.0
@@ -76,28 +61,19 @@ def orthogonality_residual(q: Tensor) -> Tensor:
 
 
 def all_finite(*values: Tensor) -> bool:
-    """True if no number is infinite or NaN; meta tensors hold none.
-
-    Infinity and NaN are the least or the largest number of a tensor: found without a mask of its size.
-    """
+    """True if no number is infinite or NaN (found by the extremes, without a mask); meta tensors hold none."""
     real = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in map(torch.detach, values)]
     real = [v.float() if v.dtype.itemsize == 1 else v for v in real if v.numel()]  # float8 has no aminmax
     return all(v.is_meta or bool(torch.stack(v.aminmax()).isfinite().all()) for v in real)
 
 
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""``torch.linalg.svd(w, full_matrices=False)``, again in double precision where LAPACK gives up.
+    """``torch.linalg.svd(w, full_matrices=False)``, again in double precision where LAPACK gives up.
 
     LAPACK's divide and conquer stalls, or returns NaN, on some finite matrices with many nearly equal singular values,
     such as nearly orthogonal ones. Double precision mends nearly all of them; if it does not, the matrix is reflected,
-    :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding.
-
-    Raises:
-        torch.linalg.LinAlgError: entries are not finite, or nothing helped.
-
-    >>> u, s, vh = thin_svd(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
-    >>> s.tolist(), ((u * s) @ vh).abs().round(decimals=5).tolist()
-    ([2.0, 1.0], [[0.0, 2.0], [1.0, 0.0]])
+    :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding. ``torch.linalg.LinAlgError``:
+    entries are not finite, or nothing helped.
     """
     stalled = torch.linalg.LinAlgError("linalg.svd: expected finite factors of finite matrices, got infinity or NaN")
     try:
@@ -130,11 +106,7 @@ CACHED = 2**19
 
 
 def cached_count(count: int, each: int, device: torch.device) -> int:
-    """How many of ``count`` matrices of ``each`` bytes fit a CPU's cache, at least 1; all of them on other devices.
-
-    >>> cached_count(5, 200_000, torch.device("cpu")), cached_count(0, 8, torch.device("cpu"))
-    (2, 1)
-    """
+    """How many of ``count`` matrices of ``each`` bytes fit a CPU's cache, at least 1; all of them on other devices."""
     everything = torch.compiler.is_compiling() or device.type != "cpu"
     return max(1, count if everything else min(count, CACHED // each))
 
@@ -144,11 +116,6 @@ def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) 
 
     Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are such. The factors have the
     same number of dimensions, at most three.
-
-    >>> a = torch.arange(6.0).reshape(2, 3)
-    >>> mirrored_product(a, a.mT, torch.empty(2, 2))
-    tensor([[ 5., 14.],
-            [14., 50.]])
     """
     c = out.shape[-1]
     step = -(-c // (4 if c >= 8 * PANEL else 2))

@@ -18,18 +18,16 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
 
     then :math:`X = W Z` and one closing step :math:`X(\tfrac32 I - \tfrac12 X^*X)`; wide matrices by :math:`W^*`.
 
-    In exact arithmetic and without the ridge this is :func:`bjorck` of order 1. It costs less if the sides
-    differ by a factor of 1.5 or more, since its products have the smaller side only. It rounds more: singular values
-    below :math:`\sqrt\epsilon` of the norm bound are lost in the Gram matrix and do not reach 1. Prefer :func:`bjorck`
-    for square or badly conditioned matrices.
+    In exact arithmetic and without the ridge this is :func:`bjorck` of order 1, cheaper if the sides differ by a factor
+    of 1.5 or more. It rounds more: singular values below :math:`\sqrt\epsilon` of the norm bound are lost in the Gram
+    matrix and do not reach 1. Prefer :func:`bjorck` for square or badly conditioned matrices.
 
     Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         iterations: number of coupled steps, at least 1. A small singular value grows by 1.5 per step.
 
     Returns:
-        ``(..., m, n)``: the singular vectors of ``w`` with singular values in [0, 1], 1 on convergence. A zero
-        matrix gives zero. :func:`orthogonality_residual` says how far it got.
+        ``(..., m, n)``: the singular vectors of ``w`` with singular values in [0, 1], 1 on convergence; zero for a zero
+        matrix.
 
     Guarantee:
         Spectral norm at most 1 up to rounding, for every ``iterations``. An eigenvalue g of :math:`Y_0` (at most 1)
@@ -37,16 +35,13 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         value :math:`\sqrt{g - \epsilon} \le \sqrt g`. The ridge, a few roundings of the Gram matrix, keeps all g
         positive: a negative one would make the iteration diverge. The closing step removes what rounding in Z adds
         (more for larger condition numbers): it maps :math:`[0, \sqrt3]` into [0, 1].
-
-    Cost:
         Three products of size min(m, n) per step, and four of size m n min(m, n) in all.
 
     Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``iterations`` below 1.
+        OptionError: ``iterations`` below 1.
 
-    >>> q = newton_schulz(torch.tensor([[3.0, 0.0], [0.0, -0.5], [0.0, 0.0]]))
-    >>> q.allclose(torch.tensor([[1.0, 0.0], [0.0, -1.0], [0.0, 0.0]]), atol=1e-5)
-    True
+    >>> newton_schulz(torch.tensor([[3.0, 0.0], [0.0, -0.5]])).round(decimals=4).abs().tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
 
     References:
         Higham, Functions of Matrices (2008), equation 6.35; Huang et al., CVPR 2020 (ONI); Xu, Li & Li,
@@ -57,7 +52,7 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
     w = at_least_float32(w)
     if w.shape[-2] < w.shape[-1]:
         return newton_schulz(w.mH, iterations).mH
-    w = into_unit_ball(w)
+    w = into_unit_ball(w)[0]
     eye = eye_like(w)
     ridge = 4 * w.shape[-2] ** 0.5 * torch.finfo(w.dtype).eps
     y, z = w.mH @ w + ridge * eye, eye

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
+from lipkit.linalg.precision import autocast_off
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
@@ -41,14 +42,15 @@ class _FirstOnly(torch.autograd.Function):
 def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
     """The differential of the polar factor of W = U S V* along ``change``: a self-adjoint map, so the gradient too."""
     n = max(u.shape[-2:])
-    along = change @ vh.mH
-    inner = u.mH @ along
-    sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
-    result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
-    if u.shape[-2] > u.shape[-1]:
-        # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.
-        result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
-    made: Tensor = _FirstOnly.apply(result @ vh, w)
+    with autocast_off(change):
+        along = change @ vh.mH
+        inner = u.mH @ along
+        sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
+        result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
+        if u.shape[-2] > u.shape[-1]:
+            # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.
+            result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
+        made: Tensor = _FirstOnly.apply(result @ vh, w)
     return made
 
 
@@ -85,15 +87,12 @@ class _WithForwardMode(_TallPolar):
 def polar(w: Tensor) -> Tensor:
     r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*`.
 
-    Its differential, :math:`U_\perp U_\perp^* = I - UU^*` for tall matrices, is
+    Its differential, with sums of singular values and never differences, is that of W = QH with H Hermitian:
 
-    .. math:: dQ = U\Big[\frac{(A - A^*)_{ij}}{s_i + s_j}\Big]V^* + U_\perp U_\perp^*\, dW\, V S^{-1} V^*,
-              \qquad A = U^* dW\, V,
+    .. math:: dQ = U\Big[\frac{(A - A^*)_{ij}}{s_i + s_j}\Big]V^* + (I - UU^*)\, dW\, V S^{-1} V^*,
+              \qquad A = U^* dW\, V
 
-    the solution of a Sylvester equation: sums of singular values, never differences.
-
-    Args:
-        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
+    for tall matrices.
 
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n) up to a few roundings, for every
@@ -101,20 +100,14 @@ def polar(w: Tensor) -> Tensor:
 
     Guarantee:
         Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
-        least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises.
-
-    Cost:
+        least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises OptionError.
         One singular value decomposition; four to six products backward.
 
-    Raises:
-        ShapeError: ``w`` is not a floating or complex matrix. OptionError: a second derivative.
-
-    >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5)
-    tensor([[0., 1.],
-            [1., 0.]])
+    >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
+    [[0.0, 1.0], [1.0, 0.0]]
 
     References:
-        Higham, Functions of Matrices (2008), chapter 8; the derivative is that of W = QH with H Hermitian.
+        Higham, Functions of Matrices (2008), chapter 8.
     """
     check_matrix(w)
     w = at_least_float32(w)

@@ -28,9 +28,6 @@ def product_settings(kind: str) -> dict[str, str]:
     """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
     Torch refuses to read a setting that differs between its backends: it is "mixed" here, and theirs follow.
-
-    >>> product_settings("cpu")["float32_matmul_precision"]
-    'highest'
     """
     backends = torch.backends
     found = {
@@ -63,11 +60,7 @@ def _read(get: Callable[[], object]) -> str:
 
 
 def reduced_products(found: dict[str, str]) -> list[str]:
-    """The settings that allow float32 products below IEEE float32, a sentence for each.
-
-    >>> reduced_products({"float32_matmul_precision": "high", "mkldnn.matmul.fp32_precision": "none"})
-    ["torch.get_float32_matmul_precision() is not 'highest'"]
-    """
+    """The settings of :func:`product_settings` that allow float32 products below IEEE float32, a sentence for each."""
     wrong = [
         f"{key} is {value!r} (expected 'ieee' or 'none')"
         for key, value in found.items()
@@ -88,11 +81,7 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 def flushes(workers: bool = True) -> bool:
     """True if numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
 
-    The mode belongs to a thread, and new threads inherit it: torch's ``workers``, if it has any, may differ from the
-    caller.
-
-    >>> flushes()
-    False
+    The mode belongs to a thread, and new threads inherit it: torch's ``workers`` may differ from the caller.
     """
     tiny = sys.float_info.min
     if tiny * 0.5 == 0.0:
@@ -120,12 +109,7 @@ def check_underflow(workers: bool = True) -> None:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Run torch on ``count`` threads inside the block, and restore the setting after it.
-
-    >>> with on_threads(1):
-    ...     print(torch.get_num_threads())
-    1
-    """
+    """Run torch on ``count`` threads inside the block, and restore the setting after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -136,12 +120,7 @@ def on_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Switch autocast off inside the block (CPU and CUDA): computations keep the precision of their numbers.
-
-    >>> with torch.autocast("cpu"), without_autocast():
-    ...     print((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)
-    torch.float32
-    """
+    """Switch autocast off inside the block (CPU and CUDA): computations keep the precision of their numbers."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -158,8 +137,6 @@ def autocast_on(x: Tensor) -> bool:
 def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
     """The dtype of products of ``x`` by weights of the dtype ``made``: under autocast that of autocast, not float32.
 
-    >>> product_dtype(torch.ones(1), torch.float32)
-    torch.float32
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     product_dtype(torch.ones(1), torch.float32), product_dtype(torch.ones(1), torch.float64)
     (torch.bfloat16, torch.float64)

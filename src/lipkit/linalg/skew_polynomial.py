@@ -3,8 +3,7 @@ r"""The normalised Taylor polynomial of a skew matrix, with a backward pass that
 The powers of a skew :math:`A^* = -A` commute and are self-adjoint (even) or skew (odd). So the products for the
 norm serve the polynomial too, and the gradient of a square :math:`X^2` is one product, :math:`SX` and its adjoint,
 where S is the part of the upstream gradient that shares the symmetry of the square. Forward and backward take thirteen
-products of size c with the norm of the 32nd power (nine with the 8th). Differentiating
-:func:`lipkit.linalg.exponential.taylor` and :func:`lipkit.linalg.exponential.skew_bound` takes twenty-four.
+products of size c with the norm of the 32nd power, where differentiating the plain functions takes twenty-four.
 
 For a wide W products of its smaller side are enough. Padded to a square, W of m x n has the skew matrix
 
@@ -12,11 +11,10 @@ For a wide W products of its smaller side are enough. Padded to a square, W of m
 
 of rank at most 2 m. The first m rows of its powers are :math:`[X_i,\; X_{i-1} V]` with
 
-.. math:: X_0 = I,\quad X_1 = S,\quad X_{i+1} = X_i S - X_{i-1} G,\qquad G = V V^* ,
+.. math:: X_0 = I,\quad X_1 = S,\quad X_{i+1} = X_i S - X_{i-1} G,\qquad G = V V^* .
 
-so the polynomial takes products of m x m matrices and one by V. So does the bound of its norm: with
-:math:`U = \mathrm{diag}(I, V^*)` and :math:`H = U^* U = \mathrm{diag}(I, G)`, even powers are :math:`U C_k U^*` and
-:math:`C_{2k} = C_k H C_k`.
+So does the bound of its norm: with :math:`U = \mathrm{diag}(I, V^*)` and :math:`H = U^* U = \mathrm{diag}(I, G)`, even
+powers are :math:`U C_k U^*` and :math:`C_{2k} = C_k H C_k`.
 """
 
 from __future__ import annotations
@@ -60,14 +58,8 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
     r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), with :math:`\beta` of ``skew_bound``.
 
-    The same as :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times.
-
-    Cost:
-        About 29 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
-
-    >>> q = wide_taylor_exponential(torch.arange(8.0).reshape(1, 8), 10)
-    >>> torch.allclose(q @ q.mT, torch.ones(1, 1))
-    True
+    :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times. It takes about 29
+    products of size m for T = 5 and two of m x m by m x (n - m).
     """
     m = w.shape[-2]
     s = w[..., :m] - w[..., :m].mH
@@ -141,8 +133,8 @@ def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
 def _fill_powers(out: Powers) -> None:
     r"""Common part of value and gradient, for the skew A ``(n, c, c)`` in ``out.squares[0]``, written into ``out``.
 
-    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that share a has at most the norm 1, but not more than
-    ``scale / SMALLEST_NORM``: matrices of a smaller norm are not scaled up.
+    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that share a has at most the norm 1; at most ``scale /
+    SMALLEST_NORM``.
     """
     a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
@@ -225,7 +217,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     iteration cannot give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
 
     Args:
-        w: ``(..., m, n)``, real or complex.
         terms: T, the highest power.
         squarings: of the bound of the norm, from 3 to 6; more squarings come closer to 1 rad.
 
@@ -236,7 +227,10 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     Cost:
         In products of size max(m, n), for real matrices and T up to 5: squarings + 1 forward and two more backward.
         Otherwise squarings for the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward. If the
-        sides differ by more than 2.5, products of the smaller one (:func:`wide_taylor_exponential`).
+        sides differ by more than 2.5, products of the smaller one.
+
+    Raises:
+        OptionError: ``terms`` or ``squarings`` out of range.
 
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
@@ -247,7 +241,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     """
     check_matrix(w)
     check_terms(terms)
-    check_squarings(squarings)
+    check_integer("squarings", squarings, 3, 6)
     w = at_least_float32(w)
     m, n = w.shape[-2:]
     if max(m, n) > WIDE * min(m, n):
@@ -259,11 +253,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     function = _TaylorExponential if torch.compiler.is_compiling() else _WithForwardMode
     result: Tensor = function.apply(w, terms, squarings)[0]
     return result
-
-
-def check_squarings(squarings: int) -> None:
-    """Raise ``OptionError`` unless ``squarings`` is an integer from 3 to 6."""
-    check_integer("squarings", squarings, 3, 6)
 
 
 def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
@@ -293,8 +282,8 @@ def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tup
 class _TaylorExponential(torch.autograd.Function):
     """:func:`_taylor_exponential` of real matrices for a small degree, with half of its products.
 
-    The powers are returned so that the backward pass can have them; they carry no gradient. Gain (AMD EPYC): 1.6 to 2.2
-    by itself from 128 on; a training step of ECO 1.2 at 128@12, 2.0 at 512@3.
+    The powers are returned for the backward pass, without a gradient. Gain (AMD EPYC): 1.6 to 2.2 by itself from 128
+    on; a training step of ECO 1.2 at 128@12, 2.0 at 512@3.
     """
 
     @staticmethod

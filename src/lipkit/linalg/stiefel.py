@@ -21,14 +21,7 @@ NEAR = 0.5
 def tangent(w: Tensor, g: Tensor) -> Tensor:
     r"""The part of G along the manifold at W: :math:`G - \mathrm{sym}(G W^T) W`, or the same on the tall side.
 
-    It is the gradient in the Euclidean metric: orthogonal to every normal direction S W, S symmetric.
-
-    >>> w = torch.eye(2)
-    >>> tangent(w, torch.tensor([[5.0, 1.0], [0.0, 7.0]])).tolist()
-    [[0.0, 0.5], [-0.5, 0.0]]
-
-    References:
-        Edelman, Arias & Smith, SIAM J. Matrix Anal. Appl. 20 (1998), section 2.2.
+    The gradient in the Euclidean metric (Edelman, Arias & Smith, SIAM J. Matrix Anal. Appl. 20, 1998, section 2.2).
     """
     if w.shape[-2] > w.shape[-1]:
         return tangent(w.mT, g.mT).mT
@@ -39,8 +32,8 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 def sign_factor(gram: Tensor, steps: int) -> Tensor:
     r"""P, a polynomial in :math:`K = T T^T / \|T\|_F^2`, with :math:`P T \approx \mathrm{msign}(T)`.
 
-    Each step multiplies P by :math:`a I + b K + c K^2` of the current K. Singular values of T above a hundredth of its
-    Frobenius norm end between 0.68 and 1.21 after four steps; smaller ones grow by at most 3.4445 a step.
+    Singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21 after four steps; smaller
+    ones grow by at most 3.4445 a step.
     """
     eye = eye_like(gram)
     scale = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(torch.finfo(gram.dtype).tiny)
@@ -73,18 +66,13 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     :math:`\tfrac58 (\alpha \sigma)^6` for a singular value :math:`\sigma` of U. For square W with
     :math:`(U W^T)^2 = -I` this is a rotation by :math:`\arctan \alpha` in every plane of :math:`U W^T`.
 
-    The angle is in radians, 0.01 to 0.05 in practice; ``steps`` are those of the iteration for U. A wide or tall W
-    corrects its rounding itself; a square one accumulates it: call `retract` from time to time.
-
-    Cost:
-        Six products of size m m n, and about 25 of size m m m (square: 20 in all).
+    The angle is in radians, 0.01 to 0.05 in practice; ``steps`` are those of the iteration for U (Jordan et al., Muon,
+    2024). A wide or tall W corrects its rounding itself; a square one accumulates it: call `retract` from time to time.
+    It takes six products of size m m n, and about 25 of size m m m (square: 20 in all).
 
     >>> w = spectral_step(torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 0.0]]), 0.1, steps=6)
     >>> bool(((w @ w.mT - torch.eye(2)).abs() < 1e-4).all()), bool(w[0, 1] < -0.05)
     (True, True)
-
-    References:
-        Jordan et al., Muon (2024), for the iteration; docs/mathematics for the step.
     """
     check_matrix(w)
     check_positive(steps=steps)
@@ -115,11 +103,7 @@ def _closing(gram: Tensor) -> Tensor:
 
 
 def retract(w: Tensor) -> Tensor:
-    r"""The semi-orthogonal matrix nearest to a real W, by two cubic steps where it is near, else by a polar factor.
-
-    >>> retract(torch.tensor([[1.01, 0.0], [0.0, 0.99]])).allclose(torch.eye(2), atol=1e-6)
-    True
-    """
+    """The semi-orthogonal matrix nearest to a real W, by two cubic steps where it is near, else by a polar factor."""
     check_matrix(w)
     if w.shape[-2] > w.shape[-1]:
         return retract(w.mT).mT

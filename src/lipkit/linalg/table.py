@@ -27,11 +27,8 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
 """By name: each returns a matrix of norm at most 1 for every input, up to rounding (`proved` relies on it)."""
 
 
-def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
-    """The function of that name, or the function itself.
-
-    Args:
-        orthogonalize: a name of :data:`ORTHOGONALIZE`, or any function ``(..., m, n) -> (..., m, n)``.
+def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonalize:
+    """The function of that name of :data:`ORTHOGONALIZE`, or the function ``(..., m, n) -> (..., m, n)`` itself.
 
     Raises:
         OptionError: an unknown name, or neither a name nor a function.
@@ -44,27 +41,18 @@ def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
     # A module may have parameters and a training mode: it is no pure function.
     if isinstance(orthogonalize, str | nn.Module) or not callable(orthogonalize):
         raise OptionError(
-            f"orthogonalize: expected one of {', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
+            f"orthogonalize: expected one of {others}{', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
         )
     return orthogonalize
 
 
 def proved(function: Orthogonalize) -> bool:
-    """True for the functions of the table, whose results have norm at most 1 by proof.
-
-    >>> proved(cayley), proved(lambda w: w)
-    (True, False)
-    """
+    """True for the functions of the table, whose results have norm at most 1 by proof."""
     return function in ORTHOGONALIZE.values()
 
 
 def orthogonalized(function: Orthogonalize, w: Tensor) -> Tensor:
-    """``function(w)``, checked to have the shape of ``w``.
-
-    >>> import torch
-    >>> orthogonalized(cayley, torch.zeros(3, 2)).shape
-    torch.Size([3, 2])
-    """
+    """``function(w)``, checked to have the shape of ``w``."""
     q = function(w)
     if q.shape != w.shape:
         raise ShapeError(f"orthogonalize: expected a result of shape {tuple(w.shape)}, got {tuple(q.shape)}")
@@ -72,10 +60,6 @@ def orthogonalized(function: Orthogonalize, w: Tensor) -> Tensor:
 
 
 def function_name(function: Orthogonalize) -> str:
-    """The name of ``function`` in the table, or what Python calls it.
-
-    >>> function_name(cayley)
-    'cayley'
-    """
+    """The name of ``function`` in the table, or what Python calls it."""
     known = [name for name, entry in ORTHOGONALIZE.items() if entry is function]
     return known[0] if known else getattr(function, "__qualname__", repr(function))

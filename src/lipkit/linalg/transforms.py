@@ -1,7 +1,6 @@
 """Transforms of functions (vmap, grad, ...): how to detect and leave them. Only this file uses torch's private names.
 
-A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` lists all and looks for each. Code that
-writes into preallocated memory takes another path inside a transform.
+A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` looks for each.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ def transformed(gradient: Tensor | None = None) -> bool:
     """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode differentiation, or for a batch of gradients.
 
     Transforms follow torch's operations, but not writes into given memory: pure functions take another path there.
-
-    >>> transformed(), torch.func.vmap(lambda x: x if transformed() else 2 * x)(torch.ones(2))
-    (False, tensor([1., 1.]))
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
     # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, which only its tensors show.
@@ -61,9 +57,6 @@ def plain_gradients(
     """Gradients of ``function(*inputs)`` from the upstream ``g``, None for an input without one.
 
     They can be differentiated again, and batched, unlike those of a backward pass written by hand.
-
-    >>> plain_gradients(lambda x, bias: 3 * x, (torch.ones(1, requires_grad=True), None), torch.ones(1))
-    (tensor([3.]...), None)
     """
     if transformed():  # an input may need a derivative that its requires_grad does not show
 
@@ -84,11 +77,7 @@ def plain_gradients(
 
 
 def differentiated(a: Tensor) -> bool:
-    """True if ``a`` may be differentiated: through its graph, or by a transform.
-
-    >>> differentiated(torch.ones(1)), differentiated(torch.ones(1, requires_grad=True))
-    (False, True)
-    """
+    """True if ``a`` may be differentiated: through its graph, or by a transform."""
     return (torch.is_grad_enabled() and a.requires_grad) or transformed()
 
 
@@ -98,13 +87,6 @@ def outside(a: Tensor) -> Iterator[Tensor]:
 
     For proofs, which read values and hand them to other libraries. Surrounding transforms see constants; a batch of
     ``torch.func.vmap`` is refused.
-
-    >>> def twice(x):
-    ...     with outside(x) as numbers:
-    ...         size = float(numbers.numpy().sum())
-    ...     return x.sum() * size
-    >>> torch.func.grad(twice)(torch.ones(2))
-    tensor([2., 2.])
     """
     if not transformed():
         yield a.detach()
@@ -127,9 +109,5 @@ def is_empty(x: Tensor) -> bool:
 
 
 def with_zeros(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The empty output of an empty batch, by way of a sample of zeros: transforms and reshapes refuse empty batches.
-
-    >>> with_zeros(torch.nn.Linear(3, 2), torch.zeros(0, 3)).shape
-    torch.Size([0, 2])
-    """
+    """The empty output of an empty batch, by way of a sample of zeros: transforms and reshapes refuse empty batches."""
     return function(torch.cat((x, x.new_zeros(1, *x.shape[1:]))))[:0]

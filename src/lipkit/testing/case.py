@@ -210,9 +210,11 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
     return (
         _argument("kernel_size", 0),
         _argument("kernel_size", (3, 3, 3)),
+        _argument("kernel_size", 3.0),
         _argument("stride", 0),
         _argument("stride", (1, 2)),
         _argument("padding", 7),
+        _argument("padding", None),
         _argument("padding_mode", "mirror"),
         _argument("dilation", 3),
         _argument("groups", 3),
@@ -233,6 +235,7 @@ def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
         _argument("out_features", -1),
         _argument("out_features", True),
         _argument("dtype", torch.bfloat16),
+        _input("another number of features", output_shape, (in_features + 1,), in_features, in_features + 1),
         _input("export for another number of features", export, (in_features + 1,), in_features, in_features + 1),
     )
 
