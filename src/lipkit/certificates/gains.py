@@ -16,7 +16,6 @@ Applications 1989.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
-from lipkit.certificates.measurement import check_network
+from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.relaxation import curve_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
@@ -292,7 +291,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
     run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
-    for module, twin in zip(network, copy.deepcopy(network).cpu().double(), strict=True):
+    for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
         if type(module) in _SAME:
             continue

@@ -16,13 +16,14 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import evaluators, margins, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
-from lipkit.errors import NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
+from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
 from lipkit.integer.quantisation import quantise
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
-from lipkit.modules.guarding import guard, refuse_wrapper
-from lipkit.modules.storage import Contents, contents, same_contents
+from lipkit.modules.configuration import describe
+from lipkit.modules.guarding import guard, parts, refuse_wrapper
+from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.shown import Shown, upper
 
@@ -79,8 +80,8 @@ class Proof(Shown):
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
-        guard(*network.modules())
-        now = [(name, _switches(module)) for name, module in network.named_modules()]  # before weights fill the cache
+        guard(*(module for _, module in parts(network)))
+        now = [(name, _switches(module)) for name, module in parts(network)]  # before weights fill the cache
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or len(now) != len(self.switches) or not same_contents(contents(network), self.stored):
@@ -116,12 +117,46 @@ def _asked(
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
     plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
+    own = {key: tuple(v) if isinstance(v, list | set) else v for key, v in vars(module).items() if key != "input_range"}
+    return {key: value for key, value in own.items() if isinstance(value, plain)}
+
+
+def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
+    """The network of what is stored, and hashed, of this one, in float64; on the CPU where ``device`` has no float64.
+
+    Raises:
+        NoRuleError, OptionError: a network that differs from what its stored form would give, by hooks, methods,
+            attributes or buffers.
+    """
+    guard(*(module for _, module in parts(network)))
+    try:
+        config = {"network": describe(network)}
+    except OptionError:  # a module that cannot be stored: no hash and no `Proof`, but a gain
+        return float64_copy(network, device)
+    numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
+    try:
+        exact = rebuilt(config, numbers)
+    except DataError as error:
+        raise OptionError(f"expected a network that can be stored, got one that cannot: {error}") from None
+    exact.input_range = network.input_range
+    for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        if hasattr(module, "inplace"):
+            setattr(twin, "inplace", module.inplace)  # noqa: B010
+        own, made = _switches(module), _switches(twin)
+        for key, value in own.items():
+            expected = made.get(key, getattr(type(module), key, value))  # what neither has is read by no forward pass
+            if value != expected and key not in ("training", "_is_full_backward_hook"):
+                raise OptionError(
+                    f"expected the module {name!r} as its stored form gives it, with {key} = {expected!r}, got "
+                    f"{value!r}: export or load it again"
+                )
+    _check_transforms(network, exact)
+    return exact.to(float64_device(device))
 
 
 def _check_transforms(network: modules.Network, exact: modules.Network) -> None:
     """Raise if a buffer that is not stored is another than its sizes give, as those of the float64 copy, made anew."""
-    for module, twin in zip(network.modules(), exact.modules(), strict=True):
+    for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
         for name in twin._non_persistent_buffers_set:
             own, made = getattr(module, name), getattr(twin, name)
             if not torch.equal(own.cpu(), made.cpu().to(own.dtype)):
@@ -167,8 +202,7 @@ def prove(
     """
     check_network(network, "prove")
     where, made_for = _asked(network, rounding, evaluator, device)
-    exact = float64_copy(network, where)
-    _check_transforms(network, exact)
+    exact = exact_copy(network, where)
     arithmetic = evaluators.arithmetic(evaluator, network)
     chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
     program: Program | None = None
@@ -190,7 +224,7 @@ def prove(
         arithmetic=arithmetic,
         network=exact,
         stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
-        switches=[_switches(module) for module in network.modules()],
+        switches=[_switches(module) for _, module in parts(network)],
         pairs=pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
         device=where,
         program=program,

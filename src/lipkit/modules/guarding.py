@@ -7,6 +7,9 @@ own functions, in the code object of a method, or in a method that asks if it is
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -47,6 +50,17 @@ def _methods(kind: type) -> dict[str, object]:
     if kind is nn.Module:
         return {name: own[name] for name in _CALLED if name in own}
     return {name: value for name, value in own.items() if callable(value) or hasattr(type(value), "__get__")}
+
+
+def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The module and all below it with their paths, one that stands in two places twice.
+
+    Not by ``named_modules``: an instance could hide it.
+    """
+    yield path, module
+    for name, part in vars(module)["_modules"].items():
+        if part is not None:
+            yield from parts(part, f"{path}.{name}".removeprefix("."))
 
 
 def guard(*modules: nn.Module) -> None:
@@ -121,9 +135,15 @@ def _refuse_methods(kind: type[nn.Module], name: str) -> None:
 
 def _refuse_weights(module: nn.Module, name: str) -> None:
     own = vars(module)
-    held = own["_parameters"] | own["_buffers"]
-    if hidden := sorted((held.keys() | own["_modules"].keys()) & own.keys()):
+    held = {**own["_parameters"], **own["_buffers"]}
+    names = held.keys() | own["_modules"].keys()
+    if hidden := sorted(key for key in names if key in own or hasattr(type(module), key)):
         raise NoRuleError(f"{name} has a plain attribute that hides its own {hidden[0]!r}, expected none: delete it")
+    for key in ("_parameters", "_buffers", "_modules"):
+        if type(own[key]) not in (dict, OrderedDict):
+            raise NoRuleError(f"{name}: expected {key!r} as torch's own dict, got a {type_name(type(own[key]))}")
+    if unstored := sorted(own["_non_persistent_buffers_set"] & own["_parameters"].keys()):
+        raise NoRuleError(f"{name}: expected parameters that are stored, got {unstored[0]!r} marked as a buffer")
     for key, value in (*held.items(), *own.items()):
         if not isinstance(value, Tensor):
             continue
@@ -135,6 +155,8 @@ def _refuse_weights(module: nn.Module, name: str) -> None:
             got = f"one of layout {value.layout}: replace it by its .to_dense()"
         elif value.is_quantized:
             got = f"one of dtype {value.dtype}: replace it by its .dequantize()"
+        elif hidden := sorted(attribute for attribute in vars(value) if hasattr(Tensor, attribute)):
+            got = f"one with an attribute {hidden[0]!r} that hides torch's own: delete it"
         else:
             continue
         raise NoRuleError(f"{name}: expected {key!r} as an ordinary dense tensor, got {got}")
