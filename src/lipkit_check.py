@@ -171,7 +171,10 @@ class Floats:
 
     def lengths(self, c):
         """l2 norms of the rows, rounded up."""
-        return [root(Fraction(v) * (1 + gamma(c.shape[1] + 4))) for v in np.einsum("ij,ij->i", c, c).tolist()]
+        _, places = np.frexp(np.abs(c).max(1, initial=0))  # largest entries near 1: no square that counts underflows
+        c = np.ldexp(c, -places[:, None])
+        squares = zip(np.einsum("ij,ij->i", c, c).tolist(), places.tolist(), strict=True)
+        return [root(Fraction(v) * (1 + gamma(c.shape[1] + 4))) * Fraction(2) ** k for v, k in squares]
 
     def norms(self, c):
         """l2 norms of the rows, rounded."""
@@ -887,7 +890,7 @@ def gradient_step(config, get, shape):
 def layer_norm(config, get, shape):
     """Groups of n numbers are centred and divided by their deviation."""
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
-    need(isinstance(ops, Floats) and eps > 0, "LayerNorm with eps above 0, in floating point")
+    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400, in floating point")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
     affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
     b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
@@ -1865,6 +1868,7 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     for key, value, own in short:
         say(f"refused  {key}: claimed {float(value):.9g}, proved here {float(own):.9g}")
     count = len(rows) if count is None else min(count, len(rows))
+    need(count >= 1, f"expected at least one sample to check, got {count}")
     constants, batch = network.constants(), max(1, (1 << 23) // max(node.room for node in network.nodes))
     confirmed, full, lost, checked, unchecked = 0, 0, Fraction(0), 0, 0
     samples = ((logits, e) for c, e in network.logits(x[:count], batch) for logits in c)

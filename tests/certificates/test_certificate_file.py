@@ -153,6 +153,8 @@ def test_other_networks_and_samples_are_refused(written: Any) -> None:
         (3, {"index": 7}, "line 4: expected index 2"),
         (3, {"label": 0.5}, "expected index 2 and whole labels"),
         (3, {"label": -1}, "whole labels"),
+        (3, {"label": 0.0}, "whole labels"),
+        (3, {"index": 2.0}, "whole labels"),
         (3, {"prediction": "NaN"}, "whole labels"),
         (3, {"radius": -0.1}, "expected radii >= 0"),
         (3, {"radius": "NaN"}, "expected radii >= 0"),

@@ -279,7 +279,7 @@ def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
             raise DataError(f"{where}: expected {', '.join(COLUMNS)}, got {str(min(further))[:40]!r} too")
         row = [_number(where, key, values.get(key)) for key in COLUMNS]
         index, label, prediction, radius, ignored = row[:5]
-        whole = all(number.is_integer() for number in (label, prediction))  # infinity and NaN are not
+        whole = all(type(values[key]) is int for key in COLUMNS[:3])  # 7.0 and 7e0 are other claims to other readers
         if index != count or not whole or not 0 <= label < 2**31 or not -1 <= prediction < 2**31:
             raise DataError(f"{where}: expected index {count} and whole labels, got {line[:80]!r}")
         if not radius >= 0 or not ignored >= 0:  # not <: NaN is refused, too

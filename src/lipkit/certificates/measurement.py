@@ -349,11 +349,13 @@ def as_tensor(values: object) -> Tensor:
     >>> as_tensor(np.zeros((1, 2), np.float32)).dtype, as_tensor(np.zeros(1, np.int32)).dtype
     (torch.float32, torch.int32)
     """
-    if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":  # torch takes only the machine's byte order
+    readable = isinstance(values, np.ndarray) and values.dtype.kind in "fiub" and values.dtype.itemsize <= 8
+    if readable and not isinstance(values, np.ma.MaskedArray):  # torch takes only the machine's byte order
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
         return values
-    got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+    kind = "a masked array" if isinstance(values, np.ma.MaskedArray) else "an array"
+    got = f"{kind} of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
     raise OptionError(
         f"expected samples and labels as two tensors or numpy arrays of numbers, got {got}: collect a DataLoader "
         "first, x, y = (torch.cat(parts) for parts in zip(*loader))"
