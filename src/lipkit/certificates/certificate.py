@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def certify(
     batch_size: int = 128,
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     r"""Certified l2 radii of a classifier. For a regression see `lipkit.certificates.certify_regression`.
 
@@ -214,6 +216,7 @@ def certify(
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
         proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
+        progress: called with the samples whose local radius is known, and all, a few at a time.
 
     Cost:
         The bounds of the layers without a ``proof``, a comparison of all numbers with it; and one pass through the
@@ -253,7 +256,7 @@ def certify(
         radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
-        local = _local(network, proof, x, labels, radius)
+        local = _local(network, proof, x, labels, radius, progress)
         name = "local" if method == "local" or bool((local > radius).any()) else name
         radius, ignored = torch.maximum(radius, local), torch.maximum(ignored, local)
     return Certificate(
@@ -275,14 +278,21 @@ def certify(
     )
 
 
-def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, known: Tensor) -> Tensor:
+def _local(
+    network: modules.Network,
+    proof: Proof,
+    x: Tensor,
+    labels: Tensor,
+    known: Tensor,
+    progress: Callable[[int, int], None] | None,
+) -> Tensor:
     """Local radii (N,); their search begins at the ``known`` ones."""
     arithmetic = proof.arithmetic if proof.rounding == "sound" else None
     # The search takes gradients, which tensors made in inference mode do not have.
     with torch.inference_mode(False), inner_products_only(proof.device):
         bounds = Bounds(proof.network, arithmetic, network.input_range)
         at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
-        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()  # copies: no inference tensors
+        return bounds.radii(at, labels.to(proof.device, copy=True), starts, progress).cpu()  # no inference tensors
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

@@ -408,10 +408,10 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))  # slopes below 0
     if kind in (nn.ReLU, nn.LeakyReLU):
         slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
-        one = torch.ones_like(low)
+        one, tiny = torch.ones_like(low), 0.0 if kind is nn.ReLU else 2.0**-1000  # a product may underflow
         left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
         ends = [module(x) for x in (low, high, torch.maximum(low, torch.minimum(high, torch.zeros_like(low))))]
-        return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, 0.0)
+        return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, tiny)
     if kind is nn.Hardtanh:
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -370,15 +371,22 @@ class Bounds:
                 nearest = torch.minimum(nearest, margin.detach() / steep)
         return torch.where(right, torch.where(nearest.isfinite(), nearest, 1.0), 0.0)
 
-    def radii(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
+    def radii(
+        self, x: Tensor, labels: Tensor, start: Tensor, progress: Callable[[int, int], None] | None = None
+    ) -> Tensor:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
         A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
-        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere.
+        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere; ``progress`` is told how
+        many samples are done, and N.
         """
-        parts = zip(x.split(self.samples), labels.split(self.samples), start.split(self.samples), strict=True)
+        found = list[Tensor]()
         with torch.no_grad():
-            return torch.cat([self._search(*part) for part in parts])
+            for part in zip(*(values.split(self.samples) for values in (x, labels, start)), strict=True):
+                found.append(self._search(*part))
+                if progress is not None:
+                    progress(sum(map(len, found)), len(x))
+        return torch.cat(found)
 
     def _search(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
         best, guess = torch.zeros_like(start), self.guess(x, labels)
