@@ -114,6 +114,10 @@ def _asked(
     return where, evaluators.named(rounding, evaluator, where, network)
 
 
+# What no function of a plain module depends on: its mode, hooks of gradients, the line of the code that it stands for.
+_IDLE = ("training", "_is_full_backward_hook", "where")
+
+
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
     plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
@@ -145,7 +149,7 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
         own, made = _switches(module), _switches(twin)
         for key, value in own.items():
             expected = made.get(key, getattr(type(module), key, value))  # what neither has is read by no forward pass
-            if value != expected and key not in ("training", "_is_full_backward_hook"):
+            if value != expected and key not in _IDLE:
                 raise OptionError(
                     f"expected the module {name!r} as its stored form gives it, with {key} = {expected!r}, got "
                     f"{value!r}: export or load it again"
