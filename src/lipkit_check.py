@@ -140,6 +140,10 @@ class Floats:
     left = math.inf  # what may still be spent; a network sets it
     unit = Fraction(1, 1 << 900)  # more than what underflow loses in one entry
     steps = 32  # squarings of a Gram matrix: at most a factor n^(2^-33) above the norm is left
+    # numpy's own: one rounding an entry. ``factor`` may be wrong: `positive` looks at what it leaves.
+    scale, add, shift, sqrt, inverse, factor = map(
+        staticmethod, (np.multiply, np.add, np.ldexp, np.sqrt, np.reciprocal, np.linalg.cholesky)
+    )
 
     def of(self, a):
         """Stored numbers in this arithmetic, and a bound of the error of each."""
@@ -155,15 +159,6 @@ class Floats:
     def rounding(self, n):
         """Relative error of an inner product of n terms and of the operations on it that follow."""
         return gamma(n + 3)  # n terms, and a bias, a factor and a sum at most
-
-    def scale(self, c, s):
-        return c * s
-
-    def add(self, x, y):
-        return x + y
-
-    def shift(self, a, s):
-        return np.ldexp(a, s)
 
     def rowsum(self, a):
         """Largest sum of moduli of a row."""
@@ -186,15 +181,6 @@ class Floats:
     def near(self, x):
         """A number of an array near a rational one, which proves nothing."""
         return np.float64(float(x))
-
-    def sqrt(self, a):
-        return np.sqrt(a)
-
-    def inverse(self, a):
-        return 1 / a
-
-    def factor(self, h):
-        return np.linalg.cholesky(h)
 
 
 class Integers:
@@ -772,20 +758,13 @@ RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
 
 
-def maxmin(config, get, shape):
-    need(shape[0] % 2 == 0, f"an even number of channels, got {shape}")
-    k = shape[0] // 2
-
-    def forward(c):
-        return np.concatenate((np.maximum(c[:, :k], c[:, k:]), np.minimum(c[:, :k], c[:, k:])), 1)
-
-    return Node(shape, 1, forward)
-
-
 def group_sort(config, get, shape):
-    k = shape[0] if config["group_size"] is None else config["group_size"]
-    need(config["group_size"] != 1 and shape[0] % k == 0, f"groups of {k}, got {shape}")
-    return Node(shape, 1, lambda c: -np.sort(-c.reshape(len(c), -1, k, *shape[1:]), 2).reshape(c.shape))
+    """Groups of channels, largest first: those that follow each other, or the two that are half of all apart."""
+    size = config.get("group_size", 2)  # 2: of MaxMin
+    k = shape[0] if size is None else size
+    need(size != 1 and shape[0] % k == 0, f"groups of {k}, got {shape}")
+    seen, axis = ((2, -1), 1) if config["type"] == "MaxMin" else ((-1, k), 2)
+    return Node(shape, 1, lambda c: -np.sort(-c.reshape(len(c), *seen, *shape[1:]), axis).reshape(c.shape))
 
 
 def half_abs(config, get, shape):
@@ -1418,7 +1397,7 @@ KINDS = {
     "Recurrent": recurrent,
     "Linear": linear, "Conv2d": convolution, "ConvTranspose2d": transposed,
     "FourierConv2d": fourier, "TaylorConv2d": taylor,
-    "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
+    "Affine": affine, "MaxMin": group_sort, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
     "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm, "LayerNorm": layer_norm,
@@ -1574,15 +1553,11 @@ class Network:
         """K[t][i] of Theorem 9."""
         k = self.nodes[-1].shape[0]
         whole = root(Fraction(2)) * self.gain
-        table = [[whole] * k for _ in range(k)]
-        if self.rows is not None:
-            error = 2 * self.nodes[-1].blocks[1] * root(Fraction(self.rows.shape[1]))
-            for t in range(k):
-                far = ops.lengths(self.rows[t] - self.rows)
-                for i in range(k):
-                    rounding = ops.rounding(1) * far[i] + error
-                    table[t][i] = up(min(whole, self.body * (far[i] + rounding)))
-        return table
+        if self.rows is None:
+            return [[whole] * k for _ in range(k)]
+        error = 2 * self.nodes[-1].blocks[1] * root(Fraction(self.rows.shape[1]))
+        distances = ([far * (1 + ops.rounding(1)) + error for far in ops.lengths(w - self.rows)] for w in self.rows)
+        return [[up(min(whole, self.body * far)) for far in row] for row in distances]
 
 
 def lmi(layers, multipliers, target):
