@@ -18,6 +18,8 @@ import lipkit
 from lipkit import modules
 from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules.chains import prove_chain
+from lipkit.proof.arithmetic import FLOAT64
 
 
 def network() -> modules.Network:
@@ -158,6 +160,20 @@ def test_activations_that_become_one_module_are_the_same_network() -> None:
     plain._modules["3"] = relus[0]
     for each in (proof, None):
         assert numbers(lipkit.certify(plain, x, y, proof=each)) == numbers(expected)
+
+
+def test_a_layer_that_stands_first_and_last_is_proved_in_both_places() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4).double(), torch.randn(20, 4, dtype=torch.float64)
+    tied = modules.Network([layer, nn.ReLU(), layer], (4,))
+    apart = copy.deepcopy(modules.Network([layer, nn.ReLU(), copy.deepcopy(layer)], (4,)))
+    y = tied(x).argmax(1)
+    found = lipkit.certify(tied, x, y)
+    assert bool(found.correct.all())
+    assert numbers(found) == numbers(lipkit.certify(apart, x, y))
+    chain = prove_chain(tied, FLOAT64)
+    assert len(chain.steps) == 2
+    assert chain.last is layer
 
 
 class _Scaled(dict[str, Any]):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -185,11 +184,7 @@ def _shares_windows(module: nn.Module) -> bool:
 
 
 def check_rounding(rounding: str) -> str:
-    """``rounding`` if it is ``"sound"`` or ``"ignore"``.
-
-    >>> check_rounding("sound")
-    'sound'
-    """
+    """``rounding`` if it is ``"sound"`` or ``"ignore"``."""
     if rounding not in ("sound", "ignore"):
         raise OptionError(f"rounding: expected 'sound' or 'ignore', got {rounding!r}")
     return rounding
@@ -204,11 +199,7 @@ def _refuse(name: str, wrong: list[str]) -> None:
         )
 
 
-@contextlib.contextmanager
-def inner_products_only(device: torch.device, wanted: bool = True) -> Iterator[None]:
+def inner_products_only(device: torch.device, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
     """Without cuDNN on CUDA, whose algorithms for convolutions are not all inner products."""
-    if wanted and device.type == "cuda":
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
-    else:
-        yield
+    cuda = wanted and device.type == "cuda"
+    return torch.backends.cudnn.flags(enabled=False) if cuda else contextlib.nullcontext()

@@ -286,12 +286,6 @@ def measure(
     """Evaluate a network in float64 at inputs that `check_inputs` took, with its proof or with one that is made here.
 
     ``check`` is called with the outputs of each batch, to refuse them before the next one; else as `lipkit.certify`.
-
-    >>> net = modules.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
-    >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
-    >>> options = {"evaluator": "float64", "batch_size": 1, "device": "cpu", "proof": None}
-    >>> measure(net, torch.ones(2, 2), rounding="sound", **options).outputs.tolist()
-    [[3.0, 1.0], [3.0, 1.0]]
     """
     if proof is None:
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
@@ -338,23 +332,16 @@ def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -
 
 
 def float64_device(device: str | torch.device) -> torch.device:
-    """``device``, or the CPU where that device has no float64.
-
-    >>> float64_device("mps")
-    device(type='cpu')
-    """
+    """``device``, or the CPU where that device has no float64."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def as_tensor(values: object) -> Tensor:
-    """Samples or labels as a tensor; numpy arrays are copied, and anything else, such as a DataLoader, is refused.
-
-    >>> as_tensor(np.zeros((1, 2), np.float32)).dtype, as_tensor(np.zeros(1, np.int32)).dtype
-    (torch.float32, torch.int32)
-    """
-    readable = isinstance(values, np.ndarray) and values.dtype.kind in "fiub" and values.dtype.itemsize <= 8
-    if readable and not isinstance(values, np.ma.MaskedArray):  # torch takes only the machine's byte order
+    """Samples or labels as a tensor; numpy arrays are copied, and anything else, such as a DataLoader, is refused."""
+    kinds = "" if isinstance(values, np.ma.MaskedArray) else "fiub"
+    if isinstance(values, np.ndarray) and values.dtype.kind in kinds and values.dtype.itemsize <= 8:
+        # torch takes only the machine's byte order.
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
         return values
@@ -406,9 +393,5 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
 
 
 def dtype_name(values: Tensor) -> str:
-    """How a message writes the dtype of a tensor.
-
-    >>> dtype_name(torch.zeros(1))
-    'float32'
-    """
+    """How a message writes the dtype of a tensor."""
     return str(values.dtype).removeprefix("torch.")
