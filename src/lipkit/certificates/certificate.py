@@ -33,10 +33,9 @@ class Certificate(Shown):
     Attributes:
         radius: (N,) float64, certified l2 radius in units of the input, rounded down; 0 where nothing is certified.
         radius_ignored: (N,) float64, the radius as if no logit were rounded: the field's convention, for comparison.
-            Equal to `radius` for ``rounding="ignore"``.
         prediction: (N,) int64; -1 where a logit is NaN.
         label: (N,) int64.
-        margin: (N,) float64, signed margin ``y_t - max_{i != t} y_i``.
+        margin: (N,) float64, signed: ``y_t - max_{i != t} y_i``.
         constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up.
         body_constant: the same for everything before the last linear layer; None without such a split.
         method: ``"last layer"`` (pairwise, with `body_constant`) or ``"global"`` (margin / (sqrt(2) L)); ``"local"``
@@ -190,18 +189,16 @@ def certify(
     a distance s of x (`docs/rounding.md`); with ``rounding="ignore"`` both are 0.
 
     **Guarantee.** For every input x' of the evaluator's number format closer than r(x), the machine computes a logit
-    of the label that is larger than all others, whatever training produced the numbers. L and L_b are computed here
-    from the stored numbers, in float64, and rounded up (`lipkit.lipschitz`); the logits are measured in float64, and
-    the errors of this measurement and of the evaluator are bounded a priori, for sums in any order, with or without
-    fused operations and flushing to zero. Radii are rounded down. The assumptions about the machine are listed in
-    `docs/rounding.md`; settings of torch that break them are refused. With ``rounding="ignore"``, the convention of
-    the field, logits count as exact: then the statement is about real arithmetic only and a rounding error can break
-    it. An input normalisation is a layer of the network and so part of L.
+    of the label that is larger than all others. L and L_b are computed from the stored numbers, in float64, and rounded
+    up (`lipkit.lipschitz`); the logits are measured in float64, and the errors of this measurement and of the evaluator
+    are bounded a priori, for sums in any order, with or without fused operations and flushing to zero. Radii are
+    rounded down. `docs/rounding.md` lists the assumptions about the machine; settings of torch that break them are
+    refused. With ``rounding="ignore"``, the convention of the field, the statement is about real arithmetic only and a
+    rounding error can break it.
 
-    With ``method="local"`` a network that was not trained for its constant gets another radius, from linear bounds of
-    its layers around each sample (`lipkit.certificates.local`), proved in float64 with every rounding error of the
-    proof and of the evaluator; the larger of both counts. It holds for inputs in the network's ``input_range``, where
-    it has one. `radius_ignored` is then never below `radius`, and otherwise that of the constants.
+    With ``method="local"`` linear bounds of the layers around each sample (`lipkit.certificates.local`) give another
+    radius, proved with every rounding error too; the larger of both counts. It holds for inputs in the network's
+    ``input_range``, where it has one. `radius_ignored` is then the larger of `radius` and that of the constants.
 
     Args:
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
@@ -219,10 +216,9 @@ def certify(
         progress: called with the samples whose local radius is known, and all, a few at a time.
 
     Cost:
-        The bounds of the layers without a ``proof``, a comparison of all numbers with it; and one pass through the
-        network in float64, two for samples with small margins (three for a float32 evaluator). Local radii take about
-        five passes back from each layer of activations, with a row for each unit: 0.2 s for an MLP of 2 x 256,
-        seconds for a convolutional network.
+        The bounds of the layers, or a comparison of all numbers with the ``proof``; one to three passes in float64.
+        Local radii take about five passes back from each layer of activations, with a row for each unit: 0.2 s for an
+        MLP of 2 x 256, seconds for a convolutional network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.

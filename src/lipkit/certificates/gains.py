@@ -436,6 +436,4 @@ def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tup
     stacked = torch.stack([*values])
     room = up(stacked.abs() * relative + absolute, 4)
     low, high = (stacked - room).amin(0), (stacked + room).amax(0)
-    return low.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf), high.nan_to_num(
-        nan=math.inf, posinf=math.inf, neginf=-math.inf
-    )
+    return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)

@@ -111,7 +111,7 @@ def _asked(
     """Device and evaluator of a request, under the present settings of torch."""
     check_underflow()  # small float32 numbers would be lost on their way to float64
     where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
-    return where, evaluators.named(rounding, evaluator, where, network)
+    return where, evaluators.evaluator(evaluator, where, network, rounding)
 
 
 # What no function of a plain module depends on: its mode, hooks of gradients, the line of the code that it stands for.
