@@ -1389,12 +1389,7 @@ def network(config, get, shape):
     return node
 
 
-def recurrent(config, get, shape):
-    raise Refused("a recurrent network, which only lipkit itself proves")
-
-
 KINDS = {
-    "Recurrent": recurrent,
     "Linear": linear, "Conv2d": convolution, "ConvTranspose2d": transposed,
     "FourierConv2d": fourier, "TaylorConv2d": taylor,
     "Affine": affine, "MaxMin": group_sort, "GroupSort": group_sort, "HalfAbs": half_abs,
@@ -1421,21 +1416,18 @@ ARGUMENTS = {
         "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*",
     "FourierConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
     "Softmax Concatenate": "dim",
-    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?",
-    "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*",
+    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "Add": "signs*",
+    "SpreadConv2d": "first! out_channels kernel_size* bias?", "GradientStep": "first! force!",
     "SandwichBlock SlopeResidual": "channels first! activation! second!", "Attraction": "heads",
-    "GradientStep": "first! force!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
-    "UnitNorm": "dims* eps.",
-    "Mean": "dims* keepdim?",
+    "UnitNorm": "dims* eps.", "Mean": "dims* keepdim?", "EnlargeBilinear": "rows cols",
     "AvgPool2d": "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~",
     "MaxPool2d": "kernel_size| stride| padding| dilation| ceil_mode?", "L2NormPool2d": "kernel_size~",
     "AdaptiveAvgPool2d": "output_size~", "GroupSort": "group_size~", "Householder": "channels order",
     "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
-    "Pad": "padding*", "Flatten": "start_dim end_dim",
-    "Reshape Expand": "shape*", "Piece": "dim start stop step",
-    "EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "Pad": "padding*", "Flatten": "start_dim end_dim", "Reshape Expand": "shape*", "Piece": "dim start stop step",
+    "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
     "Recurrent": "in_features out_features states units% block phi! gain. rate.",
     "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip

@@ -206,6 +206,10 @@ def test_a_key_twice_is_refused(written: Any) -> None:
         ({"method": "global"}, "expected method 'last layer', got 'global'"),
         ({"dtype": "float32"}, "expected dtype 'float64', got 'float32'"),
         ({"input_shape": [2, 3]}, "expected input_shape"),
+        (
+            {"evaluator": {"name": "real", "dtype": "real", "block": None, "device": "", "torch": "", "settings": {}}},
+            r"expected evaluator \('float64', 'float64', None\), got \('real', 'real', None\)",
+        ),
         ({"architecture": ["Linear", "Tanh", "Linear"]}, "expected architecture"),
     ],
 )

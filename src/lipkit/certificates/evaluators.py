@@ -71,7 +71,7 @@ class Evaluator:
 def evaluator(
     name: str, device: str | torch.device, network: nn.Module | None = None, rounding: str = "sound"
 ) -> Evaluator:
-    """The evaluator of this name under the present settings, unless they break its model; none if rounding is ignored."""
+    """The evaluator of this name under the present settings, which must not break its model; none without rounding."""
     kind = torch.device(device).type
     if check_rounding(rounding) == "ignore":
         if name != "float64":

@@ -41,7 +41,7 @@ from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, prepare, start
 from lipkit.modules.network import Network
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow, size
 from lipkit.proof.roundoff import next_down, next_up
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
@@ -298,9 +298,7 @@ class Ball:
 
 def _norm(rows: Tensor) -> Tensor:
     """l2 norms (N, R) of rows, rounded up."""
-    flat = rows.flatten(2)
-    n = flat.shape[2]
-    return torch.linalg.vector_norm(flat, dim=2) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500
+    return size(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
 
 
 class Bounds:
