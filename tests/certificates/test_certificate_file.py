@@ -211,7 +211,7 @@ def test_a_key_twice_is_refused(written: Any) -> None:
                 "evaluator": dict.fromkeys(("device", "torch"), "")
                 | {"name": "float64", "dtype": "float16", "block": None, "settings": {}}
             },
-            r"expected evaluator \('\w+', '\w+', None\), got \('float64', 'float16', None\)",
+            r"expected evaluator '\w+ \(\w+, block None\)', got 'float64 \(float16, block None\)'",
         ),
         ({"architecture": ["Linear", "Tanh", "Linear"]}, "expected architecture"),
     ],

@@ -19,6 +19,7 @@ from lipkit import modules
 from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules.chains import prove_chain
+from lipkit.modules.guarding import guard
 from lipkit.proof.arithmetic import FLOAT64
 
 
@@ -220,6 +221,31 @@ def test_what_makes_the_live_network_another_than_the_stored_one_is_refused(
     change(plain)
     with pytest.raises((NoRuleError, OptionError), match="expected"):
         lipkit.certify(plain, x, y, proof=proof)
+
+
+def test_sizes_that_only_describe_a_weight_may_be_stale() -> None:
+    plain, (x, y) = network(), samples()
+    expected = lipkit.certify(plain, x, y).radius
+    plain[3].in_features = 5
+    assert torch.allclose(lipkit.certify(plain, x, y).radius, expected, rtol=1e-9)
+    small = nn.Parameter(plain[3].weight / 100, requires_grad=False)
+    other = copy.deepcopy(plain[3])
+    other.weight = small
+    plain[3].__deepcopy__ = lambda _: other
+    with pytest.raises(OptionError, match=r"expected a copy with the same numbers, got others in '3\.weight'"):
+        lipkit.certify(plain, x, y)
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_a_padding_that_was_changed_after_birth_is_refused(mode: str) -> None:
+    for padding in (3, "same"):
+        conv = nn.Conv2d(1, 1, (7, 4), padding=padding, padding_mode=mode)
+        guard(conv)
+        conv.padding = (1, 1)  # torch goes on to pad as before
+        with pytest.raises(NoRuleError, match=r"padding=\(1, 1\): expected borders of \[1, 1, 1, 1\], got \["):
+            guard(conv)
+        conv.padding_mode = "zeros"
+        guard(conv)
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Module])

@@ -374,13 +374,13 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
         if bound is not None and known is not None and not bound >= known * (1 - TOLERANCE):
             raise CertificateViolation(f"expected {name} of at least {known:.12g}, got {bound:.12g}")
     architecture = tuple(type(module).__name__ for module in network)
-    evaluators = ((e.name, e.dtype, e.block) for e in (claimed.evaluator, proved.evaluator))
+    claims, finds = (f"{e.name} ({e.dtype}, block {e.block})" for e in (claimed.evaluator, proved.evaluator))
     if claimed.method == "local" and claimed.input_range != network.input_range:
         raise CertificateViolation(f"expected input_range {network.input_range}, got {claimed.input_range}")
     for name, told, found in (
         ("method", claimed.method, proved.method),
         ("dtype", claimed.dtype, proved.dtype),
-        ("evaluator", *evaluators),
+        ("evaluator", claims, finds),
         ("input_shape", tuple(claimed.input_shape), proved.input_shape),
         ("architecture", tuple(file.architecture) or architecture, architecture),
     ):
