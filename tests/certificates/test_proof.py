@@ -18,6 +18,7 @@ import lipkit
 from lipkit import modules
 from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules.blocked import blocked
 from lipkit.modules.chains import prove_chain
 from lipkit.modules.guarding import guard
 from lipkit.proof.arithmetic import FLOAT64
@@ -244,8 +245,10 @@ def test_a_padding_that_was_changed_after_birth_is_refused(mode: str) -> None:
         conv.padding = (1, 1)  # torch goes on to pad as before
         with pytest.raises(NoRuleError, match=r"padding=\(1, 1\): expected borders of \[1, 1, 1, 1\], got \["):
             guard(conv)
-        conv.padding_mode = "zeros"
+        conv.padding_mode = "zeros"  # here it does not
         guard(conv)
+        x = torch.randn(2, 1, 9, 9)
+        assert torch.allclose(blocked(conv)(x), conv(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Module])
