@@ -140,6 +140,10 @@ class Floats:
     left = math.inf  # what may still be spent; a network sets it
     unit = Fraction(1, 1 << 900)  # more than what underflow loses in one entry
     steps = 32  # squarings of a Gram matrix: at most a factor n^(2^-33) above the norm is left
+    # numpy's own: one rounding an entry. ``factor`` may be wrong: `positive` looks at what it leaves.
+    scale, add, shift, sqrt, inverse, factor = map(
+        staticmethod, (np.multiply, np.add, np.ldexp, np.sqrt, np.reciprocal, np.linalg.cholesky)
+    )
 
     def of(self, a):
         """Stored numbers in this arithmetic, and a bound of the error of each."""
@@ -156,22 +160,16 @@ class Floats:
         """Relative error of an inner product of n terms and of the operations on it that follow."""
         return gamma(n + 3)  # n terms, and a bias, a factor and a sum at most
 
-    def scale(self, c, s):
-        return c * s
-
-    def add(self, x, y):
-        return x + y
-
-    def shift(self, a, s):
-        return np.ldexp(a, s)
-
     def rowsum(self, a):
         """Largest sum of moduli of a row."""
         return Fraction(float(np.abs(a).sum(-1).max())) * (1 + gamma(a.shape[-1]))
 
     def lengths(self, c):
         """l2 norms of the rows, rounded up."""
-        return [root(Fraction(v) * (1 + gamma(c.shape[1] + 4))) for v in np.einsum("ij,ij->i", c, c).tolist()]
+        _, places = np.frexp(np.abs(c).max(1, initial=0))  # largest entries near 1: no square that counts underflows
+        c = np.ldexp(c, -places[:, None])
+        squares = zip(np.einsum("ij,ij->i", c, c).tolist(), places.tolist(), strict=True)
+        return [root(Fraction(v) * (1 + gamma(c.shape[1] + 4))) * Fraction(2) ** k for v, k in squares]
 
     def norms(self, c):
         """l2 norms of the rows, rounded."""
@@ -183,15 +181,6 @@ class Floats:
     def near(self, x):
         """A number of an array near a rational one, which proves nothing."""
         return np.float64(float(x))
-
-    def sqrt(self, a):
-        return np.sqrt(a)
-
-    def inverse(self, a):
-        return 1 / a
-
-    def factor(self, h):
-        return np.linalg.cholesky(h)
 
 
 class Integers:
@@ -769,20 +758,13 @@ RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
 
 
-def maxmin(config, get, shape):
-    need(shape[0] % 2 == 0, f"an even number of channels, got {shape}")
-    k = shape[0] // 2
-
-    def forward(c):
-        return np.concatenate((np.maximum(c[:, :k], c[:, k:]), np.minimum(c[:, :k], c[:, k:])), 1)
-
-    return Node(shape, 1, forward)
-
-
 def group_sort(config, get, shape):
-    k = shape[0] if config["group_size"] is None else config["group_size"]
-    need(config["group_size"] != 1 and shape[0] % k == 0, f"groups of {k}, got {shape}")
-    return Node(shape, 1, lambda c: -np.sort(-c.reshape(len(c), -1, k, *shape[1:]), 2).reshape(c.shape))
+    """Groups of channels, largest first: those that follow each other, or the two that are half of all apart."""
+    size = config.get("group_size", 2)  # 2: of MaxMin
+    k = shape[0] if size is None else size
+    need(size != 1 and shape[0] % k == 0, f"groups of {k}, got {shape}")
+    seen, axis = ((2, -1), 1) if config["type"] == "MaxMin" else ((-1, k), 2)
+    return Node(shape, 1, lambda c: -np.sort(-c.reshape(len(c), *seen, *shape[1:]), axis).reshape(c.shape))
 
 
 def half_abs(config, get, shape):
@@ -887,7 +869,7 @@ def gradient_step(config, get, shape):
 def layer_norm(config, get, shape):
     """Groups of n numbers are centred and divided by their deviation."""
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
-    need(isinstance(ops, Floats) and eps > 0, "LayerNorm with eps above 0, in floating point")
+    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400, in floating point")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
     affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
     b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
@@ -1407,15 +1389,10 @@ def network(config, get, shape):
     return node
 
 
-def recurrent(config, get, shape):
-    raise Refused("a recurrent network, which only lipkit itself proves")
-
-
 KINDS = {
-    "Recurrent": recurrent,
     "Linear": linear, "Conv2d": convolution, "ConvTranspose2d": transposed,
     "FourierConv2d": fourier, "TaylorConv2d": taylor,
-    "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
+    "Affine": affine, "MaxMin": group_sort, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
     "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm, "LayerNorm": layer_norm,
@@ -1439,21 +1416,18 @@ ARGUMENTS = {
         "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*",
     "FourierConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
     "Softmax Concatenate": "dim",
-    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?",
-    "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*",
+    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "Add": "signs*",
+    "SpreadConv2d": "first! out_channels kernel_size* bias?", "GradientStep": "first! force!",
     "SandwichBlock SlopeResidual": "channels first! activation! second!", "Attraction": "heads",
-    "GradientStep": "first! force!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
-    "UnitNorm": "dims* eps.",
-    "Mean": "dims* keepdim?",
+    "UnitNorm": "dims* eps.", "Mean": "dims* keepdim?", "EnlargeBilinear": "rows cols",
     "AvgPool2d": "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~",
     "MaxPool2d": "kernel_size| stride| padding| dilation| ceil_mode?", "L2NormPool2d": "kernel_size~",
     "AdaptiveAvgPool2d": "output_size~", "GroupSort": "group_size~", "Householder": "channels order",
     "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
-    "Pad": "padding*", "Flatten": "start_dim end_dim",
-    "Reshape Expand": "shape*", "Piece": "dim start stop step",
-    "EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "Pad": "padding*", "Flatten": "start_dim end_dim", "Reshape Expand": "shape*", "Piece": "dim start stop step",
+    "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
     "Recurrent": "in_features out_features states units% block phi! gain. rate.",
     "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
@@ -1571,15 +1545,11 @@ class Network:
         """K[t][i] of Theorem 9."""
         k = self.nodes[-1].shape[0]
         whole = root(Fraction(2)) * self.gain
-        table = [[whole] * k for _ in range(k)]
-        if self.rows is not None:
-            error = 2 * self.nodes[-1].blocks[1] * root(Fraction(self.rows.shape[1]))
-            for t in range(k):
-                far = ops.lengths(self.rows[t] - self.rows)
-                for i in range(k):
-                    rounding = ops.rounding(1) * far[i] + error
-                    table[t][i] = up(min(whole, self.body * (far[i] + rounding)))
-        return table
+        if self.rows is None:
+            return [[whole] * k for _ in range(k)]
+        error = 2 * self.nodes[-1].blocks[1] * root(Fraction(self.rows.shape[1]))
+        distances = ([far * (1 + ops.rounding(1)) + error for far in ops.lengths(w - self.rows)] for w in self.rows)
+        return [[up(min(whole, self.body * far)) for far in row] for row in distances]
 
 
 def lmi(layers, multipliers, target):
@@ -1865,6 +1835,7 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     for key, value, own in short:
         say(f"refused  {key}: claimed {float(value):.9g}, proved here {float(own):.9g}")
     count = len(rows) if count is None else min(count, len(rows))
+    need(count >= 1, f"expected at least one sample to check, got {count}")
     constants, batch = network.constants(), max(1, (1 << 23) // max(node.room for node in network.nodes))
     confirmed, full, lost, checked, unchecked = 0, 0, Fraction(0), 0, 0
     samples = ((logits, e) for c, e in network.logits(x[:count], batch) for logits in c)

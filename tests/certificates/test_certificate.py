@@ -332,6 +332,8 @@ def test_loaders_are_refused_with_the_remedy() -> None:
     for other, name in (
         (list(x), "list"),
         (x.numpy().astype(object), "an array of object"),
+        (x.numpy().astype(np.longdouble), "an array of (longdouble|float128)"),
+        (np.ma.masked_greater(x.numpy(), 0.5), "a masked array of float32"),
         (loader.dataset, "TensorD"),
     ):
         with pytest.raises(OptionError, match=f"two tensors or numpy arrays of numbers, got {name}"):

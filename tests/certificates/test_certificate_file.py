@@ -153,6 +153,8 @@ def test_other_networks_and_samples_are_refused(written: Any) -> None:
         (3, {"index": 7}, "line 4: expected index 2"),
         (3, {"label": 0.5}, "expected index 2 and whole labels"),
         (3, {"label": -1}, "whole labels"),
+        (3, {"label": 0.0}, "whole labels"),
+        (3, {"index": 2.0}, "whole labels"),
         (3, {"prediction": "NaN"}, "whole labels"),
         (3, {"radius": -0.1}, "expected radii >= 0"),
         (3, {"radius": "NaN"}, "expected radii >= 0"),
@@ -204,6 +206,13 @@ def test_a_key_twice_is_refused(written: Any) -> None:
         ({"method": "global"}, "expected method 'last layer', got 'global'"),
         ({"dtype": "float32"}, "expected dtype 'float64', got 'float32'"),
         ({"input_shape": [2, 3]}, "expected input_shape"),
+        (
+            {
+                "evaluator": dict.fromkeys(("device", "torch"), "")
+                | {"name": "float64", "dtype": "float16", "block": None, "settings": {}}
+            },
+            r"expected evaluator '\w+ \(\w+, block None\)', got 'float64 \(float16, block None\)'",
+        ),
         ({"architecture": ["Linear", "Tanh", "Linear"]}, "expected architecture"),
     ],
 )

@@ -268,3 +268,11 @@ def test_weights_at_the_ends_of_float64_have_a_bound(first: float, last: float) 
     x = torch.randn(20, 3, dtype=torch.float64)
     assert float(derivatives(network, x).norm(dim=(1, 2)).max()) <= 2 * found.upper <= 2 * plain.upper
     assert found.describe().startswith("L <= ")
+
+
+def test_a_value_that_underflows_keeps_its_sign() -> None:
+    """1e-300 * -1e-110 is below 0, where a ReLU behind it has slope 0."""
+    ends = torch.tensor([[-1e-100], [-1e-110]], dtype=torch.float64)
+    (low, high), (least, _) = gains._slopes(nn.LeakyReLU(1e-300), ends[0], ends[1], 1.0)
+    assert float(low) == float(high) == 1e-300
+    assert float(least) < 0

@@ -719,3 +719,10 @@ def test_files_and_checkers(tmp_path: Path) -> None:
 def test_relaxation_refuses_what_is_no_activation() -> None:
     with pytest.raises(NoRuleError, match="expected a scalar activation"):
         relaxation.curve_of(nn.Softmax(1))
+
+
+def test_progress_names_the_samples_that_are_done() -> None:
+    net = modules.Network([nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)], (2,))
+    x, told = torch.randn(70, 2), list[tuple[int, int]]()
+    certify(net, x, net(x).argmax(1), method="local", progress=lambda done, total: told.append((done, total)))
+    assert told == [(32, 70), (64, 70), (70, 70)]

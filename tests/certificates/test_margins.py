@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -110,6 +111,15 @@ def test_rows_that_differ_by_less_than_the_root_of_the_smallest_number_are_not_e
     pairs = margins.last_layer_constants(double([[1e-200, 0.0], [0.0, 0.0]]), 1.0)
     assert pairs[0, 1].item() == pytest.approx(1e-200, rel=1e-12)
     assert pairs[0, 1].item() >= 1e-200
+
+
+def test_distances_below_the_normal_range_are_rounded_up() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        scale, columns = rng.choice([-1074, -1072, -1060, -1030]), rng.choice([1, 2, 3, 7])
+        rows = [[math.ldexp(rng.choice([0, 1, rng.random()]), scale) for _ in range(columns)] for _ in range(2)]
+        exact = sum((Fraction(a) - Fraction(b)) ** 2 for a, b in zip(*rows, strict=True))
+        assert Fraction(margins.row_distances(double(rows))[0, 1].item()) ** 2 >= exact
 
 
 def test_margins_and_predictions() -> None:

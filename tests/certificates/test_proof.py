@@ -18,6 +18,10 @@ import lipkit
 from lipkit import modules
 from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules.blocked import blocked
+from lipkit.modules.chains import prove_chain
+from lipkit.modules.guarding import guard
+from lipkit.proof.arithmetic import FLOAT64
 
 
 def network() -> modules.Network:
@@ -150,12 +154,121 @@ def test_buffers_that_are_not_stored_are_compared_with_and_without_a_proof() -> 
             lipkit.certify(plain, x, torch.zeros(5, dtype=torch.int64), proof=given_proof)
 
 
-def test_activations_that_become_one_module_are_another_network() -> None:
+def test_activations_that_become_one_module_are_the_same_network() -> None:
     relus = [nn.ReLU(), nn.ReLU()]
     plain = modules.Network([nn.Linear(2, 2), relus[0], nn.Linear(2, 2), relus[1]], (2,))
-    proof, plain._modules["3"] = lipkit.prove(plain), relus[0]
-    with pytest.raises(OptionError, match="proof: expected one of the network"):
-        lipkit.certify(plain, torch.ones(1, 2), torch.zeros(1, dtype=torch.int64), proof=proof)
+    proof, x, y = lipkit.prove(plain), torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)
+    expected = lipkit.certify(plain, x, y)
+    plain._modules["3"] = relus[0]
+    for each in (proof, None):
+        assert numbers(lipkit.certify(plain, x, y, proof=each)) == numbers(expected)
+
+
+def test_a_layer_that_stands_first_and_last_is_proved_in_both_places() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4).double(), torch.randn(20, 4, dtype=torch.float64)
+    tied = modules.Network([layer, nn.ReLU(), layer], (4,))
+    apart = copy.deepcopy(modules.Network([layer, nn.ReLU(), copy.deepcopy(layer)], (4,)))
+    y = tied(x).argmax(1)
+    found = lipkit.certify(tied, x, y)
+    assert bool(found.correct.all())
+    assert numbers(found) == numbers(lipkit.certify(apart, x, y))
+    chain = prove_chain(tied, FLOAT64)
+    assert len(chain.steps) == 2
+    assert chain.last is layer
+
+
+class _Scaled(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key) * (5 if key == "weight" else 1)
+
+
+def _padding(plain: modules.Network) -> None:
+    plain[0]._reversed_padding_repeated_twice = [2, 0, 2, 0]
+
+
+def _walk(plain: modules.Network) -> None:
+    relu, clean = plain[1].nodes[0], nn.ReLU().eval()
+    relu.named_modules = lambda *_, **__: iter([("", clean)])
+    relu.register_forward_hook(lambda _, __, y: 5 * y)
+
+
+def _detached(plain: modules.Network) -> None:
+    kept = plain[3].weight.detach().clone()
+    plain[3].weight.data.mul_(5)
+    plain[3].weight.detach = lambda: kept
+
+
+def _copied(plain: modules.Network) -> None:
+    small = nn.Parameter(plain[3].weight.detach() / 100, requires_grad=False)
+    plain[3].weight.__deepcopy__ = lambda _: small
+
+
+def _indexed(plain: modules.Network) -> None:
+    vars(plain[3])["_parameters"] = _Scaled(plain[3]._parameters)
+
+
+def _unstored(plain: modules.Network) -> None:
+    plain[3]._non_persistent_buffers_set.add("weight")
+
+
+@pytest.mark.parametrize("given_proof", [False, True])
+@pytest.mark.parametrize("change", [_padding, _walk, _detached, _copied, _indexed, _unstored])
+def test_what_makes_the_live_network_another_than_the_stored_one_is_refused(
+    change: Callable[[modules.Network], None], given_proof: bool
+) -> None:
+    plain, (x, y) = network(), samples()
+    proof = lipkit.prove(plain) if given_proof else None
+    change(plain)
+    with pytest.raises((NoRuleError, OptionError), match="expected"):
+        lipkit.certify(plain, x, y, proof=proof)
+
+
+def test_sizes_that_only_describe_a_weight_may_be_stale() -> None:
+    plain, (x, y) = network(), samples()
+    expected = lipkit.certify(plain, x, y).radius
+    plain[3].in_features = 5
+    assert torch.allclose(lipkit.certify(plain, x, y).radius, expected, rtol=1e-9)
+    small = nn.Parameter(plain[3].weight / 100, requires_grad=False)
+    other = copy.deepcopy(plain[3])
+    other.weight = small
+    plain[3].__deepcopy__ = lambda _: other
+    with pytest.raises(OptionError, match=r"expected a copy with the same numbers, got others in '3\.weight'"):
+        lipkit.certify(plain, x, y)
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_a_padding_that_was_changed_after_birth_is_refused(mode: str) -> None:
+    for padding in (3, "same"):
+        conv = nn.Conv2d(1, 1, (7, 4), padding=padding, padding_mode=mode)
+        guard(conv)
+        conv.padding = (1, 1)  # torch goes on to pad as before
+        with pytest.raises(NoRuleError, match=r"padding=\(1, 1\): expected borders of \[1, 1, 1, 1\], got \["):
+            guard(conv)
+        conv.padding_mode = "zeros"  # here it does not
+        guard(conv)
+        x = torch.randn(2, 1, 9, 9)
+        assert torch.allclose(blocked(conv)(x), conv(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Module])
+def test_an_attribute_of_a_class_that_hides_a_weight_is_refused(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, (x, y) = network().double(), samples()
+    proof = lipkit.prove(plain)
+    monkeypatch.setattr(kind, "weight", torch.ones(3, 64, dtype=torch.float64), raising=False)
+    for each in (proof, None):
+        with pytest.raises(NoRuleError, match="a plain attribute that hides its own 'weight'"):
+            lipkit.certify(plain, x, y, proof=each)
+
+
+def test_a_copy_of_another_network_has_no_part_in_a_proof() -> None:
+    plain, (x, y), small = network(), samples(), nn.Linear(64, 3).requires_grad_(False)
+    small.weight.div_(1000)
+    expected = lipkit.certify(plain, x, y)
+    plain[3].__deepcopy__ = lambda _: small
+    assert numbers(lipkit.certify(plain, x, y)) == numbers(expected)
 
 
 def test_hooks_and_replaced_methods_are_refused_with_a_proof_too() -> None:

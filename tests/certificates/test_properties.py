@@ -227,6 +227,8 @@ def test_boxes_of_cases() -> None:
         (box((0, 1)) + "(assert (<= Y_0 1)", "expected a ')' for each '('"),
         (box((0, 1)) + "))", "expected a '(' for each ')'"),
         ("hello", "expected (declare-const NAME Real)"),
+        (box((0, 1)) + "(assert (<= Y_0 \u0661))", "expected a number or a variable"),  # an Arabic 1
+        (box((0, 1)) + "(assert (<= Y_\u0660 1))", "expected a number or a variable"),
         ("(vnnlib-version <2.0>)", "got ['vnnlib-version', '<2.0>']"),
         (box((0, 1)) + "(assert (<= Y_-1 1))", "got Y_-1"),
         (box((0, 1)) + "(assert ())", "expected and, or"),

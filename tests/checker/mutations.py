@@ -38,6 +38,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("Fraction(float(np.abs(a).sum(-1).max())) * (1 + gamma(a.shape[-1]))", "Fraction(float(np.abs(a.sum(-1)).max()))"),
     ("root(Fraction(v) * (1 + gamma(c.shape[1] + 4)))", "root(Fraction(v))"),
     ("root(Fraction(v) * (1 + gamma(c.shape[1] + 4)))", "Fraction(v) * (1 + gamma(c.shape[1] + 4))"),
+    ("c = np.ldexp(c, -places[:, None])", "places = 0 * places"),
     ("Fraction(1, 1 << 51)", "Fraction(0)"),
     ("(product(c0, a0) >> 22)) >> 22)", "(product(c0, a0) >> 44)) >> 22)"),
     ("product(c0, a1) + (product", "(product"),
@@ -151,8 +152,8 @@ MUTATIONS = [(first, old, new) for first, changes in {
     # the verdict
     "files runs: hand or pairs or tolerance or range or corruptions or labels or own_one or body": [
     ("whole = root(Fraction(2)) * self.gain", "whole = self.gain"),
-    ("table[t][i] = up(min(whole, self.body", "table[t][i] = up(max(whole, self.body"),
-    ("self.body * (far[i] + rounding)", "far[i] + rounding"),
+    ("up(min(whole, self.body * far))", "up(max(whole, self.body * far))"),
+    ("self.body * far)", "far)"),
     ("for node in self.nodes[:-1]))", "for node in self.nodes[:-2]))"),
     ("near = up(root(Fraction(2)) * e)", "near = up(e)"),
     ("if gap <= near:", "if gap < -near:"),
@@ -190,7 +191,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("need(\"Network\" not in {", "need(True or \"Network\" not in {"),
     ("need(i in places and", "need("),
     ("places and type(n) is int", "places"),
-    ('need(config["group_size"] != 1 and', "need("),
+    ('need(size != 1 and', "need("),
     ('config["min_val"] < config["max_val"]', 'config["min_val"] <= config["max_val"]'),
     ('need(not isinstance(config["kernel_size"], list) and', "need("),
     ],

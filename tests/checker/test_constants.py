@@ -37,6 +37,15 @@ def test_the_length_of_a_batch_is_that_of_its_longest_sample() -> None:
     assert 5 <= k.length(np.array([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])) <= 5 * (1 + Fraction(1, 10**12))
 
 
+def test_rows_whose_squares_underflow_are_not_equal() -> None:
+    modules = [linear(), linear(), linear() | {"out_features": 2}]
+    config = {"type": "Network", "input_shape": [1], "multipliers": {}, "modules": modules}
+    weights = np.array([[1e85]]), np.array([[1e85]]), np.array([[1e-170], [-1e-170]])
+    pairs = k.Network(config, {f"{i}.weight": w for i, w in enumerate(weights)}).constants()
+    assert 2 * (1 - 1e-12) <= pairs[0][1] <= 2 * (1 + 1e-12)
+    assert pairs[0][0] == 0
+
+
 @pytest.mark.parametrize("n", [3, 4, 5])
 def test_zero_padding_takes_frequencies_between_those_of_the_image(n: int) -> None:
     # Differences of neighbours: 2 cos(pi / (2 n + 2)), more than the circle of odd n has.
@@ -61,6 +70,13 @@ def test_a_norm_of_hardly_anything_divides_by_the_root_of_eps(eps: float) -> Non
     quotient = np.linalg.norm(node.forward(x) - node.forward(-x)) / np.linalg.norm(2 * x)
     assert quotient == pytest.approx(step / math.sqrt(eps), rel=1e-6)
     assert quotient * (1 - 1e-9) <= float(node.norm) <= quotient * (1 + 1e-6)
+
+
+def test_a_normalisation_whose_squares_underflow_beside_eps_is_refused() -> None:
+    """With eps = 5e-324 numpy's own result for inputs of that size is wrong by 4 %."""
+    config = {"type": "LayerNorm", "normalized_shape": [2], "elementwise_affine": False, "bias": False, "eps": 5e-324}
+    with pytest.raises(k.Refused, match="eps above 2\\^-400"):
+        k.build(config, k.Tensors({}), (2,))
 
 
 def test_a_polynomial_of_a_skew_kernel_keeps_its_norm() -> None:

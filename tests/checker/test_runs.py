@@ -294,6 +294,9 @@ def test_data_that_are_missing_are_named(run: Path, tmp_path: Path, capsys: Any)
 def test_the_first_samples_alone(run: Path, capsys: Any) -> None:
     assert verdict(run, "--samples", "3") == 0
     assert "3 radii confirmed" in capsys.readouterr().out
+    for count in ("0", "-1"):
+        assert verdict(run, "--samples", count) == 1
+        assert "expected at least one sample" in capsys.readouterr().out
 
 
 def test_a_run_without_certificate(tmp_path: Path, capsys: Any) -> None:

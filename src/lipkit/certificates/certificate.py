@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,9 @@ class Certificate(Shown):
     Attributes:
         radius: (N,) float64, certified l2 radius in units of the input, rounded down; 0 where nothing is certified.
         radius_ignored: (N,) float64, the radius as if no logit were rounded: the field's convention, for comparison.
-            Equal to `radius` for ``rounding="ignore"``.
         prediction: (N,) int64; -1 where a logit is NaN.
         label: (N,) int64.
-        margin: (N,) float64, signed margin ``y_t - max_{i != t} y_i``.
+        margin: (N,) float64, signed: ``y_t - max_{i != t} y_i``.
         constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up.
         body_constant: the same for everything before the last linear layer; None without such a split.
         method: ``"last layer"`` (pairwise, with `body_constant`) or ``"global"`` (margin / (sqrt(2) L)); ``"local"``
@@ -177,6 +177,7 @@ def certify(
     batch_size: int = 128,
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     r"""Certified l2 radii of a classifier. For a regression see `lipkit.certificates.certify_regression`.
 
@@ -188,18 +189,16 @@ def certify(
     a distance s of x (`docs/rounding.md`); with ``rounding="ignore"`` both are 0.
 
     **Guarantee.** For every input x' of the evaluator's number format closer than r(x), the machine computes a logit
-    of the label that is larger than all others, whatever training produced the numbers. L and L_b are computed here
-    from the stored numbers, in float64, and rounded up (`lipkit.lipschitz`); the logits are measured in float64, and
-    the errors of this measurement and of the evaluator are bounded a priori, for sums in any order, with or without
-    fused operations and flushing to zero. Radii are rounded down. The assumptions about the machine are listed in
-    `docs/rounding.md`; settings of torch that break them are refused. With ``rounding="ignore"``, the convention of
-    the field, logits count as exact: then the statement is about real arithmetic only and a rounding error can break
-    it. An input normalisation is a layer of the network and so part of L.
+    of the label that is larger than all others. L and L_b are computed from the stored numbers, in float64, and rounded
+    up (`lipkit.lipschitz`); the logits are measured in float64, and the errors of this measurement and of the evaluator
+    are bounded a priori, for sums in any order, with or without fused operations and flushing to zero. Radii are
+    rounded down. `docs/rounding.md` lists the assumptions about the machine; settings of torch that break them are
+    refused. With ``rounding="ignore"``, the convention of the field, the statement is about real arithmetic only and a
+    rounding error can break it.
 
-    With ``method="local"`` a network that was not trained for its constant gets another radius, from linear bounds of
-    its layers around each sample (`lipkit.certificates.local`), proved in float64 with every rounding error of the
-    proof and of the evaluator; the larger of both counts. It holds for inputs in the network's ``input_range``, where
-    it has one. `radius_ignored` is then never below `radius`, and otherwise that of the constants.
+    With ``method="local"`` linear bounds of the layers around each sample (`lipkit.certificates.local`) give another
+    radius, proved with every rounding error too; the larger of both counts. It holds for inputs in the network's
+    ``input_range``, where it has one. `radius_ignored` is then the larger of `radius` and that of the constants.
 
     Args:
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
@@ -214,12 +213,12 @@ def certify(
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
         proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
+        progress: called with the samples whose local radius is known, and all, a few at a time.
 
     Cost:
-        The bounds of the layers without a ``proof``, a comparison of all numbers with it; and one pass through the
-        network in float64, two for samples with small margins (three for a float32 evaluator). Local radii take about
-        five passes back from each layer of activations, with a row for each unit: 0.2 s for an MLP of 2 x 256,
-        seconds for a convolutional network.
+        The bounds of the layers, or a comparison of all numbers with the ``proof``; one to three passes in float64.
+        Local radii take about five passes back from each layer of activations, with a row for each unit: 0.2 s for an
+        MLP of 2 x 256, seconds for a convolutional network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
@@ -253,7 +252,7 @@ def certify(
         radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
-        local = _local(network, proof, x, labels, radius)
+        local = _local(network, proof, x, labels, radius, progress)
         name = "local" if method == "local" or bool((local > radius).any()) else name
         radius, ignored = torch.maximum(radius, local), torch.maximum(ignored, local)
     return Certificate(
@@ -275,14 +274,21 @@ def certify(
     )
 
 
-def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, known: Tensor) -> Tensor:
+def _local(
+    network: modules.Network,
+    proof: Proof,
+    x: Tensor,
+    labels: Tensor,
+    known: Tensor,
+    progress: Callable[[int, int], None] | None,
+) -> Tensor:
     """Local radii (N,); their search begins at the ``known`` ones."""
     arithmetic = proof.arithmetic if proof.rounding == "sound" else None
     # The search takes gradients, which tensors made in inference mode do not have.
     with torch.inference_mode(False), inner_products_only(proof.device):
         bounds = Bounds(proof.network, arithmetic, network.input_range)
         at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
-        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()  # copies: no inference tensors
+        return bounds.radii(at, labels.to(proof.device, copy=True), starts, progress).cpu()  # no inference tensors
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

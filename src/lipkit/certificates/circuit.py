@@ -356,23 +356,12 @@ circuit_rule(Concatenate)(lambda circuit, module, *values: circuit.stack(values,
 circuit_rule(Maximum)(lambda circuit, module, *values: functools.reduce(circuit.maximum, values))
 
 
-@circuit_rule(Network)
-def _chain(circuit: Circuit, module: Network, value: int) -> int:
-    for part in module:
+@circuit_rule(Network, SandwichBlock, SlopeResidual)
+def _chain(circuit: Circuit, module: Any, value: int) -> int:
+    start = value
+    for part in module if type(module) is Network else (module.first, module.activation, module.second):
         value = circuit.module(part, value)
-    return value
-
-
-@circuit_rule(SandwichBlock)
-def _sandwich(circuit: Circuit, module: SandwichBlock, value: int) -> int:
-    for part in (module.first, module.activation, module.second):
-        value = circuit.module(part, value)
-    return value
-
-
-@circuit_rule(SlopeResidual)
-def _slope_residual(circuit: Circuit, module: SlopeResidual, value: int) -> int:
-    return circuit.total((value, _sandwich(circuit, module, value)), (1.0, 1.0), Noise(1, 2, 2.0))
+    return circuit.total((start, value), (1.0, 1.0), Noise(1, 2, 2.0)) if type(module) is SlopeResidual else value
 
 
 @circuit_rule(Graph)

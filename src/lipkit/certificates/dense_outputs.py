@@ -104,9 +104,8 @@ def dense(
     r"""Worst-case accuracy and IoU of segmentations, sequences and multi-label outputs: see the top of this module.
 
     **Guarantee.** For every x' with ``|x' - x| <= eps`` in l2 the machine decides at least ``worst`` positions of that
-    sample as labelled, whichever they are. The errors of rounding, which are bounded for all outputs together too, are
-    part of the budget. ``worst_iou`` bounds the IoU of a class over all samples: the attacker of each sample takes
-    pixels out of the intersection and adds pixels to the union, at the prices above, for the smallest quotient.
+    sample as labelled, whichever they are; rounding is part of the budget. ``worst_iou`` bounds the IoU of a class over
+    all samples: attackers take pixels out of the intersection and add some to the union, at the prices above.
 
     Args:
         network: exported.

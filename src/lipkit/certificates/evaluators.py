@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -69,24 +68,21 @@ class Evaluator:
         _refuse(self.name, violations(self.name, self.device, settings(self.device), network))
 
 
-def evaluator(name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
-    """The evaluator of this name under the present settings, unless they break its model of arithmetic."""
+def evaluator(
+    name: str, device: str | torch.device, network: nn.Module | None = None, rounding: str = "sound"
+) -> Evaluator:
+    """The evaluator of this name under the present settings, which must not break its model; none without rounding."""
+    kind = torch.device(device).type
+    if check_rounding(rounding) == "ignore":
+        if name != "float64":
+            raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
+        return Evaluator("real", "real", None, kind, torch.__version__, {})
     if name not in _DTYPES:
         raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
-    kind = torch.device(device).type
     found = settings(kind)
     _refuse(name, violations(name, kind, found, network))
     dtype = str(_DTYPES[name]).removeprefix("torch.")
     return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, found)
-
-
-def named(rounding: str, name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
-    """The evaluator of a certificate: the machine of this name, or none where rounding is ignored."""
-    if check_rounding(rounding) == "sound":
-        return evaluator(name, device, network)
-    if name != "float64":
-        raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
-    return Evaluator("real", "real", None, torch.device(device).type, torch.__version__, {})
 
 
 def arithmetic(name: str, network: nn.Module) -> Arithmetic:
@@ -185,11 +181,7 @@ def _shares_windows(module: nn.Module) -> bool:
 
 
 def check_rounding(rounding: str) -> str:
-    """``rounding`` if it is ``"sound"`` or ``"ignore"``.
-
-    >>> check_rounding("sound")
-    'sound'
-    """
+    """``rounding`` if it is ``"sound"`` or ``"ignore"``."""
     if rounding not in ("sound", "ignore"):
         raise OptionError(f"rounding: expected 'sound' or 'ignore', got {rounding!r}")
     return rounding
@@ -204,11 +196,7 @@ def _refuse(name: str, wrong: list[str]) -> None:
         )
 
 
-@contextlib.contextmanager
-def inner_products_only(device: torch.device, wanted: bool = True) -> Iterator[None]:
+def inner_products_only(device: torch.device, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
     """Without cuDNN on CUDA, whose algorithms for convolutions are not all inner products."""
-    if wanted and device.type == "cuda":
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
-    else:
-        yield
+    cuda = wanted and device.type == "cuda"
+    return torch.backends.cudnn.flags(enabled=False) if cuda else contextlib.nullcontext()

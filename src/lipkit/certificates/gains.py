@@ -16,7 +16,6 @@ Applications 1989.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
-from lipkit.certificates.measurement import check_network
+from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.relaxation import curve_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
@@ -292,7 +291,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
     run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
-    for module, twin in zip(network, copy.deepcopy(network).cpu().double(), strict=True):
+    for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
         if type(module) in _SAME:
             continue
@@ -409,10 +408,10 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))  # slopes below 0
     if kind in (nn.ReLU, nn.LeakyReLU):
         slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
-        one = torch.ones_like(low)
+        one, tiny = torch.ones_like(low), 0.0 if kind is nn.ReLU else 2.0**-1000  # a product may underflow
         left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
         ends = [module(x) for x in (low, high, torch.maximum(low, torch.minimum(high, torch.zeros_like(low))))]
-        return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, 0.0)
+        return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, tiny)
     if kind is nn.Hardtanh:
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)
@@ -437,6 +436,4 @@ def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tup
     stacked = torch.stack([*values])
     room = up(stacked.abs() * relative + absolute, 4)
     low, high = (stacked - room).amin(0), (stacked + room).amax(0)
-    return low.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf), high.nan_to_num(
-        nan=math.inf, posinf=math.inf, neginf=-math.inf
-    )
+    return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, prepare, start
 from lipkit.modules.network import Network
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow, size
 from lipkit.proof.roundoff import next_down, next_up
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
@@ -297,9 +298,7 @@ class Ball:
 
 def _norm(rows: Tensor) -> Tensor:
     """l2 norms (N, R) of rows, rounded up."""
-    flat = rows.flatten(2)
-    n = flat.shape[2]
-    return torch.linalg.vector_norm(flat, dim=2) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500
+    return size(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
 
 
 class Bounds:
@@ -370,15 +369,22 @@ class Bounds:
                 nearest = torch.minimum(nearest, margin.detach() / steep)
         return torch.where(right, torch.where(nearest.isfinite(), nearest, 1.0), 0.0)
 
-    def radii(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
+    def radii(
+        self, x: Tensor, labels: Tensor, start: Tensor, progress: Callable[[int, int], None] | None = None
+    ) -> Tensor:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
         A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
-        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere.
+        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere; ``progress`` is told how
+        many samples are done, and N.
         """
-        parts = zip(x.split(self.samples), labels.split(self.samples), start.split(self.samples), strict=True)
+        found = list[Tensor]()
         with torch.no_grad():
-            return torch.cat([self._search(*part) for part in parts])
+            for part in zip(*(values.split(self.samples) for values in (x, labels, start)), strict=True):
+                found.append(self._search(*part))
+                if progress is not None:
+                    progress(sum(map(len, found)), len(x))
+        return torch.cat(found)
 
     def _search(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
         best, guess = torch.zeros_like(start), self.guess(x, labels)

@@ -74,7 +74,9 @@ def row_distances(weight: Tensor) -> Tensor:
         largest = difference.amax(dim=2, keepdim=True)  # scaled, so that the squares cannot underflow to 0
         scaled = difference / torch.where(largest > 0, largest, 1.0)
         result.append(scaled.square().sum(dim=2).sqrt() * largest[:, :, 0] * slack)
-    return torch.cat(result)
+    found = torch.cat(result)
+    # Below the normal range each of the two products may round down by half of the smallest number.
+    return torch.where((found > 0) & (found < 2.0**-1000), found + 2.0**-1073, found)
 
 
 def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:

@@ -16,13 +16,14 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import evaluators, margins, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
-from lipkit.errors import NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
+from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
 from lipkit.integer.quantisation import quantise
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
-from lipkit.modules.guarding import guard, refuse_wrapper
-from lipkit.modules.storage import Contents, contents, same_contents
+from lipkit.modules.configuration import describe
+from lipkit.modules.guarding import guard, parts, refuse_wrapper
+from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.shown import Shown, upper
 
@@ -79,8 +80,8 @@ class Proof(Shown):
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
-        guard(*network.modules())
-        now = [(name, _switches(module)) for name, module in network.named_modules()]  # before weights fill the cache
+        guard(*(module for _, module in parts(network)))
+        now = [(name, _switches(module)) for name, module in parts(network)]  # before weights fill the cache
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or len(now) != len(self.switches) or not same_contents(contents(network), self.stored):
@@ -110,18 +111,55 @@ def _asked(
     """Device and evaluator of a request, under the present settings of torch."""
     check_underflow()  # small float32 numbers would be lost on their way to float64
     where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
-    return where, evaluators.named(rounding, evaluator, where, network)
+    return where, evaluators.evaluator(evaluator, where, network, rounding)
+
+
+# What no function of a plain module depends on: its mode, hooks of gradients, the line of the code that it stands for.
+_IDLE = ("training", "_is_full_backward_hook", "where", "_reversed_padding_repeated_twice")  # of the last, see `guard`
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
     plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
+    own = {key: tuple(v) if isinstance(v, list | set) else v for key, v in vars(module).items() if key != "input_range"}
+    return {key: value for key, value in own.items() if isinstance(value, plain)}
+
+
+def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
+    """The network of what is stored, and hashed, of this one, in float64; on the CPU where ``device`` has no float64.
+
+    Raises:
+        NoRuleError, OptionError: a network that differs from what its stored form would give, by hooks, methods,
+            attributes or buffers.
+    """
+    guard(*(module for _, module in parts(network)))
+    numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
+    try:
+        exact = rebuilt({"network": describe(network)}, numbers)
+    except (DataError, OptionError):  # no file could hold it, as with a stale in_features
+        exact = float64_copy(network)
+        for name, copied in stored_tensors(exact).items():
+            if not torch.equal(copied.double().view(torch.int64), numbers[name].view(torch.int64)):
+                raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
+    exact.input_range = network.input_range
+    for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        if hasattr(module, "inplace"):
+            setattr(twin, "inplace", module.inplace)  # noqa: B010
+        own, made = _switches(module), _switches(twin)
+        for key, value in own.items():
+            expected = made.get(key, getattr(type(module), key, value))  # what neither has is read by no forward pass
+            if value != expected and key not in _IDLE:
+                raise OptionError(
+                    f"expected the module {name!r} as its stored form gives it, with {key} = {expected!r}, got "
+                    f"{value!r}: export or load it again"
+                )
+    _check_transforms(network, exact)
+    return exact.to(float64_device(device))
 
 
 def _check_transforms(network: modules.Network, exact: modules.Network) -> None:
     """Raise if a buffer that is not stored is another than its sizes give, as those of the float64 copy, made anew."""
-    for module, twin in zip(network.modules(), exact.modules(), strict=True):
+    for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
         for name in twin._non_persistent_buffers_set:
             own, made = getattr(module, name), getattr(twin, name)
             if not torch.equal(own.cpu(), made.cpu().to(own.dtype)):
@@ -167,8 +205,7 @@ def prove(
     """
     check_network(network, "prove")
     where, made_for = _asked(network, rounding, evaluator, device)
-    exact = float64_copy(network, where)
-    _check_transforms(network, exact)
+    exact = exact_copy(network, where)
     arithmetic = evaluators.arithmetic(evaluator, network)
     chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
     program: Program | None = None
@@ -190,7 +227,7 @@ def prove(
         arithmetic=arithmetic,
         network=exact,
         stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
-        switches=[_switches(module) for module in network.modules()],
+        switches=[_switches(module) for _, module in parts(network)],
         pairs=pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
         device=where,
         program=program,
@@ -248,12 +285,6 @@ def measure(
     """Evaluate a network in float64 at inputs that `check_inputs` took, with its proof or with one that is made here.
 
     ``check`` is called with the outputs of each batch, to refuse them before the next one; else as `lipkit.certify`.
-
-    >>> net = modules.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
-    >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
-    >>> options = {"evaluator": "float64", "batch_size": 1, "device": "cpu", "proof": None}
-    >>> measure(net, torch.ones(2, 2), rounding="sound", **options).outputs.tolist()
-    [[3.0, 1.0], [3.0, 1.0]]
     """
     if proof is None:
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
@@ -300,26 +331,21 @@ def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -
 
 
 def float64_device(device: str | torch.device) -> torch.device:
-    """``device``, or the CPU where that device has no float64.
-
-    >>> float64_device("mps")
-    device(type='cpu')
-    """
+    """``device``, or the CPU where that device has no float64."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def as_tensor(values: object) -> Tensor:
-    """Samples or labels as a tensor; numpy arrays are copied, and anything else, such as a DataLoader, is refused.
-
-    >>> as_tensor(np.zeros((1, 2), np.float32)).dtype, as_tensor(np.zeros(1, np.int32)).dtype
-    (torch.float32, torch.int32)
-    """
-    if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":  # torch takes only the machine's byte order
+    """Samples or labels as a tensor; numpy arrays are copied, and anything else, such as a DataLoader, is refused."""
+    kinds = "" if isinstance(values, np.ma.MaskedArray) else "fiub"
+    if isinstance(values, np.ndarray) and values.dtype.kind in kinds and values.dtype.itemsize <= 8:
+        # torch takes only the machine's byte order.
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
         return values
-    got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+    kind = "a masked array" if isinstance(values, np.ma.MaskedArray) else "an array"
+    got = f"{kind} of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
     raise OptionError(
         f"expected samples and labels as two tensors or numpy arrays of numbers, got {got}: collect a DataLoader "
         "first, x, y = (torch.cat(parts) for parts in zip(*loader))"
@@ -366,9 +392,5 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
 
 
 def dtype_name(values: Tensor) -> str:
-    """How a message writes the dtype of a tensor.
-
-    >>> dtype_name(torch.zeros(1))
-    'float32'
-    """
+    """How a message writes the dtype of a tensor."""
     return str(values.dtype).removeprefix("torch.")

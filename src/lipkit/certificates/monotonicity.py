@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates.measurement import check_network, float64_copy
+from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.errors import NoRuleError
 from lipkit.linalg.matrices import all_finite
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.dense import Affine
-from lipkit.modules.guarding import guard, type_name
+from lipkit.modules.guarding import type_name
 
 
 def monotone(network: Network) -> Tensor:
@@ -46,15 +46,13 @@ def monotone(network: Network) -> Tensor:
     """
     check_network(network, "monotone")
     check_underflow()
-    guard(network)
     if len(network.input_shape) != 1:
         raise NoRuleError(f"monotone: expected inputs that are vectors, got the shape {network.input_shape}")
     (count,) = network.input_shape
     same = torch.eye(count, dtype=torch.bool)
     # (units, inputs): the unit does not decrease with the input, and does not increase with it.
     up, down = torch.ones_like(same), ~same
-    for module in float64_copy(network):
-        guard(module)
+    for module in exact_copy(network):
         if not all_finite(*module.parameters(), *module.buffers()):
             raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")
         if type(module) is nn.Linear:

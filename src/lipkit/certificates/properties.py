@@ -25,7 +25,7 @@ from torch import Tensor
 from lipkit.certificates.evaluators import Evaluator, arithmetic, machine, settings, violations
 from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
-from lipkit.certificates.measurement import check_network, float64_copy
+from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.vnnlib import Case
 from lipkit.errors import OptionError
 from lipkit.modules import Network
@@ -207,7 +207,7 @@ def verify_property(
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide or violations("float32", "cpu", settings("cpu"), network) else "float32"
     made_for = evaluator_of(evaluator, "cpu", network)
-    bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
+    bounds = Bounds(exact_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
     outputs = math.prod(bounds.circuit.shapes[out])
     _check_cases(cases, math.prod(shape), outputs)

@@ -143,12 +143,10 @@ def certify_regression(
     .. math:: \|f(x + d) - f(x)\|_2 \le L \delta, \qquad |f_j(x + d) - f_j(x)| \le K_j \delta
               \qquad\text{for all } x \text{ and } \|d\|_2 \le \delta
 
-    **Guarantee.** Upper bounds for the stored numbers. Constants hold at every input, in real arithmetic; they are
-    computed in float64 on a copy of the network and rounded up (`output_constants`). Deviations and
-    `RegressionCertificate.worst_error` hold for what the evaluator computes at the samples and at inputs within delta
-    of them: the rounding errors there are bounded a priori and added (`docs/rounding.md`); with ``rounding="ignore"``
-    they are left out. Scaling layers at the input or output (Normalize, Scale, Rescale) are part of the network:
-    delta is in the input's units, deviations are in the outputs' units.
+    **Guarantee.** Upper bounds for the stored numbers. Constants hold at every input, in real arithmetic, and are
+    rounded up (`output_constants`). Deviations and `RegressionCertificate.worst_error` hold for what the evaluator
+    computes at the samples and at inputs within delta of them: the rounding errors there are bounded a priori and added
+    (`docs/rounding.md`), unless ``rounding="ignore"``. delta is in the input's units, deviations are in the outputs'.
 
     Args:
         network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.

@@ -20,7 +20,7 @@ from lipkit.errors import OptionError
 from lipkit.modules import Network
 from lipkit.modules.registry import output_shape
 
-_NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})([eE][+-]?\d{1,3})?")
+_NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})([eE][+-]?\d{1,3})?", re.ASCII)
 _FLIPPED = {"<=": ">", "<": ">=", ">=": "<", ">": "<=", "=": "!=", "==": "!=", "!=": "="}
 _MOST_CASES = 1 << 16
 
@@ -124,7 +124,7 @@ def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
         name, _, place = term.partition("_")
         if _NUMBER.fullmatch(term):
             return {None: Fraction(term)}
-        if not (name in sizes and re.fullmatch(r"\d{1,9}", place) and int(place) < sizes[name]):
+        if not (name in sizes and re.fullmatch(r"[0-9]{1,9}", place) and int(place) < sizes[name]):
             known = f"{sizes['X']} inputs X and {sizes['Y']} outputs Y"
             raise OptionError(f"expected a number or a variable of a network with {known}, got {term[:80]}")
         return {(name, int(place)): Fraction(1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ def evaluate(
     confidence: float = 0.95,
     device: str | torch.device = "cpu",
     large_eps: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
@@ -99,6 +100,7 @@ def evaluate(
         confidence: of the Clopper-Pearson intervals.
         device: where logits and the attack are computed (see `lipkit.certify`).
         large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
+        progress: of local radii, see `lipkit.certify`.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
@@ -118,7 +120,7 @@ def evaluate(
     seen = (float(x.min()), float(x.max()))
     check_radii((*eps, *radii), network.input_shape, network.input_range, seen=seen, large=large_eps)
     attack = dataclasses.replace(attack, eps=radii, box=resolved_box(attack.box, x))
-    certificate = certify(network, x, y, method=method, batch_size=batch_size, device=device)
+    certificate = certify(network, x, y, method=method, batch_size=batch_size, device=device, progress=progress)
     certified_at = time.perf_counter()
     attacked: tuple[Attacked, ...] = ()
     cross_check = CrossCheck(0, math.inf)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -116,6 +117,7 @@ def finish(
             network, split, method=section.method, eps=section.eps, attack=attack, classes=data.classes,
             confidence=section.confidence, batch_size=section.batch_size, device=device,
             large_eps=data.input_range is not None,  # checked when the recipe was read
+            progress=_local_radii(display),
         )  # fmt: skip
         target, name = place(folder, recipe)
         record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
@@ -123,6 +125,19 @@ def finish(
         save_evaluation(target, evaluation, network, split, record)
     write_report(target)  # from the files just written, so that anybody can repeat it
     return Outcome(target, record.metrics(), record)
+
+
+def _local_radii(display: Display) -> Callable[[int, int], None]:
+    """Tells at most every ten seconds how many samples have their local radius, and the time that is left."""
+    begun = last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= 10 and done < total:
+            last, left = now, (now - begun) / done * (total - done)
+            display.note(f"local radii of {done} of {total} samples, left {duration(left)}")
+
+    return tell
 
 
 def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:

@@ -97,15 +97,6 @@ static void dense(const int32_t *x, int32_t *y, const int32_t *w, const int64_t 
     }
 }
 """,
-    "scale": """\
-static void scale(const int32_t *x, int32_t *y, const int32_t *w, const int64_t *b, int32_t rows, int32_t n, int shift)
-{
-    int32_t i, j;
-    for (i = 0; i < rows; i++)
-        for (j = 0; j < n; j++)
-            y[i * n + j] = rounded((int64_t)w[i] * x[i * n + j] + b[i], shift);
-}
-""",
     "convolve": """\
 /* without padding; shape: rows, groups, channels, height, width, kernel, stride and dilation of rows and columns */
 static void convolve(const int32_t *x, int32_t *y, const int32_t *w, const int64_t *b, const int32_t *shape, int shift)
@@ -305,7 +296,7 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
         *tables,
         _table("int64_t", "margin_error", radii.errors),
         _table("int32_t", "rate", radii.rates),
-        *([_ROUND] if {"blend", "dense", "scale", "convolve"} & set(used) else []),
+        *([_ROUND] if {"blend", "dense", "convolve"} & set(used) else []),
         *(_FUNCTIONS[name] for name in used),
         _API.format(**values),
     ]
@@ -331,8 +322,6 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
     tables.append(_table("int64_t", f"bias{i}", operation.bias.tolist()))
     given = f"{x}, {y}, weight{i}, bias{i}"
     rows, pixels, shift = len(operation.weight), math.prod(operation.image[1:]), operation.shift
-    if operation.one_to_one:
-        return f"scale({given}, {rows}, {pixels}, {shift});"
     if operation.groups == 1 and pixels == 1:
         return f"dense({given}, {rows}, {operation.image[0]}, {shift});"
     shape = [rows, operation.groups, *operation.image, *operation.weight.shape[2:]]

@@ -108,16 +108,12 @@ class IntLinear:
         """Number of outputs."""
         return len(self.weight) * math.prod(self.places)
 
-    @property
-    def one_to_one(self) -> bool:
-        """True for a scaling: output channel i reads input channel i only, pixel by pixel."""
-        return self.weight[0].numel() == 1 and self.groups == len(self.weight) and self.stride == (1, 1)
-
     def sums(self, x: Tensor) -> Tensor:
         """The exact sums (N, rows, places): float64 products of digits small enough that nothing is rounded."""
         n = len(x)
         bias = self.bias[None, :, None]
-        if self.one_to_one:
+        # A scaling: output channel i reads input channel i alone, pixel by pixel.
+        if self.weight[0].numel() == 1 and self.groups == len(self.weight) and self.stride == (1, 1):
             return x.view(n, len(self.weight), -1) * self.weight.view(1, -1, 1) + bias
         terms = self.weight[0].numel()
         # |sum| <= 2^(bits - 1) sqrt(terms) window <= 2^53 for digits of `bits` bits

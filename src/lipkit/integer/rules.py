@@ -60,20 +60,14 @@ def _move(moved: Tensor) -> Move:
 
 @integer_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d)
 def _moves(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
-    move, shape = _move(module(_indices(value.shape))), output_shape(module, value.shape)
-    return builder.exact(move, value, shape)
+    return builder.exact(_move(module(_indices(value.shape))), value, output_shape(module, value.shape))
 
 
-@integer_rule(MaxMin)
-def _maxmin(builder: Builder, module: MaxMin, value: IntValue, gain: float) -> IntValue:
-    return builder.exact(Sort(1, 2, entries(value.shape) // 2), value, value.shape)
-
-
-@integer_rule(GroupSort)
-def _group_sort(builder: Builder, module: GroupSort, value: IntValue, gain: float) -> IntValue:
-    channels = value.shape[0]
-    length = module.group_size or channels
-    return builder.exact(Sort(channels // length, length, entries(value.shape[1:])), value, value.shape)
+@integer_rule(MaxMin, GroupSort)
+def _sort(builder: Builder, module: MaxMin | GroupSort, value: IntValue, gain: float) -> IntValue:
+    length = module.group_size or value.shape[0] if isinstance(module, GroupSort) else 2
+    outer = value.shape[0] // length if isinstance(module, GroupSort) else 1  # MaxMin takes channels half of all apart
+    return builder.exact(Sort(outer, length, entries(value.shape) // (outer * length)), value, value.shape)
 
 
 @integer_rule(nn.ReLU, HalfAbs)

@@ -57,8 +57,10 @@ class BlockedConv2d(nn.Conv2d):
     block = BLOCK
 
     def forward(self, x: Tensor) -> Tensor:
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        padded = F.pad(x, list(self._reversed_padding_repeated_twice), mode=mode)
+        zeros, border = self.padding_mode == "zeros", list(self._reversed_padding_repeated_twice)
+        if zeros and not isinstance(self.padding, str):  # then torch does not pad as it noted when it made the module
+            border = [n for n in reversed(self.padding) for _ in (0, 1)]
+        padded = F.pad(x, border, mode="constant" if zeros else self.padding_mode)
         kernel, dilation, stride = (tuple(v) for v in (self.kernel_size, self.dilation, self.stride))
         sides = [
             (n - d * (k - 1) - 1) // s + 1

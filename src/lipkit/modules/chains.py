@@ -177,13 +177,14 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
     if type(network) is not Network:
         raise NoRuleError(f"expected a lipkit.modules.Network, got its subclass {type_name(type(network))}: export it")
     modules, shape = list(network), network.input_shape
-    last = modules[-1] if modules and type(modules[-1]) is nn.Linear else None
+    last: nn.Linear | None = None
     factors: list[Tensor] = []
     steps: list[ProvedModule] = []
-    for module in modules:
+    for place, module in enumerate(modules, 1):  # by place: one module may stand in several
         factors.append(lipschitz(module, shape).detach())
-        last = None if module is last and len(shape) > 1 else last  # it is applied to each row of the sample
-        if arithmetic is not None and module is not last:
+        if place == len(modules) and type(module) is nn.Linear and len(shape) == 1:  # not applied row by row
+            last = module
+        elif arithmetic is not None:
             steps.append(prove_module(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)
     products = [*itertools.accumulate(factors, multiply_up, initial=torch.ones((), dtype=torch.float64))]
@@ -192,7 +193,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
     return ChainProof(
         constant=_rounded_up(whole),
         prefixes=(1.0, *map(_rounded_up, products[1:])),
-        last=last if isinstance(last, nn.Linear) else None,
+        last=last,
         steps=tuple(steps),
         slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,  # each is enlarged by 2^-44, see `prove_module`
     )

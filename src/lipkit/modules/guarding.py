@@ -7,8 +7,12 @@ own functions, in the code object of a method, or in a method that asks if it is
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
@@ -41,6 +45,17 @@ def _methods(kind: type) -> dict[str, object]:
     return {name: value for name, value in own.items() if callable(value) or hasattr(type(value), "__get__")}
 
 
+def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The module and all below it with their paths, one that stands in two places twice.
+
+    Not by ``named_modules``: an instance could hide it.
+    """
+    yield path, module
+    for name, part in vars(module)["_modules"].items():
+        if part is not None:
+            yield from parts(part, f"{path}.{name}".removeprefix("."))
+
+
 def guard(*modules: nn.Module) -> None:
     """Refuse modules whose forward pass may not be the one that their types name.
 
@@ -58,6 +73,7 @@ def guard(*modules: nn.Module) -> None:
         name, alike = type_name(kind), [module for module in modules if type(module) is kind]
         for module in alike:
             _refuse_hooks(module, name)
+            _refuse_padding(module, name)
             _refuse_weights(module, name)
         for attribute in dict.fromkeys(key for module in alike for key in vars(module)):
             if callable(getattr(kind, attribute, None)):
@@ -90,6 +106,19 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         )
 
 
+def _refuse_padding(module: nn.Module, name: str) -> None:
+    # Except for zeros, torch pads by what it has noted at birth, not by the padding that the module shows.
+    if not isinstance(module, _ConvNd) or module.padding_mode == "zeros":
+        return
+    spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    pads = [(n // 2, n - n // 2) for n in spans] if module.padding == "same" else [(0, 0) for _ in spans]
+    pads = pads if isinstance(module.padding, str) else [(n, n) for n in module.padding]
+    noted, expected = list(module._reversed_padding_repeated_twice), [n for pair in reversed(pads) for n in pair]
+    if noted != expected:
+        shown = f"{name} with padding={module.padding!r}"
+        raise NoRuleError(f"{shown}: expected borders of {expected}, got {noted} from when it was made: make it anew")
+
+
 def _refuse_methods(kind: type[nn.Module], name: str) -> None:
     for base in kind.__mro__[:-1]:
         known = _METHODS.get(base)
@@ -105,9 +134,15 @@ def _refuse_methods(kind: type[nn.Module], name: str) -> None:
 
 def _refuse_weights(module: nn.Module, name: str) -> None:
     own = vars(module)
-    held = own["_parameters"] | own["_buffers"]
-    if hidden := sorted((held.keys() | own["_modules"].keys()) & own.keys()):
+    held = {**own["_parameters"], **own["_buffers"]}
+    names = held.keys() | own["_modules"].keys()
+    if hidden := sorted(key for key in names if key in own or hasattr(type(module), key)):
         raise NoRuleError(f"{name} has a plain attribute that hides its own {hidden[0]!r}, expected none: delete it")
+    for key in ("_parameters", "_buffers", "_modules"):
+        if type(own[key]) not in (dict, OrderedDict):
+            raise NoRuleError(f"{name}: expected {key!r} as torch's own dict, got a {type_name(type(own[key]))}")
+    if unstored := sorted(own["_non_persistent_buffers_set"] & own["_parameters"].keys()):
+        raise NoRuleError(f"{name}: expected parameters that are stored, got {unstored[0]!r} marked as a buffer")
     for key, value in (*held.items(), *own.items()):
         if not isinstance(value, Tensor):
             continue
@@ -119,6 +154,8 @@ def _refuse_weights(module: nn.Module, name: str) -> None:
             got = f"one of layout {value.layout}: replace it by its .to_dense()"
         elif value.is_quantized:
             got = f"one of dtype {value.dtype}: replace it by its .dequantize()"
+        elif hidden := sorted(attribute for attribute in vars(value) if hasattr(Tensor, attribute)):
+            got = f"one with an attribute {hidden[0]!r} that hides torch's own: delete it"
         else:
             continue
         raise NoRuleError(f"{name}: expected {key!r} as an ordinary dense tensor, got {got}")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
 from lipkit.files import parse_json, read_bytes, read_text, write_atomic
 from lipkit.modules.configuration import build, describe
+from lipkit.modules.guarding import parts
 from lipkit.modules.network import Network
 from lipkit.modules.registry import check_samples_apart
 from lipkit.networks import names, resolved
@@ -128,19 +129,23 @@ Contents = list[tuple[str, np.ndarray[Any, Any]]]
 def contents(network: nn.Module) -> Contents:
     """All that `sha256` reads: the configuration, and the names and bytes of tensors, views where they can be."""
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
-    held = [  # as `state_dict`, whose hooks could change what it shows
-        (f"{place}.{name}".removeprefix("."), tensor)
-        for place, module in network.named_modules(remove_duplicate=False)
-        for name, tensor in (module._parameters | module._buffers).items()
-        if tensor is not None and name not in module._non_persistent_buffers_set
-    ]
-    for name, tensor in sorted(held):
+    for name, tensor in sorted(stored_tensors(network).items()):
         data = tensor.detach().cpu().contiguous()
         known = data if data.dtype in (torch.float32, torch.float64) else data.reshape(-1)[:, None].view(torch.uint8)
         numbers = known.numpy().reshape(-1)
         words = numbers.view(np.uint8 if numbers.nbytes % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
     return found
+
+
+def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors of ``state_dict``, whose hooks could change what it shows."""
+    return {
+        f"{place}.{name}".removeprefix("."): tensor
+        for place, module in parts(network)
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def same_contents(a: Contents, b: Contents) -> bool:
