@@ -39,11 +39,11 @@ def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
     """
-    from lipkit.cli.recipe import keys
     from lipkit.experiments.recipe import SHORT
+    from lipkit.experiments.recipe_schema import keys
 
     word = option.lstrip("-").replace("-", "_")
-    known = [k.path for k in keys() if not k.section or k.path in SHORT]
+    known = [path for path, _, section in keys() if section is None or path in SHORT]
     known = [path for path in known if not sections or path[0] in sections]
     found = [path for path in known if word in (path[-1], ".".join(path))]
     if not found:

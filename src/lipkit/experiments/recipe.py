@@ -223,7 +223,7 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
 
 def _required(path: tuple[str, ...]) -> list[str]:
     """The keys to write for a missing key: itself, or the required keys of a missing section."""
-    inner = [".".join(k) for k, _, field, _ in keys() if k[:-1] == path and path not in SHORT and field.is_required()]
+    inner = [".".join(k) for k, field, _ in keys() if k[:-1] == path and path not in SHORT and field.is_required()]
     return inner or [".".join(path)]
 
 

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic.fields import FieldInfo
 
 from lipkit import models
@@ -218,17 +218,15 @@ Path = tuple[str, ...]
 """The names of the sections that a key is in, then its own."""
 
 
-def keys(
-    model: type[BaseModel] = Recipe, prefix: Path = ()
-) -> Iterator[tuple[Path, type[BaseModel], FieldInfo, type[BaseModel] | None]]:
-    """Every key of a recipe, a section before its keys: (path, class with the field, field, section or None).
+def keys(model: type[Section] = Recipe, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo, type[Section] | None]]:
+    """Every key of a recipe, a section before its keys: (path, field, its section or None).
 
     >>> [path for path, *_ in keys()][:3]
     [('name',), ('description',), ('task',)]
     """
     for name, field in model.model_fields.items():
         kinds = typing.get_args(field.annotation) or (field.annotation,)  # several if it may be null
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        yield (*prefix, name), model, field, section
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        yield (*prefix, name), field, section
         if section is not None:
             yield from keys(section, (*prefix, name))
