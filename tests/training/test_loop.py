@@ -235,7 +235,7 @@ def test_a_run_folder_is_not_overwritten_and_not_resumed_otherwise(tmp_path):
     with pytest.raises(RunError, match="expected samples = 96"):
         training.fit(network(), blobs(95), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
     other = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    with pytest.raises(RunError, match="expected the model that the run"):
+    with pytest.raises(RunError, match="expected the model of the run in"):
         training.fit(other, blobs(), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
     with pytest.raises(RunError, match=r"expected a run folder with settings.json"):
         training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path / "x", resume=True, **COMMON)

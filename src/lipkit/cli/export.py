@@ -136,7 +136,8 @@ def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, dat
         raise RunError(
             f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
         )
-    checkpoints.load_weights(model, found[1], run)
+    checkpoints.check_weights(model, found[1], run)
+    model.load_state_dict(found[1])
     return interop.save_pretrained(
         model,
         folder,

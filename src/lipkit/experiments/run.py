@@ -18,7 +18,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,9 @@ from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
-from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
+from lipkit.training.devices import device_here, make_fabric, threads_for
 from lipkit.training.options import PLACEMENT, Numbers, chosen
+from lipkit.training.session import Session
 
 
 def train(
@@ -85,17 +85,20 @@ def train(
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         if (Path(resume) / RECORD).exists():
             return _ended(Path(resume), display) if fabric.is_global_zero else None
-    # All is checked before a folder is made.
-    session = loop.prepare(model, data.train, options, fabric)
-    folder = on_first(fabric, lambda: _new_folder(recipe, out, folder)) if resume is None else Path(resume)
+    session = Session(fabric, model, options, data.train)
     section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
-    if fabric.is_global_zero:
-        samples = f"{len(data.train)} training samples, {count} parameters"
-        display.note(f"{folder}: {recipe.name}, {samples}, {fabric.device}")
-    again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
-    with ExitStack() as held:
-        session.open(held, folder, resume is not None)  # until all is written
-        held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
+    where: dict[str, Any] = {"folder": Path(resume or folder or out), "resume": resume is not None}
+    if resume is None:
+        name = run_name(recipe) if folder is None else None
+        where |= {"name": name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": (NETWORK, RECORD)}
+    threads = threads_for(fabric, count, section.batch_size * math.prod(data.input_shape))
+    with threads, session.opened(**where):  # until all is written
+        assert session.folder is not None
+        folder = session.folder
+        again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
+        if fabric.is_global_zero:
+            samples = f"{len(data.train)} training samples, {count} parameters"
+            display.note(f"{folder}: {recipe.name}, {samples}, {fabric.device}")
         start = time.perf_counter()
         try:
             run = loop.train(session)
@@ -249,18 +252,6 @@ def read_recipe(
                 f"{spec.partition(':')[0]}: read that module, then give --allow-code (allow_code=True)"
             )
     return recipe
-
-
-def _new_folder(recipe: Recipe, out: str | Path, asked: str | Path | None) -> Path:
-    """The folder ``asked`` for, which must not hold a run, else a new one in ``out``; with the recipe in it."""
-    if asked is None:
-        folder = checkpoints.create(Path(out), run_name(recipe))
-    else:
-        folder = Path(asked)
-        checkpoints.check_new(folder, NETWORK, RECORD)
-        folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / RECIPE, to_yaml(recipe).encode())
-    return folder
 
 
 def _ended(folder: Path, display: Display) -> Outcome:

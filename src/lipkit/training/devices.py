@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipkit.errors import LipkitError, OptionError, RunError, first_line
-from lipkit.training.options import Numbers
+from lipkit.training.options import Numbers, TrainOptions
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,21 @@ def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.Abstra
 
     small = fabric.device.type == "cpu" and parameters < _FEW and numbers < SERIAL
     return on_threads(1 if small and "OMP_NUM_THREADS" not in os.environ else torch.get_num_threads())
+
+
+def check_recordable(fabric: Any, options: TrainOptions) -> None:
+    """Raise OptionError for devices and options that CUDA graphs do not support."""
+    alone = type(fabric.strategy).__name__ == "SingleDeviceStrategy"
+    precision = fabric.strategy.precision.precision
+    for wanted, holds, got in (
+        ("one CUDA device", fabric.device.type == "cuda" and fabric.world_size == 1, fabric.device),
+        ("strategy auto", alone, type(fabric.strategy).__name__),
+        ("no adversary", options.adversary is None, type(options.adversary).__name__),
+        ("optimizer adam, adamw or spectral", options.optimizer in ("adam", "adamw", "spectral"), options.optimizer),
+        ("another precision", precision != "16-mixed", precision),
+    ):
+        if not holds:
+            raise OptionError(f"cuda_graph: expected {wanted}, got {got}")
 
 
 def device_here(name: str) -> torch.device:

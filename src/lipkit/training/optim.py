@@ -202,8 +202,8 @@ class Together(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def build(options: Numbers, model: nn.Module) -> Optimizer:
-    """The optimiser named by ``options`` for all trained parameters of ``model``, which is on its device.
+def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer:
+    """The optimiser named by ``options`` for all trained parameters of ``model``, which will be on ``device``.
 
     Raises:
         OptionError: the network has Stiefel layers and the optimiser would leave their manifold, or the reverse.
@@ -221,8 +221,8 @@ def build(options: Numbers, model: nn.Module) -> Optimizer:
         parts = [RiemannianAdam(inner, lr if options.manifold_lr is None else options.manifold_lr)]
     if outer:  # torch refuses an empty optimiser
         # On a CPU one call for all parameters; torch's default makes a dozen calls for each.
-        on_cpu = all(p.is_floating_point() and p.device.type == "cpu" for p in outer)
-        common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, "fused": True if on_cpu else None}
+        fused = True if device.type == "cpu" and all(p.is_floating_point() for p in outer) else None
+        common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, "fused": fused}
         if options.optimizer == "sgd":
             parts.append(torch.optim.SGD(outer, momentum=options.momentum, **common))
         else:
