@@ -23,7 +23,7 @@ LEAST_BAR = 8  # columns; a narrower bar is not shown
 WAIT = 10.0  # least seconds between lines inside an epoch
 
 
-class Lines:
+class Lines(Display):
     """One plain line per epoch, and up to ten inside a long one, for logs and pipes; by default on stderr."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -46,7 +46,7 @@ class Lines:
         self.note(f"epoch {event.epoch}/{event.epochs}{step}  {describe(row)}{left}")
 
 
-class Terminal:
+class Terminal(Display):
     """A progress bar on stderr with loss, accuracy, certified accuracy and remaining time, as far as they fit."""
 
     def __init__(self, bar: Bar) -> None:

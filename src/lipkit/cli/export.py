@@ -126,7 +126,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, dat
     """The model folder of a run: architecture from its recipe, parameters from its last checkpoint."""
     from lipkit import interop
     from lipkit.errors import RunError
-    from lipkit.experiments.build import build_model, outputs
+    from lipkit.experiments.build import build_model
     from lipkit.report import read_record
     from lipkit.training import checkpoints
 
@@ -142,7 +142,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, dat
         model,
         folder,
         name=recipe.model.name,
-        options={"input_shape": data.input_shape, "classes": outputs(data), **recipe.model.options},
+        options={"input_shape": data.input_shape, "classes": data.outputs, **recipe.model.options},
         input_shape=data.input_shape,
         input_range=data.input_range,
         classes=data.classes,

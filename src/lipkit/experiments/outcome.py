@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,22 +24,14 @@ if TYPE_CHECKING:
     from lipkit.training import Progress
 
 
-class Display(Protocol):
-    """Receives the progress of a run."""
+class Display:
+    """Receives the progress of a run; this one shows nothing."""
 
     def note(self, text: str) -> None:
         """Show one line."""
 
     def progress(self, event: Progress) -> None:
         """Show the progress of training."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    def note(self, text: str) -> None: ...
-
-    def progress(self, event: Progress) -> None: ...
 
 
 def duration(seconds: float) -> str:
@@ -91,7 +83,7 @@ def finish(
 
     If a certificate is disproved, a CertificateViolation is raised and nothing is written.
     """
-    facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
+    facts = {**facts, "latency": latency(network), "recipe": recipe.model_dump(mode="json")}
     section, split = recipe.certify, data.test
     record: Record | RegressionRecord
     if recipe.task == "regression":

@@ -66,13 +66,28 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     Traceback (most recent call last):
     lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
     """
-    origin = str(name_or_path)
-    seen, chain = [origin], [_read(name_or_path)]
-    while (base := chain[-1].pop("base", None)) is not None:
-        if base in seen or base not in names():
+    origin, seen, chain = str(name_or_path), list[Any](), list[dict[str, Any]]()
+    base: Any = name_or_path
+    while base is not None:
+        if seen and (base in seen or base not in names()):
             raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
-        seen.append(base)
-        chain.append(_read(base))
+        seen.append(text := str(base))
+        if isinstance(base, Path) or "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json")):
+            try:
+                read = read_bytes(text, MOST_BYTES)
+            except OSError as error:
+                raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
+        elif text in (known := names()):
+            read = (importlib.resources.files("lipkit.recipes") / f"{text}.yaml").read_bytes()
+        else:
+            rest = f"; known: {', '.join(known)}, or the path of a YAML file"
+            hint = suggestion(text, known)
+            raise RecipeError(f"unknown recipe {text!r}{f'{hint} lipkit list recipes shows all' if hint else rest}")
+        parsed = _load(read, f"recipe {text}")
+        if not isinstance(parsed, dict):
+            raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
+        chain.append(_expanded(parsed))
+        base = chain[-1].pop("base", None)
     # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
     content = functools.reduce(_merged, reversed(chain))
     for override in overrides:
@@ -89,7 +104,7 @@ LATER = frozenset({"budget", "manifold_lr", "range"})
 
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
-    content = recipe.plain()
+    content = recipe.model_dump(mode="json")
     for part in ("train", "data"):
         content[part] = {key: value for key, value in content[part].items() if key not in LATER or value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
@@ -105,26 +120,6 @@ def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] 
             value = _merged(inner, value, (*path, key))
         out[key] = value
     return out
-
-
-def _read(name_or_path: str | Path) -> dict[str, Any]:
-    """The content of one file, without that of its base."""
-    text = str(name_or_path)
-    if isinstance(name_or_path, Path) or "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json")):
-        try:
-            content = read_bytes(text, MOST_BYTES)
-        except OSError as error:
-            raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
-    elif text in (known := names()):
-        content = (importlib.resources.files("lipkit.recipes") / f"{text}.yaml").read_bytes()
-    else:
-        rest = f"; known: {', '.join(known)}, or the path of a YAML file"
-        hint = suggestion(text, known)
-        raise RecipeError(f"unknown recipe {text!r}{f'{hint} lipkit list recipes shows all' if hint else rest}")
-    parsed = _load(content, f"recipe {text}")
-    if not isinstance(parsed, dict):
-        raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
-    return _expanded(parsed)
 
 
 def _load(content: str | bytes, origin: str) -> Any:

@@ -7,14 +7,26 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+import numpy as np
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, model_validator
 from pydantic.fields import FieldInfo
 
 from lipkit import models
 from lipkit.data.registry import is_code
 from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
-from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, chosen, option, parse_number
+from lipkit.training.options import (
+    NUMBER,
+    Count,
+    NotNegative,
+    Numbers,
+    Positive,
+    Section,
+    Whole,
+    chosen,
+    option,
+    parse_number,
+)
 from lipkit.training.regularisation import PENALTIES
 
 
@@ -43,7 +55,7 @@ def option_values(value: Any) -> Any:
         return {key: option_values(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [option_values(part) for part in value]
-    if isinstance(value, str) and NUMBER.fullmatch(value):  # other texts are names
+    if isinstance(value, np.generic) or (isinstance(value, str) and NUMBER.fullmatch(value)):  # other texts are names
         return parse_number(value)
     return value
 
@@ -94,7 +106,7 @@ class ModelSection(Section):
 class AugmentSection(Section):
     """Random changes of the training images."""
 
-    crop: Annotated[StrictInt, Field(ge=0)] = option(0, "shift by up to this many pixels, zeros come in")
+    crop: Annotated[Whole, Field(ge=0)] = option(0, "shift by up to this many pixels, zeros come in")
     flip: StrictBool = option(False, "mirror left to right with probability 1/2")
 
     @model_validator(mode="before")
@@ -208,10 +220,6 @@ class Recipe(Section):
         """The keys that name code, ``pkg.mod:factory``, and what they name."""
         named = {"data.spec": self.data.spec, "model.name": self.model.name}
         return {key: spec for key, spec in named.items() if is_code(spec)}
-
-    def plain(self) -> dict[str, Any]:
-        """The whole recipe, defaults included, as values of JSON and YAML."""
-        return self.model_dump(mode="json")
 
 
 Path = tuple[str, ...]

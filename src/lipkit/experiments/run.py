@@ -28,8 +28,8 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RecipeError, RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import augment, build_model, load_data, outputs
-from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
+from lipkit.experiments.build import augment, build_model, load_data
+from lipkit.experiments.outcome import RECIPE, Display, Outcome, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
 from lipkit.files import write_atomic
@@ -72,7 +72,7 @@ def train(
     Raises:
         LipkitError: data, model and options are checked first, before training.
     """
-    display = display or Silent()
+    display = display or Display()
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     for spec in recipe.code().values():
         display.note(f"importing {spec}: this runs the code of its module")
@@ -134,18 +134,34 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment."""
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment.
+
+    During training some test samples are measured, without attack.
+    """
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     if (change.crop or change.flip) and len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
+    split = data.test.take(section.evaluate_samples)
+
+    def measure(model: nn.Module) -> Mapping[str, float]:
+        model.eval()
+        network = export(model, data.input_shape)  # measure the exported form, as at the end
+        if recipe.task == "regression":
+            return {"test_mse": _mse(network, split)}
+        device, network.input_range = next(model.parameters()).device, data.input_range
+        return evaluate(
+            network, split, eps=recipe.certify.eps, attack=Attack(eps=()), batch_size=recipe.certify.batch_size,
+            device=device, large_eps=True,  # the radii were checked with the recipe
+        ).metrics()  # fmt: skip
+
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,
         loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
         schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
         augment=functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None,
-        evaluate=_monitor(recipe, data),
-        penalty=None if penalty is None else LipschitzPenalty(penalty.method, penalty.weight, penalty.l1),
+        evaluate=measure,
+        penalty=None if penalty is None else LipschitzPenalty(**penalty.model_dump()),
         adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
         progress=progress,
     )
@@ -179,7 +195,7 @@ def certify(
         before = read_record(folder)
         facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "seen": before.seen}
         facts["times"] = {key: value for key, value in before.times.items() if key == "train"}
-    return finish(folder, recipe, network, data, facts, display or Silent(), where)
+    return finish(folder, recipe, network, data, facts, display or Display(), where)
 
 
 def certify_network(
@@ -198,9 +214,9 @@ def certify_network(
     """
     data = load_data(recipe, large_eps)
     found = modules.output_shape(network, network.input_shape)
-    if network.input_shape != data.input_shape or found != (outputs(data),):
+    if network.input_shape != data.input_shape or found != (data.outputs,):
         raise ShapeError(
-            f"expected a network from inputs of shape {data.input_shape} to {len(data.classes)} classes, as the data "
+            f"expected a network from inputs of shape {data.input_shape} to {data.outputs} outputs, as the data "
             f"{data.name}, got one from {network.input_shape} to {found}"
         )
     network.input_range = data.input_range
@@ -215,7 +231,7 @@ def certify_network(
         "times": {},
         "device": device,
     }
-    return finish(folder, recipe, network, data, facts, display or Silent(), torch.device(device))
+    return finish(folder, recipe, network, data, facts, display or Display(), torch.device(device))
 
 
 def load_network(folder: Path) -> modules.Network:
@@ -263,25 +279,6 @@ def _ended(folder: Path, display: Display) -> Outcome:
     return Outcome(folder, record.metrics(), record)
 
 
-def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:
-    """The measurement made during training: on some test samples, without attack."""
-    split = data.test.take(recipe.train.evaluate_samples)
-
-    def measure(model: nn.Module) -> Mapping[str, float]:
-        model.eval()
-        network = export(model, data.input_shape)  # measure the exported form, as at the end
-        if recipe.task == "regression":
-            return {"test_mse": _mse(network, split)}
-        device = next(model.parameters()).device
-        section, network.input_range = recipe.certify, data.input_range
-        return evaluate(
-            network, split, eps=section.eps, attack=Attack(eps=()), batch_size=section.batch_size, device=device,
-            large_eps=True,  # the radii were checked with the recipe
-        ).metrics()  # fmt: skip
-
-    return measure
-
-
 def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> float:
     total = 0.0
     with torch.no_grad():
@@ -323,7 +320,7 @@ def changed(recipe: Recipe) -> dict[str, str]:
     """
     if recipe.name not in names():
         return {}
-    before, now = (dict(flatten(r.plain())) for r in (load_recipe(recipe.name), recipe))
+    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (load_recipe(recipe.name), recipe))
     unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
     return {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
 

@@ -85,12 +85,11 @@ def opened(
     folder = folder if name is None else create(folder, name)
 
     def check_new() -> None:
-        if any((folder / part).exists() for part in (SETTINGS, METRICS, CHECKPOINTS, *taken)):
+        if not resume and any((folder / part).exists() for part in (SETTINGS, METRICS, CHECKPOINTS, *taken)):
             raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
 
-    if not resume:
-        check_new()
-    else:  # before locking, which makes a file in a folder that may hold no run
+    check_new()
+    if resume:  # before locking, which makes a file in a folder that may hold no run
         before = read_json(folder / SETTINGS)
         now = json.loads(json.dumps(dict(settings)))  # as read from a file: tuples become lists
         for key in sorted({*before, *now}):
@@ -107,9 +106,9 @@ def opened(
     except OSError as error:
         raise RunError(f"expected a folder to write to, got {folder}: {error.strerror or error}") from None
     try:
+        check_new()  # another process may have been faster
         if not resume:
-            check_new()  # another process may have been faster
-            contents = {**(files or {}), SETTINGS: _json(settings)}
+            contents = {**(files or {}), SETTINGS: json.dumps(settings, indent=2, allow_nan=False).encode()}
             for part, content in contents.items():
                 write_atomic(folder / part, content)
         try:
@@ -187,7 +186,7 @@ def save_checkpoint(
         write_atomic(target / name, content)
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     # The manifest comes last: a folder without it is not taken for a checkpoint.
-    write_atomic(target / MANIFEST, _json({"format": _FORMAT, "epoch": epoch, "sha256": sha256}))
+    write_atomic(target / MANIFEST, json.dumps({"format": _FORMAT, "epoch": epoch, "sha256": sha256}).encode())
     for old in _checkpoints(folder)[keep:]:
         (old / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder does not count
         shutil.rmtree(old)
@@ -231,10 +230,6 @@ def check_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path)
         if own.get(name) != there.get(name):
             sides = [f"none of {name}" if s is None else f"{name} {s}" for s in (there.get(name), own.get(name))]
             raise RunError(f"expected the model of the run in {origin}, with {sides[0]}, got another, with {sides[1]}")
-
-
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:

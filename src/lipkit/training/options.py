@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import (
     BaseModel,
@@ -56,6 +57,7 @@ def parse_number(value: Any) -> Any:
     Traceback (most recent call last):
     ValueError: expected a number such as 0.5 or 36/255, got '2**0.5'
     """
+    value = value.item() if isinstance(value, np.generic) else value  # neither JSON nor YAML holds numpy's numbers
     if isinstance(value, str):
         match = NUMBER.fullmatch(value)
         denominator = float(match[2]) if match and match[2] else 1.0  # so that "36/255" is exactly Python's 36 / 255
@@ -94,25 +96,10 @@ def chosen(kind: Literal["loss", "schedule"], name: str, /, **options: Any) -> A
     return bound
 
 
-def name_of(function: object) -> str | None:
-    """The text that settings record for a function: its name and, for a partial or a dataclass, the bound options.
-
-    >>> name_of(functools.partial(round, ndigits=2)), name_of(None)
-    ('round(ndigits=2)', None)
-    """
-    if function is None:
-        return None
-    if is_dataclass(function):
-        return repr(function)
-    if isinstance(function, functools.partial):
-        bound = [repr(value) for value in function.args] + [f"{k}={v!r}" for k, v in function.keywords.items()]
-        return f"{name_of(function.func)}({', '.join(bound)})"
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
 Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[StrictInt, Field(ge=1)]
+Whole = Annotated[StrictInt, BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)]
+Count = Annotated[Whole, Field(ge=1)]
 
 
 def _budget(value: Any) -> Any:
@@ -169,7 +156,7 @@ class Numbers(Section):
         "decay of a moving average of the parameters, such as 0.999, which is then evaluated "
         "and exported instead; null for none",
     )
-    seed: Annotated[StrictInt, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
+    seed: Annotated[Whole, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
     evaluate_every: Count = option(1, "epochs between evaluations; the last epoch always has one")
     evaluate_samples: Count = option(
         1000,
@@ -186,7 +173,7 @@ class Numbers(Section):
     )
     tensorboard: StrictBool = option(False, "TensorBoard events in the run's folder (needs the package tensorboard)")
     accelerator: StrictStr = option("auto", "auto, cpu, cuda or mps")
-    devices: StrictInt | StrictStr | list[StrictInt] = option(
+    devices: Whole | StrictStr | list[Whole] = option(
         1, "number of devices on each machine, auto, or a list of device numbers"
     )
     nodes: Count = option(1, "number of machines; torchrun sets it")
@@ -278,12 +265,27 @@ class TrainOptions(Numbers):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
-        """The options that a run records: those that affect the weights, and the number of training ``samples``."""
-        values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
-        if not values["cuda_graph"]:
-            del values["cuda_graph"]  # so that runs older than this option can be resumed
-        named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
-        return {**named, "samples": samples}
+        """The options that a run records: those that affect the weights, and the number of training ``samples``.
+
+        Functions are recorded by name, a partial or a dataclass with its bound options.
+
+        >>> TrainOptions(epochs=1, loss=functools.partial(losses.hinge, eps0=0.5)).settings(9)["loss"]
+        'hinge(eps0=0.5)'
+        """
+        found: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in _NOT_RECORDED or (name == "cuda_graph" and not value):  # runs older than it can be resumed
+                continue
+            if not (value is None or isinstance(value, str | int | float)):
+                bound = value if isinstance(value, functools.partial) else None
+                inner = value if bound is None else bound.func
+                value = repr(inner) if is_dataclass(inner) else getattr(inner, "__qualname__", type(inner).__qualname__)
+                if bound is not None:
+                    texts = [*map(repr, bound.args), *(f"{k}={v!r}" for k, v in bound.keywords.items())]
+                    value += f"({', '.join(texts)})"
+            found[name] = value
+        return {**found, "samples": samples}
 
 
 def worded(key: str, message: str, got: Any) -> str:
