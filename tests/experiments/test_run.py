@@ -294,7 +294,7 @@ def test_options_that_training_refuses_are_refused_before_a_folder_is_made(tmp_p
 
 def test_a_run_that_diverges_in_its_first_epoch_leaves_no_folder(tmp_path):
     for place in ({"out": tmp_path / "runs"}, {"folder": tmp_path / "runs" / "mine"}):
-        with pytest.raises(RunError, match="expected finite weights, got .* no checkpoint was written"):
+        with pytest.raises(RunError, match=r"expected finite weights, got .* no checkpoint was written"):
             pipeline.train(quick("train.lr=1e38", "train.schedule=constant"), **place)
         assert list((tmp_path / "runs").glob("*")) == []
 

@@ -81,7 +81,7 @@ class CapturedStep:
                 raise OptionError(f"cuda_graph: expected steps that change tensors in place, got a new value of {name}")
 
     def _beside(self, session: Session, x: Tensor, y: Tensor, more: dict[str, Any]) -> Tensor:
-        """A step on a separate stream, as torch requires before a backward pass is recorded."""
+        """A step on a separate stream, which torch requires before a backward pass is recorded."""
         stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):

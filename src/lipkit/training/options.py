@@ -130,65 +130,42 @@ class Numbers(Section):
     epochs: Count | None = option(None, "passes over the training data; null: until the budget is used")
     budget: Budgeted | None = option(
         None,
-        "time for training, such as 400s, 10min, 1h (of the processor) or 1h wall, or samples seen, such "
-        "as 1.5M images, which is the same on every machine: the learning rate follows the fraction used; null for no "
-        "limit. With epochs, training stops at whichever comes first",
+        "time (400s, 10min, 1h of the processor, or 1h wall) or samples (1.5M images) whose used fraction the learning "
+        "rate follows; null for no limit. With epochs, training stops at whichever comes first",
     )
     batch_size: Count = option(128, "samples of one step, all devices together")
     lr: Positive = option(0.001, "peak learning rate")
     optimizer: Literal["adam", "adamw", "sgd", "spectral", "riemannian_adam"] = option(
         "adam",
-        "adam, adamw or sgd; spectral or riemannian_adam moves Stiefel layers along their manifold and all "
-        "else by adam",
+        "adam, adamw, sgd; spectral or riemannian_adam for Stiefel layers along their manifold (all else by adam)",
     )
     manifold_lr: Positive | None = option(
         None,
-        "peak learning rate of Stiefel layers: with spectral an angle in radians per step, null for 0.02; "
-        "with riemannian_adam a rate, null for lr",
+        "peak rate of Stiefel layers: of spectral in radians a step, null for 0.02; of riemannian_adam null for lr",
     )
     momentum: Annotated[NotNegative, Field(lt=1)] = option(0.9, "momentum of sgd; others ignore it")
     weight_decay: NotNegative = option(0.0, "as the optimiser defines it")
     schedule: Any = option("piecewise_linear", "of the learning rate")
     grad_clip: Positive | None = option(None, "largest l2 norm of the gradient; null for no limit")
-    accumulate: Count = option(1, "number of pieces into which each device splits its part of a batch, to save memory")
+    accumulate: Count = option(1, "pieces into which each device splits its part of a batch, to save memory")
     ema: Annotated[Positive, Field(lt=1)] | None = option(
         None,
-        "decay of a moving average of the parameters, such as 0.999, which is then evaluated "
-        "and exported instead; null for none",
+        "decay of an average of the parameters, such as 0.999, evaluated and exported instead; null for none",
     )
     seed: Annotated[Whole, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
     evaluate_every: Count = option(1, "epochs between evaluations; the last epoch always has one")
-    evaluate_samples: Count = option(
-        1000,
-        "test samples of each evaluation during a recipe's training, certified accuracy included",
-    )
-    checkpoint_every: Count = option(
-        1, "epochs between checkpoints, of which the last two are kept; the last epoch has one"
-    )
-    checkpoint_seconds: Positive | None = option(
-        None, "seconds between further checkpoints within an epoch; null for none"
-    )
-    max_minutes: Positive | None = option(
-        None, "minutes after which training stops at a checkpoint, to be resumed; null for none"
-    )
+    evaluate_samples: Count = option(1000, "test samples of each evaluation during a recipe's training")
+    checkpoint_every: Count = option(1, "epochs between checkpoints (the last two are kept); the last epoch has one")
+    checkpoint_seconds: Positive | None = option(None, "seconds between checkpoints within an epoch; null for none")
+    max_minutes: Positive | None = option(None, "minutes until training stops, to be resumed; null for no limit")
     tensorboard: StrictBool = option(False, "TensorBoard events in the run's folder (needs the package tensorboard)")
     accelerator: StrictStr = option("auto", "auto, cpu, cuda or mps")
-    devices: Whole | StrictStr | list[Whole] = option(
-        1, "number of devices on each machine, auto, or a list of device numbers"
-    )
+    devices: Whole | StrictStr | list[Whole] = option(1, "devices on each machine: a number, auto, or a list")
     nodes: Count = option(1, "number of machines; torchrun sets it")
     strategy: StrictStr = option("auto", "Lightning Fabric's strategy for several devices: ddp")
-    precision: Precision = option(
-        "32-true",
-        "Lightning Fabric's precision: 32-true, 64-true, bf16-mixed or 16-mixed; constraints do not hold in less",
-    )
+    precision: Precision = option("32-true", "32-true, 64-true, bf16-mixed, 16-mixed; constraints do not hold in less")
     compile: StrictBool = option(False, "compile the forward pass of training by torch.compile")
-    cuda_graph: StrictBool = option(
-        False,
-        "record the step of a network on one GPU as a CUDA graph: small networks train faster; refused "
-        "with an adversary, sgd, riemannian_adam, 16-mixed, ddp, and for networks whose steps wait for numbers from "
-        "the GPU or change attributes",
-    )
+    cuda_graph: StrictBool = option(False, "record the step on one GPU as a CUDA graph: small networks train faster")
     channels_last: StrictBool = option(False, "store images and kernels channels last")
 
     @model_validator(mode="after")

@@ -5,7 +5,6 @@ The sum is the logarithm of the bound of a chain. The gradient in each layer doe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import METHODS
 from lipkit.bounds.power import farnia_lower_estimate
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, finite
 from lipkit.proof.roundoff import to_double
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -76,11 +75,8 @@ class LipschitzPenalty:
     def __post_init__(self) -> None:
         if self.method not in PENALTIES:
             raise OptionError(f"method: expected one of {', '.join(PENALTIES)}, got {self.method!r}")
-        for name in ("weight", "l1"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not (math.isfinite(value) and value >= 0):
-                raise OptionError(f"{name}: expected a finite number >= 0, got {value!r}")
+        finite("weight", self.weight, least=0)
+        finite("l1", self.l1, least=0)
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The penalty, 0-d float64, differentiable in the model's parameters."""
