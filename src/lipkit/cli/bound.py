@@ -28,16 +28,9 @@ PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 @click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")
 def command(
-    model: str,
-    input_shape: str | None,
-    method: str,
-    restarts: int,
-    steps: int,
-    box: str | None,
-    tight: bool | None,
-    everything: bool,
-    as_json: bool,
-) -> None:
+    model: str, input_shape: str | None, method: str, restarts: int, steps: int, box: str | None, tight: bool | None,
+    everything: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder

@@ -242,58 +242,33 @@ def _processor() -> str:
 
 def save_evaluation(
     folder: str | os.PathLike[str],
-    evaluation: Evaluation,
+    evaluation: Evaluation | RegressionEvaluation,
     network: modules.Network,
     split: Split,
-    record: Record,
-    *,
-    examples: int = 8,
+    record: AnyRecord,
 ) -> None:
-    """Write ``certificate.jsonl``, ``examples.safetensors`` and, last, ``record.json`` into a run folder.
+    """Write the files of an evaluation and, last, ``record.json`` into a run folder, which must exist.
+
+    A classification has ``certificate.jsonl`` and ``examples.safetensors``, a regression ``predictions.csv`` and, for
+    scalar inputs, ``curve.safetensors``.
 
     Args:
-        folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate`, of ``network`` on the samples of ``split``.
-        record: from `lipkit.report.record.from_evaluation`.
-        examples: images kept of each group.
+        evaluation: of ``network`` on the samples of ``split``.
+        record: its record, from `from_evaluation` or `from_regression`.
 
     Raises:
         RunError: the folder does not exist.
     """
-    folder = _existing(folder)
-    file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
-    write_certificate(file, folder / CERTIFICATE)
-    save_examples(folder, evaluation.certificate, split, examples)
-    write_record(record, folder / RECORD)
-
-
-def save_regression(
-    folder: str | os.PathLike[str],
-    evaluation: RegressionEvaluation,
-    network: modules.Network,
-    split: Split,
-    record: RegressionRecord,
-) -> None:
-    """Write ``predictions.csv``, ``curve.safetensors`` (for scalar inputs) and then ``record.json`` into a run folder.
-
-    Args:
-        folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate_regression`, of ``network`` on the samples of ``split``.
-        record: from `lipkit.report.record.from_regression`.
-
-    Raises:
-        RunError: the folder does not exist.
-    """
-    folder = _existing(folder)
-    evaluation.certificate.save_csv(folder / PREDICTIONS)
-    curve = curve_of(network, evaluation, split)
-    if curve is not None:
-        save_curve(folder, curve)
-    write_record(record, folder / RECORD)
-
-
-def _existing(folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"expected a run folder, got {folder}: no such folder")
-    return folder
+    if isinstance(evaluation, RegressionEvaluation):
+        evaluation.certificate.save_csv(folder / PREDICTIONS)
+        curve = curve_of(network, evaluation, split)
+        if curve is not None:
+            save_curve(folder, curve)
+    else:
+        file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
+        write_certificate(file, folder / CERTIFICATE)
+        save_examples(folder, evaluation.certificate, split)
+    write_record(record, folder / RECORD)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from lipkit.certificates.intervals import Share, format_radius
-from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
+from lipkit.evaluation import Latency
+from lipkit.report.schema import AnyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
 from lipkit.shown import upper
 from lipkit.text import printable, table
 
@@ -118,10 +119,10 @@ def rounding(found: RoundingRecord) -> str:
     return f"certified for {found.evaluator.replace('_', ' ')} evaluation, rounding errors included"
 
 
-def latency(found: LatencyRecord) -> str:
+def latency(found: Latency) -> str:
     """The latency in one sentence.
 
-    >>> latency(LatencyRecord(median=0.123456, low=0.1, high=0.2, runs=100, threads=1, device="cpu"))
+    >>> latency(Latency(median=0.123456, low=0.1, high=0.2, runs=100, threads=1, device="cpu"))
     'batch 1: 0.123 ms (median of 100 runs, 80 % between 0.1 and 0.2 ms, 1 thread, cpu)'
     """
     threads = f"{found.threads} thread{'' if found.threads == 1 else 's'}"
