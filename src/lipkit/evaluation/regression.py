@@ -56,12 +56,8 @@ class RegressionEvaluation(Shown):
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers, for a line of metrics."""
-        return {
-            "test_mse": self.mse,
-            "lipschitz": self.certificate.constant,
-            "lower": self.lower,
-            "tightness": self.tightness,
-        }
+        constant = self.certificate.constant
+        return {"test_mse": self.mse, "lipschitz": constant, "lower": self.lower, "tightness": self.tightness}
 
     def describe(self) -> str:
         """The certificate, and every figure."""

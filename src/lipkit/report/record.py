@@ -11,7 +11,9 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -150,11 +152,9 @@ def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord
     if not history or not all({"steps", "samples", "cpu_seconds"} <= row.keys() for row in history):
         return None
     steps, samples, seconds = (sum(row[key] for row in history) for key in ("steps", "samples", "cpu_seconds"))
+    pace = round(samples / max(seconds, 1e-3), 1)  # cpu_seconds have three decimals
     return SeenRecord(
-        steps=steps,
-        samples=samples,
-        epochs=round(samples / train_samples, 3),
-        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),  # cpu_seconds have three decimals
+        steps=steps, samples=samples, epochs=round(samples / train_samples, 3), samples_per_cpu_second=pace
     )
 
 
@@ -221,23 +221,12 @@ def hardware(device: str = "cpu") -> HardwareRecord:
     name = torch.cuda.get_device_name(index) if cuda else index.type
     # The cores that this process may use, if the system tells.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return HardwareRecord(
-        cpu=_processor(),
-        cores=cores,
-        device=name,
-        platform=f"{platform.system()} {platform.machine()}",
-        threads=torch.get_num_threads(),
-    )
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine() or "unknown"
+    machine, cpu = platform.machine(), platform.processor() or platform.machine() or "unknown"
+    with suppress(OSError):  # not Linux
+        models = re.findall(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = " ".join(models[0].split()) if models else cpu
+    system, threads = f"{platform.system()} {machine}", torch.get_num_threads()
+    return HardwareRecord(cpu=cpu, cores=cores, device=name, platform=system, threads=threads)
 
 
 def save_evaluation(

@@ -222,14 +222,9 @@ class RegressionRecord(RunRecord):
         If the model claims a constant, also ``reached``, ``lower / lipschitz.claimed``: the used fraction of a
         prescribed gain. An export may prove a smaller constant, so ``tightness`` is the larger one.
         """
-        claimed = self.lipschitz.claimed
-        return {
-            "test_mse": self.mse,
-            "lipschitz": self.lipschitz.computed,
-            "lower": self.lower,
-            "tightness": self.tightness,
-            **({"reached": self.lower / claimed} if claimed else {}),
-        }
+        computed, claimed = self.lipschitz.computed, self.lipschitz.claimed
+        found = {"test_mse": self.mse, "lipschitz": computed, "lower": self.lower, "tightness": self.tightness}
+        return found | ({"reached": self.lower / claimed} if claimed else {})
 
 
 class MeasurementRecord(_Versioned):
