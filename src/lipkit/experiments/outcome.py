@@ -71,14 +71,9 @@ class Outcome(Shown):
 
 
 def finish(
-    folder: Path,
-    recipe: Recipe,
-    network: modules.Network,
-    data: Data,
-    facts: Facts,
-    display: Display,
+    folder: Path, recipe: Recipe, network: modules.Network, data: Data, facts: Facts, display: Display,
     device: torch.device,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Evaluate an exported network as the recipe says, and write record and report to the folder of `place`.
 
     If a certificate is disproved, a CertificateViolation is raised and nothing is written.

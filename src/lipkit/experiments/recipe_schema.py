@@ -46,11 +46,7 @@ def parse_numbers(value: Any) -> Any:
 
 
 def option_values(value: Any) -> Any:
-    """Options read from YAML, with texts such as ``36/255`` converted to numbers.
-
-    >>> option_values({"eps0": "36/255", "layer": "cayley", "std": ["1/4"]})["std"]
-    [0.25]
-    """
+    """Options read from YAML, with texts such as ``36/255`` converted to numbers."""
     if isinstance(value, dict):
         return {key: option_values(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -88,8 +84,7 @@ class DataSection(Section):
     )
     root: StrictStr | None = option(None, "folder of the data sets; default $LIPKIT_DATA, else ./data")
     range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = option(
-        None,
-        "LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none",
+        None, "LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none"
     )
     limit: Count | None = option(None, "at most this many samples of each split, drawn with a fixed seed")
 
@@ -209,9 +204,8 @@ class Recipe(Section):
         regression = self.task == "regression"
         fitting = sorted(name for name in losses.LOSSES if (name in losses.REGRESSION) == regression)
         if self.loss.name not in fitting:
-            raise ValueError(
-                f"expected for task {self.task} a loss.name among {', '.join(fitting)}, got {self.loss.name}"
-            )
+            among = ", ".join(fitting)
+            raise ValueError(f"expected for task {self.task} a loss.name among {among}, got {self.loss.name}")
         if self.adversary is not None and regression:
             raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
         return self

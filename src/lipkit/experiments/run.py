@@ -108,10 +108,8 @@ def train(
         if not fabric.is_global_zero:
             return None
         if not run.finished:
-            display.note(
-                f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
-                f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
-            )
+            done = f"{run.epochs_done}{'' if section.epochs is None else f' of {section.epochs}'} epochs done"
+            display.note(f"stopped after {section.max_minutes:g} minutes with {done}: {again} continues")
             return None
         # Includes the time before a resume.
         seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
@@ -176,11 +174,9 @@ def certify(
     no measurement is replaced.
 
     Args:
-        folder: the run's folder.
-        recipe: its recipe, `read_recipe`, perhaps with another ``certify`` or ``data`` section.
+        folder, recipe: the run's, see `read_recipe`; perhaps with another section ``certify`` or ``data``.
         device: where to compute.
-        display: receives progress and messages; None shows nothing.
-        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
+        display, large_eps: as of `train`.
 
     Raises:
         RunError: the folder has no exported network.
@@ -199,14 +195,9 @@ def certify(
 
 
 def certify_network(
-    network: modules.Network,
-    recipe: Recipe,
-    out: str | Path,
-    *,
-    device: str = "cpu",
-    display: Display | None = None,
+    network: modules.Network, recipe: Recipe, out: str | Path, *, device: str = "cpu", display: Display | None = None,
     large_eps: bool = False,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Certify and attack a network that was trained elsewhere, as `certify` does; writes a new run in ``out``.
 
     The recipe gives data, name of the network and ``certify``; its ``train`` is not used. ``ShapeError`` if the inputs
@@ -223,14 +214,9 @@ def certify_network(
     folder = checkpoints.create(Path(out), recipe.name)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
     modules.save(network, folder / NETWORK)
-    facts: Facts = {
-        "claimed": float(lipschitz(network)),
-        "parameters": sum(t.numel() for t in network.state_dict().values()),
-        "seed": recipe.train.seed,
-        "train_samples": 0,
-        "times": {},
-        "device": device,
-    }
+    count = sum(t.numel() for t in network.state_dict().values())
+    facts: Facts = {"claimed": float(lipschitz(network)), "parameters": count, "seed": recipe.train.seed}
+    facts |= {"train_samples": 0, "times": {}, "device": device}
     return finish(folder, recipe, network, data, facts, display or Display(), torch.device(device))
 
 
@@ -247,8 +233,7 @@ def read_recipe(
     """The recipe of a run. The run may come from somebody else, so code (``pkg.mod:factory``) is refused by default.
 
     Args:
-        folder: the run's folder.
-        overrides: as of `load_recipe`.
+        folder, overrides: the run's folder, and changes as of `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run.
         build: whether the caller will build the model; if not, its name may be code.
 
@@ -296,9 +281,8 @@ def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
     'trained in 1:01, 512 samples per second, at most 300 MiB'
     """
     paces, memory = ([row[key] for row in history if key in row] for key in ("samples_per_second", "memory_mib"))
-    parts = [f"trained in {duration(seconds)}"]
-    parts += [f"{statistics.median(paces):.0f} samples per second"] if paces else []
-    return ", ".join([*parts, *([f"at most {max(memory)} MiB"] if memory else [])])
+    pace = f", {statistics.median(paces):.0f} samples per second" if paces else ""
+    return f"trained in {duration(seconds)}{pace}{f', at most {max(memory)} MiB' if memory else ''}"
 
 
 def unplaced(recipe: Recipe) -> Recipe:

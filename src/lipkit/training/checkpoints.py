@@ -167,8 +167,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 
-    The model's tensors go to safetensors; its state_dict must hold tensors only. ``state`` holds plain containers,
-    numbers and tensors, as ``torch.load(weights_only=True)`` requires. Returns the checkpoint's folder.
+    The model's state_dict must hold tensors only; ``state`` plain containers, numbers and tensors, as
+    ``torch.load(weights_only=True)`` requires. Returns the checkpoint's folder.
     """
     weights = {}
     for name, value in model.state_dict().items():
@@ -196,8 +196,7 @@ def save_checkpoint(
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
     """The newest intact checkpoint as (epochs done, weights, state); None if none was completed yet.
 
-    Incomplete checkpoints, and those whose hashes do not match, are skipped. ``RunError`` if all complete ones are
-    damaged.
+    Others are skipped; ``RunError`` if all complete ones are damaged.
     """
     damaged = None
     for path in _checkpoints(folder):

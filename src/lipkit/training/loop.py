@@ -71,10 +71,7 @@ class Run(Shown):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the loss (left) and accuracies (right) by epoch; returns the axes on the left.
-
-        Args:
-            ax: axes of matplotlib; None makes new ones.
+        """Draw the loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left.
 
         Raises:
             OptionError: matplotlib is not installed.

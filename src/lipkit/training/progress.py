@@ -143,12 +143,7 @@ class Totals:
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """Peak memory so far in MiB, of the CUDA device or resident in this process; None if unknown.
-
-    >>> memory = peak_memory(torch.device("cpu"))
-    >>> memory is None or memory > 10
-    True
-    """
+    """Peak memory so far in MiB, of the CUDA device or resident in this process; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     try:
@@ -169,15 +164,10 @@ def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
     try:
         return TensorBoardLogger(folder, name="", version="tensorboard", purge_step=epochs_done + 1)
     except ModuleNotFoundError as error:
-        raise OptionError(
-            "expected the package tensorboard for tensorboard=True (pip install tensorboard), got none"
-        ) from error
+        wanted = "expected the package tensorboard for tensorboard=True (pip install tensorboard)"
+        raise OptionError(f"{wanted}, got none") from error
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of one epoch's row, without the epoch.
-
-    >>> finite({"epoch": 1, "loss": 0.5, "margin": math.nan, "state": "done"})
-    {'loss': 0.5}
-    """
+    """The finite numbers of one epoch's row, without the epoch."""
     return {k: v for k, v in row.items() if k != "epoch" and isinstance(v, int | float) and math.isfinite(v)}

@@ -82,10 +82,8 @@ class LipschitzPenalty:
         """The penalty, 0-d float64, differentiable in the model's parameters."""
         layers = list(regularised(model))
         if not layers:
-            raise OptionError(
-                "penalty: expected a network with convolutions, batch norms or two dense layers of torch.nn, "
-                f"got {type(model).__name__} without any"
-            )
+            expected = "expected a network with convolutions, batch norms or two dense layers of torch.nn"
+            raise OptionError(f"penalty: {expected}, got {type(model).__name__} without any")
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         if self.weight:
             total = total + self.weight * log_product(layers, self.method)
@@ -106,9 +104,8 @@ def regularised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     dense = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for name, module in model.named_modules():
         if isinstance(module, _REFUSED):
-            raise NoRuleError(
-                f"penalty: expected convolutions of one or two dimensions, got {type(module).__name__} at {name!r}"
-            )
+            got = f"{type(module).__name__} at {name!r}"
+            raise NoRuleError(f"penalty: expected convolutions of one or two dimensions, got {got}")
         if isinstance(module, (*_CONVOLUTIONS, nn.Linear, *_NORMS)) and module not in dense[-1:]:
             yield name, module
 
@@ -130,9 +127,8 @@ def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:
     """
     if isinstance(module, _NORMS):
         if module.running_var is None:
-            raise NoRuleError(
-                f"penalty: expected batch norm with running statistics, got track_running_stats=False at {name!r}"
-            )
+            got = f"track_running_stats=False at {name!r}"
+            raise NoRuleError(f"penalty: expected batch norm with running statistics, got {got}")
         scale = (to_double(module.running_var) + module.eps).rsqrt()
         return (scale if module.weight is None else scale * to_double(module.weight).abs()).amax()
     weight = module.weight
