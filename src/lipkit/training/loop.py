@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -225,7 +226,10 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
 
         def values() -> dict[str, float]:
             with torch.no_grad(), own_random_state(fabric.device):  # evaluation must not change the training
-                return {name: float(value) for name, value in evaluate(measured).items()}
+                found = evaluate(measured)
+                if not isinstance(found, Mapping):
+                    raise OptionError(f"evaluate: expected numbers by name, a dict, got {type(found).__name__}")
+                return {name: float(value) for name, value in found.items()}
 
         row |= on_first(fabric, values)
     row["seconds"] = round(totals.seconds(), 3)

@@ -67,6 +67,8 @@ class Session:
             raise OptionError(f"expected a Fabric of precision {', '.join(known)}, got {precision!r}")
         if precision != "64-true" and all(p.dtype == torch.float64 for p in model.parameters()):
             raise OptionError(f"expected precision='64-true' for a network of float64 parameters, got {precision!r}")
+        if low := {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}:
+            raise OptionError(f"expected parameters in float32 or float64 (network.float()), got {low.pop()}")
         if options.batch_size < (world := fabric.world_size):
             raise OptionError(f"expected batch_size >= the number of devices {world}, got {options.batch_size}")
         strategy = type(fabric.strategy).__name__
