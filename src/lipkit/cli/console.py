@@ -101,11 +101,7 @@ def position(event: Progress) -> int:
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """The figures of an epoch in words.
-
-    >>> describe({"epoch": 3, "loss": 0.12345, "accuracy": 0.95, "lr": 0.01, "seconds": 2.0})
-    'loss 0.1235  accuracy 95.0 %'
-    """
+    """The figures of an epoch in words."""
     parts = [f"loss {row['loss']:.4f}"] if "loss" in row else []
     if "accuracy" in row:
         parts.append(f"accuracy {100 * row['accuracy']:.1f} %")

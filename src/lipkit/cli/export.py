@@ -138,13 +138,9 @@ def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, dat
         )
     checkpoints.check_weights(model, found[1], run)
     model.load_state_dict(found[1])
+    options = {"input_shape": data.input_shape, "classes": data.outputs, **recipe.model.options}
     return interop.save_pretrained(
-        model,
-        folder,
-        name=recipe.model.name,
-        options={"input_shape": data.input_shape, "classes": data.outputs, **recipe.model.options},
-        input_shape=data.input_shape,
-        input_range=data.input_range,
-        classes=data.classes,
+        model, folder, name=recipe.model.name, options=options, input_shape=data.input_shape,
+        input_range=data.input_range, classes=data.classes,
         card=interop.model_card(read_record(run), folder=folder.name, licence=licence),
-    )
+    )  # fmt: skip

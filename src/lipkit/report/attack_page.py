@@ -65,14 +65,8 @@ def save_attack(
     place = {int(number): row for row, number in enumerate(numbers)}
     examples = attempt.examples
     at = torch.tensor([place[i] for i in examples.index.tolist()], dtype=torch.int64)  # the row of x of each example
-    columns = {
-        "sample": examples.index,
-        "label": certificate.label[at],
-        "prediction": examples.prediction,
-        "l2": examples.l2,
-        "linf": examples.linf,
-        "radius": certificate.radius[at],
-    }
+    columns = {"sample": examples.index, "label": certificate.label[at], "prediction": examples.prediction}
+    columns |= {"l2": examples.l2, "linf": examples.linf, "radius": certificate.radius[at]}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*map(Tensor.tolist, columns.values()), strict=True)]
     ratio = torch.where(columns["radius"] > 0, examples.l2 / columns["radius"], math.inf)
     order = ratio.sort(stable=True).indices[:images]
@@ -107,11 +101,8 @@ def save_attack(
             continue  # do not replace an unreadable file either
         if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
             return path
-    tensors = {
-        "image": x[at[order]].cpu().float(),
-        "adversarial": examples.point[order],
-        "index": examples.index[order],
-    }
+    tensors = {"image": x[at[order]].cpu().float(), "adversarial": examples.point[order]}
+    tensors |= {"index": examples.index[order]}
     tensors |= {name: columns[name][order] for name in ("label", "prediction", "l2", "linf")}
     shown = [rows[i] for i in order]
     write_atomic(path.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))

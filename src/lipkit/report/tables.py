@@ -108,12 +108,7 @@ def summary(record: AnyRecord) -> str:
 
 
 def rounding(found: RoundingRecord) -> str:
-    """One sentence that tells whether certificates include rounding errors.
-
-    >>> made = {"evaluator": "float64", "dtype": "float64", "block": None, "device": "cpu", "torch": "2"}
-    >>> rounding(RoundingRecord(rounding="sound", settings={}, **made))
-    'certified for float64 evaluation, rounding errors included'
-    """
+    """One sentence that tells whether certificates include rounding errors."""
     if found.rounding != "sound":
         return "certified for real arithmetic, rounding errors ignored"
     return f"certified for {found.evaluator.replace('_', ' ')} evaluation, rounding errors included"
@@ -126,7 +121,5 @@ def latency(found: Latency) -> str:
     'batch 1: 0.123 ms (median of 100 runs, 80 % between 0.1 and 0.2 ms, 1 thread, cpu)'
     """
     threads = f"{found.threads} thread{'' if found.threads == 1 else 's'}"
-    return (
-        f"batch 1: {found.median:.3g} ms (median of {found.runs} runs, 80 % between {found.low:.3g} and "
-        f"{found.high:.3g} ms, {threads}, {found.device})"
-    )
+    spread = f"80 % between {found.low:.3g} and {found.high:.3g} ms"
+    return f"batch 1: {found.median:.3g} ms (median of {found.runs} runs, {spread}, {threads}, {found.device})"

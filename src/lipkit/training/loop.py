@@ -177,7 +177,7 @@ def train(session: Session) -> Run:
                 x, y = session.batch(index, generators["augment"])
                 sums = take(session, x, y, size=size, counted=own, attack=generators["attack"])
                 clock.spend(size)
-                session.step += 1
+                session.step, session.number = session.step + 1, session.number + 1
                 fraction = session.fraction()
                 last = session.step == session.steps or fraction >= 1
                 session.finish_step(session.model, last)

@@ -43,7 +43,7 @@ class Session:
         steps: of one epoch.
         input_shape: of one augmented input, if `after_step` needs it, else None.
         folder: of the run; None writes nothing. events: its logger of TensorBoard events, or None.
-        epoch, step: epochs done, and steps done of the next one.
+        epoch, step: epochs done, and steps done of the next one; number: steps done in all.
         history: one row for each epoch done.
         totals, generators: sums and random numbers of the epoch in progress, see `begin_epoch`.
         resumed: the state in the checkpoint that the run continues from, until the epoch there has begun.
@@ -90,7 +90,7 @@ class Session:
         self.input_shape: tuple[int, ...] | None = None
         self.folder: Path | None = None
         self.events: Any = None
-        self.epoch, self.step = 0, 0
+        self.epoch, self.step, self.number = 0, 0, 0
         self.history: list[dict[str, Any]] = []
         self.resumed: dict[str, Any] = {}
 
@@ -144,7 +144,7 @@ class Session:
         """Continue from a checkpoint; those of finished runs and of older versions lack some of the state."""
         self.model.load_state_dict(weights)
         self.epoch, self.step, self.clock.used = epoch, int(state.get("step", 0)), state.get("used", 0.0)
-        self.resumed = state
+        self.number, self.resumed = self.epoch * self.steps + self.step, state
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
         if state.get("precision"):
@@ -199,11 +199,6 @@ class Session:
             x = options.augment(x, augment)
         last = options.channels_last and x.ndim == 4
         return (x.contiguous(memory_format=torch.channels_last) if last else x), y
-
-    @property
-    def number(self) -> int:
-        """Steps done in all."""
-        return self.epoch * self.steps + self.step
 
     def fraction(self, size: int = 0) -> float:
         """Fraction of training done, or with ``size`` after a step of so many samples: by steps or by budget.
