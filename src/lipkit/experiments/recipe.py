@@ -189,51 +189,39 @@ def _override(content: dict[str, Any], override: str) -> None:
     place[path[-1]] = value
 
 
-def _expanded(content: dict[str, Any]) -> dict[str, Any]:
+def _expanded(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
     """The content with each section that is one string replaced by a mapping."""
-    content = dict(content)
-    for path, key in SHORT.items():
-        place = content
-        for part in path[:-1]:
-            if not isinstance(place.get(part), dict):
-                break
-            place[part] = dict(place[part])
-            place = place[part]
-        else:
-            if isinstance(place.get(path[-1]), str):
-                place[path[-1]] = {key: place[path[-1]]}
-    return content
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        path = (*above, key)
+        short = {SHORT[path]: value} if path in SHORT and isinstance(value, str) else value
+        found[key] = _expanded(short, path) if isinstance(short, dict) else short
+    return found
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:
-    missing = [key for e in errors if e["type"] == "missing" for key in _required(tuple(map(str, e["loc"])))]
-    wrong = [_sentence(e) for e in errors if e["type"] != "missing"][:1]
-    if missing:
-        wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-        whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
-        remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
-        wrong.append(f"expected {wanted}, got none{remedy}")
-    return "; ".join(wrong)
-
-
-def _required(path: tuple[str, ...]) -> list[str]:
-    """The keys to write for a missing key: itself, or the required keys of a missing section."""
-    inner = [".".join(k) for k, field, _ in keys() if k[:-1] == path and path not in SHORT and field.is_required()]
-    return inner or [".".join(path)]
-
-
-def _sentence(error: ErrorDetails) -> str:
-    path = tuple(str(part) for part in error["loc"])
-    key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_key_hint(path)}"
-    known = {path for path, *_ in keys()}
-    while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
-        path = path[:-1]
-    key = ".".join(path)
-    if error["type"] in ("model_type", "dict_type"):
-        return f"{key}: expected keys and values, got {_short(error['input'])}"
-    return worded(key, error["msg"], error["input"])
+    """The first wrong value and all missing keys, in words."""
+    known, missing, wrong, whole = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
+    for error in errors:
+        path = tuple(map(str, error["loc"]))
+        key = ".".join(path)
+        if error["type"] == "missing":  # of a missing section its required keys
+            inner = [".".join(k) for k, field in known.items() if k[:-1] == path and field.is_required()]
+            missing += [key] if path in SHORT else inner or [key]
+            whole = whole or len(path) == 1
+        elif error["type"] == "extra_forbidden":
+            wrong.append(f"unknown key {key!r}{_key_hint(path)}")
+        else:
+            while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
+                path = path[:-1]
+            key, got = ".".join(path), error["input"]
+            kind = error["type"] in ("model_type", "dict_type")
+            wrong.append(
+                f"{key}: expected keys and values, got {_short(got)}" if kind else worded(key, error["msg"], got)
+            )
+    wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+    remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
+    return "; ".join([*wrong[:1], *([f"expected {wanted}, got none{remedy}"] if missing else [])])
 
 
 def _key_hint(path: tuple[str, ...]) -> str:
@@ -241,11 +229,9 @@ def _key_hint(path: tuple[str, ...]) -> str:
     known = [found for found, *_ in keys()]
     siblings = [k[-1] for k in known if k[:-1] == path[:-1]]
     # In the same section a similar name counts; in another section only the same name does.
-    similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
-    if similar:
+    if similar := difflib.get_close_matches(path[-1], siblings, 1, 0.7):
         return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
-    elsewhere = [k for k in known if k[-1] == path[-1]]
-    if elsewhere:
+    if elsewhere := [k for k in known if k[-1] == path[-1]]:
         return f", did you mean {'.'.join(elsewhere[0])!r}?"
     if "options" in siblings:  # perhaps an option of the model, loss or schedule
         return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"

@@ -264,13 +264,12 @@ def _ended(folder: Path, display: Display) -> Outcome:
     return Outcome(folder, record.metrics(), record)
 
 
-def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> float:
+@torch.no_grad()
+def _mse(network: modules.Network, split: Split) -> float:
     total = 0.0
-    with torch.no_grad():
-        for index in torch.arange(len(split)).split(batch_size):
-            x, y = split.batch(index)
-            parameter = next(iter(network.state_dict().values()), x)  # for device and dtype
-            total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
+    for x, y in map(split.batch, torch.arange(len(split)).split(1024)):
+        parameter = next(iter(network.state_dict().values()), x)  # for device and dtype
+        total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
 
 

@@ -94,11 +94,7 @@ def _breakable(name: str) -> markupsafe.Markup:
 
 
 def _model(recipe: Mapping[str, Any]) -> str:
-    """The network in words: its name, and its options.
-
-    >>> _model({"model": {"name": "small", "options": {"layer": "cayley"}}}), _model({})
-    ('small, layer cayley', '')
-    """
+    """The network in words: its name and its options, such as small, layer cayley."""
     model = recipe.get("model")
     if not isinstance(model, Mapping) or "name" not in model:
         return ""

@@ -158,7 +158,17 @@ def _accuracy(record: Record, certificate: Certificate | None, narrow: bool) -> 
 
 def certified_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
     """Plot of certified accuracy against the l2 radius, with one curve (radii, fractions) for each name."""
-    return both(lambda narrow: _certified(curves, narrow), "comparison")
+
+    def draw(narrow: bool) -> Figure:
+        figure, (axis,) = figure_of(1, narrow)
+        for number, (name, (eps, values)) in enumerate(curves.items()):
+            axis.plot(eps, values, **_look(number, name))
+        axis.set(xlim=(0, None), ylim=(0, 1.02), xlabel="l2 radius", ylabel="certified accuracy")
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        legend(axis)
+        return figure
+
+    return both(draw, "comparison")
 
 
 def _look(number: int, name: str) -> dict[str, Any]:
@@ -166,16 +176,6 @@ def _look(number: int, name: str) -> dict[str, Any]:
     line = ("-", "--", ":", "-.")[number // len(SERIES) % 4]
     label = printable(name, 40).replace("$", r"\$")  # $...$ is mathematics to matplotlib
     return {"color": SERIES[number % len(SERIES)], "linestyle": line, "label": label}
-
-
-def _certified(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], narrow: bool) -> Figure:
-    figure, (axis,) = figure_of(1, narrow)
-    for number, (name, (eps, values)) in enumerate(curves.items()):
-        axis.plot(eps, values, **_look(number, name))
-    axis.set(xlim=(0, None), ylim=(0, 1.02), xlabel="l2 radius", ylabel="certified accuracy")
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    legend(axis)
-    return figure
 
 
 def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list[str]:

@@ -46,10 +46,7 @@ Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 
 
 def parse_number(value: Any) -> Any:
-    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one).
-
-    Raises:
-        ValueError: another text, a bool, or a zero denominator.
+    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one); else ValueError.
 
     >>> parse_number("36/255") == 36 / 255, parse_number("1e-3"), parse_number(2)
     (True, 0.001, 2)
@@ -103,11 +100,11 @@ Count = Annotated[Whole, Field(ge=1)]
 
 
 def _budget(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = f"{value}s"  # a bare number means seconds
-    if isinstance(value, str):
-        parse_budget(value)  # only to refuse it; a run records the text
-    return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = f"{value}s" if number else value  # a bare number means seconds
+    if isinstance(text, str):
+        parse_budget(text)  # only to refuse it; a run records the text
+    return text
 
 
 Budgeted = Annotated[StrictStr, BeforeValidator(_budget)]

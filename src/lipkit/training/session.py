@@ -154,11 +154,7 @@ class Session:
                 value.copy_(state["average"][name])
 
     def save(self, final: bool = False) -> None:
-        """Write a checkpoint. ``final``: training is over, so optimiser and random numbers are left out.
-
-        Raises:
-            Divergence: a weight is NaN or infinite; nothing is then written.
-        """
+        """Write a checkpoint, unless a weight is not finite: a Divergence. A ``final`` one has no optimiser's state."""
         if (folder := self.folder) is not None:
             self.check_finite(f"before the checkpoint after epoch {self.epoch} and {self.step} steps")
             within = self.step > 0  # totals and generators belong to an unfinished epoch
@@ -176,7 +172,7 @@ class Session:
     def begin_epoch(self) -> None:
         """New sums and random numbers for an epoch, or those of the checkpoint that the run continues from.
 
-        Random numbers start anew if the checkpoint was made with another number of processes.
+        A checkpoint of another number of processes has no random numbers for these.
         """
         rank, seed = self.fabric.global_rank, self.options.seed
         state, self.resumed = self.resumed, {}  # for the first epoch of this call; later ones start anew
@@ -201,9 +197,9 @@ class Session:
         return (x.contiguous(memory_format=torch.channels_last) if last else x), y
 
     def fraction(self, size: int = 0) -> float:
-        """Fraction of training done, or with ``size`` after a step of so many samples: by steps or by budget.
+        """Fraction of training done, by steps or by budget, whichever is larger; with ``size`` after a step of so many.
 
-        The larger one counts. The time of a step is unknown before it.
+        The time of a step is unknown before it.
         """
         clock, epochs = self.clock, self.options.epochs
         by_steps = 0.0 if epochs is None else (self.number + (size > 0 and not clock.timed)) / (epochs * self.steps)
@@ -245,9 +241,8 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     .. math:: a_s = d_s \, a_{s-1} + (1 - d_s) \, \theta_s, \qquad d_s = \min(d, (1 + s) / (10 + s))
 
-    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster, so that it
-    does not stay near the initial values in a short run. Steps s count from 1. It costs one fused pass over the
-    parameters, without waiting for the device.
+    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster. Steps s
+    count from 1.
 
     >>> a = [torch.zeros(1)]
     >>> update(a, [torch.ones(1)], 0.9, step=8)
