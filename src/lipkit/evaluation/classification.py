@@ -83,8 +83,7 @@ def evaluate(
     The attack runs in l2 at each of its radii, and once at each sample's certified radius; see `attack_samples`.
 
     **Guarantee.** If this returns, none of the examples found lies inside a certified radius, and accuracy under attack
-    is at least the certified accuracy at every radius of the attack, on the same samples. That is a test of the
-    certificates; they do not depend on it.
+    is at least the certified accuracy of the same samples. That tests the certificates; they do not depend on it.
 
     Args:
         network: an exported network (`lipkit.export`).
@@ -93,9 +92,8 @@ def evaluate(
         eps: l2 radii for certified accuracy, in units of the input.
         attack: the l2 attack; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` runs none.
         classes: class names, one for each logit; empty names them 0, 1, ...
-        batch_size: samples evaluated at once.
+        batch_size, device: as of `lipkit.certify`; the attack runs there, too.
         confidence: of the Clopper-Pearson intervals.
-        device: where logits and the attack are computed (see `lipkit.certify`).
         large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
 
     Raises:

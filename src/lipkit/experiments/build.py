@@ -49,9 +49,9 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
 def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     """The recipe's network for this data, its initial weights drawn from ``train.seed``.
 
-    The input shape and the number of outputs come from the data; the user's factory gets them as ``input_shape`` and
-    ``classes`` if it has parameters of these names. torch's global random state is restored. A network that does not
-    fit the data, or cannot be bounded and exported, is refused here, before hours of training.
+    The user's factory gets the ``input_shape`` and the number of outputs, ``classes``, if it has parameters of these
+    names. torch's global random state is restored. A network that does not fit the data, or cannot be bounded and
+    exported, is refused here, before hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
     given = {"input_shape": data.input_shape, "classes": data.outputs}

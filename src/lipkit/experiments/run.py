@@ -132,16 +132,13 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment.
-
-    During training some test samples are measured, without attack.
-    """
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     if (change.crop or change.flip) and len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     split = data.test.take(section.evaluate_samples)
 
-    def measure(model: nn.Module) -> Mapping[str, float]:
+    def measure(model: nn.Module) -> Mapping[str, float]:  # without attack
         model.eval()
         network = export(model, data.input_shape)  # measure the exported form, as at the end
         if recipe.task == "regression":

@@ -44,9 +44,9 @@ def save_attack(
 ) -> Path:
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
-    The hash covers the attack's settings, the data and the network. Existing files are never replaced. If the same
-    settings gave the same result, nothing is written; if another one (on another device or changed data), the name ends
-    in ``-2``, and so on. Returns the path of the JSON file.
+    The hash covers the attack's settings, the data and the network. Existing files are never replaced: the same result
+    of the same settings is not written again, another one gets a name that ends in ``-2``, and so on. Returns the path
+    of the JSON file.
 
     Args:
         certificate: of the attacked samples ``x`` (N, *input_shape); ``numbers`` are their indices in the test set.

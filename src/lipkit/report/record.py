@@ -69,10 +69,7 @@ def from_evaluation(
 def from_regression(
     evaluation: RegressionEvaluation, *, name: str, data: str, search: Mapping[str, int], **facts: Unpack[Facts]
 ) -> RegressionRecord:
-    """The record of a regression: its evaluation and the facts of the run.
-
-    ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
-    """
+    """The record of a regression; ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search."""
     certificate, pair = evaluation.certificate, evaluation.search
     columns = {
         "rmse": evaluation.rmse,
@@ -164,11 +161,7 @@ def write_record(record: AnyRecord, path: str | os.PathLike[str]) -> None:
 
 
 def read_record(path: str | os.PathLike[str]) -> AnyRecord:
-    """Read the record of a run; ``path`` is the file or the run folder that holds ``record.json``.
-
-    Raises:
-        RunError: the file is missing, is not JSON, or is not a run's record of this major schema version.
-    """
+    """Read the record of a run from its file or folder; ``RunError`` if there is none of this major schema version."""
     record = read_any_record(path)
     if isinstance(record, MeasurementRecord):
         raise RunError(f"{path}: expected the record of a run, got that of the measurement {record.name}")

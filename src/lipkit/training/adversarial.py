@@ -24,10 +24,9 @@ class PgdAdversary:
 
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
-    **The attacked network** is in evaluation mode: batch norm uses its running statistics and dropout is off, so that
-    the examples of a batch do not depend on each other and the attack does not change the running statistics. The
-    training step is in training mode. Of a network with constrained layers the ``export`` is attacked, so that weights
-    are built once for all steps; if a part has no export, such as a module with its own forward pass, the network.
+    **The attacked network** is in evaluation mode, so that the examples of a batch do not depend on each other and the
+    attack does not change running statistics; the training step is in training mode. Of a network with constrained
+    layers the ``export`` is attacked, so that weights are built once for all steps; without one, the network.
 
     Args:
         norm: "linf" or "l2".
@@ -35,8 +34,7 @@ class PgdAdversary:
         steps: gradient steps: 10 in the paper.
         step_size: of each step, as a fraction of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
-        loss: the loss that the attack raises, "ce" or "margin".
-        box: range of valid input entries; None for no limit.
+        loss, box: what the attack raises, "ce" or "margin"; the range of valid input entries, None for no limit.
         beside: True trains on the samples followed by their examples, as ``losses.trades`` needs. By default the
             examples replace the samples.
 

@@ -109,18 +109,15 @@ def fit(
 
     Shuffling and augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random
     state is seeded at the start, saved with each checkpoint and restored at the end. So on a CPU, the same call with
-    the same number of processes gives the same weights, bit for bit, even if it was interrupted and resumed. Other
-    randomness (numpy in a Dataset) is up to the caller. With another number of processes or of pieces (``accumulate``)
-    the steps are the same up to rounding, except for random numbers and for layers that depend on the whole batch, such
-    as batch norm.
+    the same number of processes gives the same weights, bit for bit, even if it was resumed. Other randomness (numpy in
+    a Dataset) is up to the caller. With another number of processes or of pieces (``accumulate``) the steps are the
+    same up to rounding, except for random numbers and for layers such as batch norm.
 
     Args:
         model: any module that maps a batch x (n, *shape) to outputs (n, K).
-        data: a `data.Split`; a pair (x, y) of tensors or arrays; or a map-style torch Dataset of items (x,
-            y).
+        data: a `data.Split`; a pair (x, y) of tensors or arrays; or a map-style torch Dataset of items (x, y).
         options: how to train, see `lipkit.training.TrainOptions`; None for its defaults.
-        run_dir: folder for settings, metrics and checkpoints; must not hold a run yet, unless ``resume``. The last
-            two checkpoints are kept; of a finished run the last one, without the optimiser's state.
+        run_dir: folder for settings, metrics and the last two checkpoints; must not hold a run yet, unless ``resume``.
         resume: continue the run in ``run_dir`` from its last whole checkpoint.
         fabric: a launched `lightning_fabric.Fabric` to use instead of the options accelerator, devices, nodes,
             strategy and precision.

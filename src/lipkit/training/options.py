@@ -188,8 +188,7 @@ class TrainOptions(Numbers):
     Attributes:
         loss: a name of `losses.LOSSES`, or a function of (outputs, targets) that returns a mean.
         schedule: a name of `schedules.SCHEDULES`, or a function of the fraction of training done.
-        augment: a function of (x, generator), applied to each batch on the training device; the generator lives on
-            the CPU.
+        augment: a function of (x, generator on the CPU), applied to each batch on the training device.
         evaluate: called with the model, under no_grad and without effect on torch's random state, after every
             ``evaluate_every``-th epoch and the last; the numbers it returns are added to the metrics.
         post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step (counted from
@@ -199,7 +198,7 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on the examples that it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, ..., channels_last: numbers and names, as ``lipkit recipe show`` describes the keys of ``train``.
+        epochs, ..., channels_last: as ``lipkit recipe show`` describes the keys of ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.

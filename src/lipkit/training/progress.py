@@ -53,11 +53,7 @@ class Divergence(RunError):
 
 
 class Totals:
-    """Loss and accuracy of one epoch, summed over steps and devices; raises at a loss that is not finite.
-
-    ``epoch`` counts from 0; ``progress`` is called every few of its ``steps``; ``before`` is the `state` of an
-    interrupted epoch that is continued.
-    """
+    """Loss and accuracy of one epoch, counted from 0, over steps and devices; ``before`` is its earlier `state`."""
 
     def __init__(
         self, fabric: Any, epoch: int, steps: int, progress: Callable[[Progress], None] | None, before: Any = None
@@ -76,9 +72,8 @@ class Totals:
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step, counted from 1; True if sums were read from the device.
 
-        ``sums`` (2,) are the sum of losses and the number of correct predictions in this process; ``size`` is the
-        batch size of all processes together; ``labelled`` is True for labels, which have an accuracy; ``fraction`` of
-        training is done. A loss that is NaN or infinite when read is a `Divergence` in all processes.
+        ``sums`` (2,) are the losses and correct predictions of this process, of ``size`` samples in all; only labels
+        have an accuracy; ``fraction`` of training is done. A loss that is not finite is a `Divergence` in all of them.
         """
         self.labelled = labelled
         self.pending.append(sums)
