@@ -136,11 +136,9 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
-    except click.NoSuchOption as error:  # a ClickException, so it comes first
-        _show(error, debug, no_option(error, given))
-        return 2
     except click.ClickException as error:
-        _show(error, debug, error.format_message())
+        message = no_option(error, given) if isinstance(error, click.NoSuchOption) else error.format_message()
+        _show(error, debug, message)
         return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("lipkit: interrupted", err=True)

@@ -112,10 +112,9 @@ class Examples:
     """The closest adversarial example found of each sample that has one, by sample.
 
     Attributes:
-        index: (M,) the sample.
+        index, prediction: (M,) the sample, and the class of the point.
         point: (M, *input_shape) float64, misclassified by the float64 network.
         l2, linf: (M,) distances of the float64 points from their samples.
-        prediction: (M,) the class of the point.
     """
 
     index: Tensor
@@ -158,10 +157,8 @@ def attack_samples(
     ``eps sqrt(d)``, so a sample with a larger radius counts as certified there.
 
     Args:
-        network: the network that was certified.
-        certificate: of the samples ``x``, ``y``, in this order.
-        x: (N, *input_shape), within ``attack.box``.
-        y: (N,) int64.
+        network, certificate: the network that was certified for the samples ``x``, ``y``, in this order.
+        x, y: (N, *input_shape), within ``attack.box``; (N,) int64.
         attack: what to run. A minimum-norm attack runs once; its example counts at each radius that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
 
@@ -198,7 +195,9 @@ def attack_samples(
         reached: list[float | Tensor] = [radii[row] for row in order]
         if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
-            reached.append(torch.where(own.isfinite(), own, max(radii)))  # an infinite radius cannot be attacked
+            reached.append(
+                torch.where(own.isfinite(), own, max(radii, default=0.0))
+            )  # an infinite radius cannot be attacked
         alive = torch.ones(len(index), dtype=torch.bool)
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)

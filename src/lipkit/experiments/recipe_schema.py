@@ -38,11 +38,8 @@ def parse_numbers(value: Any) -> Any:
     """
     if value is None:
         return None
-    if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]  # a comma at the end is allowed
-    if not isinstance(value, list | tuple):
-        value = [value]
-    return tuple(parse_number(part) for part in value)
+    parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value  # 1/2, 1,
+    return tuple(map(parse_number, parts if isinstance(parts, list | tuple) else [parts]))
 
 
 def option_values(value: Any) -> Any:

@@ -21,11 +21,7 @@ def percent(value: float) -> str:
 
 
 def interval(share: Share | ShareRecord) -> str:
-    """The interval of an accuracy in per cent, rounded to two decimals.
-
-    >>> interval(Share(95, 100, 0.8872, 0.9836))
-    '88.72 to 98.36'
-    """
+    """The interval of an accuracy in per cent, rounded to two decimals."""
     return f"{100 * share.low:.2f} to {100 * share.high:.2f}"
 
 

@@ -48,8 +48,7 @@ class Clock:
         amount, unit: of the budget; infinite without one.
         used: of the budget, in its unit, resumes included; the same in all processes. 0 without a budget.
         timed: True for a budget of time, of which a step's share is known after it only.
-        since: from when time counts, as told by ``now``.
-        saved: when the last checkpoint was written.
+        since, saved: from when time counts, as told by ``now``; when the last checkpoint was written.
     """
 
     def __init__(

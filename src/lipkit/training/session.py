@@ -39,8 +39,7 @@ class Session:
         optimizer: Fabric's; peaks: the peak learning rate of each of its groups.
         parameters: the trained ones, by name; average: their moving averages, None without ``ema``.
         loss, rate: functions.
-        clock: the budget, and when to save or stop.
-        steps: of one epoch.
+        clock: the budget, and when to save or stop. steps: of one epoch.
         input_shape: of one augmented input, if `after_step` needs it, else None.
         folder: of the run; None writes nothing. events: its logger of TensorBoard events, or None.
         epoch, step: epochs done, and steps done of the next one; number: steps done in all.
