@@ -19,7 +19,8 @@ from lipkit.experiments.build import build_model, load_data
 from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.run import training_options
 from lipkit.memory import keep_freed_memory
-from lipkit.training.loop import prepare
+from lipkit.training.devices import make_fabric
+from lipkit.training.session import Session
 from lipkit.training.step import take_step
 
 STEPS = 20
@@ -44,23 +45,25 @@ def main(rounds: int) -> None:
     recipe = load_recipe("digits_cayley")
     data = load_data(recipe)
     torch.manual_seed(0)
-    network = prepare(build_model(recipe, data).train(), data.train, training_options(recipe, data))
+    model, options = build_model(recipe, data).train(), training_options(recipe, data)
+    session = Session(make_fabric(options), model, options, data.train)
     size = recipe.train.batch_size
     x, y = data.train.batch(torch.arange(size))
 
     def step() -> None:
-        take_step(network, x, y, size=size, counted=size, attack=torch.Generator())
+        take_step(session, x, y, size=size, counted=size, attack=torch.Generator())
 
-    for _ in range(5):
-        step()
-    with Count() as count:
-        step()
-    found = []
-    for _ in range(rounds):
-        start = time.process_time()
-        for _ in range(STEPS):
+    with session.opened(None):
+        for _ in range(5):
             step()
-        found.append((time.process_time() - start) / STEPS * 1e3)
+        with Count() as count:
+            step()
+        found = []
+        for _ in range(rounds):
+            start = time.process_time()
+            for _ in range(STEPS):
+                step()
+            found.append((time.process_time() - start) / STEPS * 1e3)
     print(f"{count.calls} calls; process time {statistics.median(found):.2f} ms (median), {min(found):.2f} ms (least)")
 
 

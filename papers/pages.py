@@ -75,7 +75,7 @@ def order(item: str) -> tuple[str, int, str]:
 
 def cost_key(recipe: Recipe) -> dict[str, Any]:
     """The part of a recipe that decides its training time; CIFAR-10 stands for CIFAR-100, which costs the same."""
-    plain = recipe.plain()
+    plain = recipe.model_dump(mode="json")
     options = {k: v for k, v in plain["model"]["options"].items() if k not in FREE}
     train = {k: plain["train"][k] for k in ("batch_size", "epochs", "optimizer", "ema")}
     data = {"cifar100": "cifar10"}.get(recipe.data.spec, recipe.data.spec)

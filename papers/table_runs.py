@@ -381,7 +381,7 @@ def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
         return record.measure == run.row.measure and record.options == dict(run.options)
     if run.recipe is None:
         return False
-    return _agree(record.recipe, run.recipe.plain())
+    return _agree(record.recipe, run.recipe.model_dump(mode="json"))
 
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> bool:

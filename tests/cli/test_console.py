@@ -51,12 +51,7 @@ def test_a_long_epoch_has_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_bar_shows_loss_accuracy_certified_accuracy_and_time_left():
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=140)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[text]}"),
-        TextColumn("{task.fields[left]}"),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
     with Bar(*columns, console=terminal, auto_refresh=False) as bar:
         shown = console.Terminal(bar)
         for event in events(start=2, epochs=3):

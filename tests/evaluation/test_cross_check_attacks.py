@@ -100,3 +100,10 @@ def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
     assert chosen.attacked[0].share.count <= default.attacked[0].share.count
     with pytest.raises(OptionError, match="expected attack"):
         evaluate(network(), data, eps=(0.1,), attack=Attack(name="fgsm"))
+
+
+def test_without_radii_samples_are_attacked_at_their_own() -> None:
+    net, data = network(), split()
+    found = attack_samples(net, certify(net, data.x, data.y), data.x, data.y, attack("pgd", eps=()))
+    assert found.rows == ()
+    assert (found.clean.count, found.clean.total) == (21, 24)

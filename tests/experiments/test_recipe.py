@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-import yaml
 from pydantic import BaseModel
 
-from lipkit.errors import RecipeError
+from lipkit.errors import OptionError, RecipeError
 from lipkit.experiments import recipe as recipes
 from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.recipe_schema import Recipe, parse_number
+from lipkit.training import TrainOptions
 
 SMALL = "name: a\ndata: digits\nmodel: small\ntrain: {epochs: 1}\n"
 
@@ -225,7 +227,7 @@ def test_a_recipe_does_not_change_after_it_was_checked():
 
 
 def test_plain_is_json_with_all_defaults():
-    plain = load_recipe().plain()
+    plain = load_recipe().model_dump(mode="json")
     assert plain["certify"]["eps"][0] == 36 / 255
     assert plain["train"]["momentum"] == 0.9
     assert math.isclose(plain["loss"]["options"]["eps0"], 0.5)
@@ -265,13 +267,32 @@ def test_names_are_compared_along_the_whole_chain_of_bases(tmp_path: Path, monke
         "middle": "base: root\nmodel: {options: {layer: soc}}\nloss: {options: {lipschitz: 2}}\n",
         "other": "base: middle\nmodel: {name: kwlarge, options: {dense: [8]}}\nloss: hinge\n",
     }
-    monkeypatch.setattr(recipes, "names", lambda: sorted(files))
-    monkeypatch.setattr(recipes, "_read", lambda name: recipes._expanded(yaml.safe_load(files[name])))
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr(recipes.importlib.resources, "files", lambda package: tmp_path)
     assert load_recipe("middle").model.options == {"width": 1, "layer": "soc"}
     other = load_recipe("other")
     assert other.model.options == {"dense": [8]}
     # hinge is what a loss without a name is: no other name
     assert other.loss.options == load_recipe("middle").loss.options == {"eps0": 0.5, "lipschitz": 2}
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    plain = load_recipe("digits_cayley").model_dump()
+    eps = [np.float32(0.5), np.float64(1)]
+    plain["train"] |= {"lr": np.float32(0.5), "epochs": np.int64(3), "seed": np.int32(1)}
+    plain |= {"loss": {"name": "hinge", "options": {"eps0": np.float32(0.25)}}, "certify": {"eps": eps}}
+    plain["model"]["options"] = {"layer": "cayley", "width": np.int64(2), "mean": [np.float32(0.5)]}
+    recipe = Recipe.model_validate(plain)
+    changes = ["train.lr=0.5", "train.epochs=3", "train.seed=1", "loss.options.eps0=0.25", "certify={eps: [0.5, 1]}"]
+    expected = load_recipe("digits_cayley", [*changes, "model.options={layer: cayley, width: 2, mean: [0.5]}"])
+    assert recipe == expected
+    assert load_recipe(write(tmp_path, recipes.to_yaml(recipe))) == recipe
+    options = TrainOptions(epochs=np.int64(2), lr=np.float32(0.5), momentum=np.float64(0.5))
+    assert json.dumps(options.settings(8)) == json.dumps(TrainOptions(epochs=2, lr=0.5, momentum=0.5).settings(8))
+    for wrong in (np.float64(2.5), np.bool_(True), np.array([1, 2])):
+        with pytest.raises(OptionError, match="epochs: expected"):
+            TrainOptions(epochs=wrong)
 
 
 @pytest.mark.parametrize("base", ["digits_nothing", "mine.yaml", 3])

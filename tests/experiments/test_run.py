@@ -16,7 +16,7 @@ from lipkit.data import Data, ImageFiles, Split
 from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
 from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
-from lipkit.experiments.outcome import Silent, finish
+from lipkit.experiments.outcome import Display, finish
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
@@ -109,7 +109,7 @@ def test_image_files_are_decoded_once_for_evaluation_examples_and_certificate(tm
     torch.manual_seed(0)
     network = modules.Network([nn.Flatten(), nn.Linear(75, 2)], (3, 5, 5))
     facts = {"claimed": 1.0, "parameters": 152, "seed": 0, "train_samples": 7, "times": {}, "device": "cpu"}
-    finish(tmp_path, quick(), network, Data("files", split, split, ("a", "b")), facts, Silent(), torch.device("cpu"))
+    finish(tmp_path, quick(), network, Data("files", split, split, ("a", "b")), facts, Display(), torch.device("cpu"))
     assert sorted(decoded) == sorted(files.files)
     file = read_certificate(tmp_path / "certificate.jsonl")
     assert file.data["sha256"] == data_sha256(*split.batch(torch.arange(7)))
@@ -290,6 +290,13 @@ def test_options_that_training_refuses_are_refused_before_a_folder_is_made(tmp_p
         with pytest.raises(OptionError, match=message):
             fit(nn.Linear(2, 2), samples, run_dir=tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_diverges_in_its_first_epoch_leaves_no_folder(tmp_path):
+    for place in ({"out": tmp_path / "runs"}, {"folder": tmp_path / "runs" / "mine"}):
+        with pytest.raises(RunError, match=r"expected finite weights, got .* no checkpoint was written"):
+            pipeline.train(quick("train.lr=1e38", "train.schedule=constant"), **place)
+        assert list((tmp_path / "runs").glob("*")) == []
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import evaluate_regression, latency
-from lipkit.report import RegressionRecord, read_record, save_regression, write_report
+from lipkit.report import RegressionRecord, read_record, save_evaluation, write_report
 from lipkit.report.curve import CURVE, curve_of, load_curve, zoom
 from lipkit.report.record import from_regression
 from lipkit.report.tables import output_rows, summary
@@ -37,7 +37,7 @@ def make_run(folder: Path, inputs: int = 1, outputs: int = 1) -> tuple[modules.N
     record = from_regression(
         evaluation, name="toy-001", data="toy", search=SEARCH, latency=latency(network, runs=3), claimed=2.0, seed=0
     )
-    save_regression(folder, evaluation, network, split, record)
+    save_evaluation(folder, evaluation, network, split, record)
     return network, record
 
 
@@ -168,7 +168,7 @@ def test_a_constant_network_has_a_page(tmp_path: Path) -> None:
     split = Split(torch.randn(5, 1), torch.ones(5, 1))
     evaluation = evaluate_regression(network, split, **SEARCH)
     record = from_regression(evaluation, name="flat", data="toy", search=SEARCH)
-    save_regression(tmp_path, evaluation, network, split, record)
+    save_evaluation(tmp_path, evaluation, network, split, record)
     assert "n/a" in write_report(tmp_path).read_text("utf-8")
     assert curve_of(network, evaluation, split) is not None
 
@@ -177,4 +177,4 @@ def test_the_folder_must_exist(tmp_path: Path) -> None:
     network, record = make_run(tmp_path / "a")
     split = Split(torch.randn(5, 1), torch.ones(5, 1))
     with pytest.raises(RunError, match="expected a run folder"):
-        save_regression(tmp_path / "b", evaluate_regression(network, split, **SEARCH), network, split, record)
+        save_evaluation(tmp_path / "b", evaluate_regression(network, split, **SEARCH), network, split, record)

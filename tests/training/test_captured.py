@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipkit
 from lipkit.errors import OptionError
-from lipkit.training import captured, loop, optim
+from lipkit.training import captured, optim, session
 
 
 class Tape(TorchDispatchMode):
@@ -60,7 +60,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
     monkeypatch.setattr(captured, "_recorded", record)
     monkeypatch.setattr(captured.CapturedStep, "_beside", beside)
-    monkeypatch.setattr(loop, "check_recordable", lambda *_: None)
+    monkeypatch.setattr(session, "check_recordable", lambda *_: None)
     return found
 
 

@@ -235,7 +235,7 @@ def test_a_run_folder_is_not_overwritten_and_not_resumed_otherwise(tmp_path):
     with pytest.raises(RunError, match="expected samples = 96"):
         training.fit(network(), blobs(95), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
     other = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    with pytest.raises(RunError, match="expected the model that the run"):
+    with pytest.raises(RunError, match="expected the model of the run in"):
         training.fit(other, blobs(), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
     with pytest.raises(RunError, match=r"expected a run folder with settings.json"):
         training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path / "x", resume=True, **COMMON)
@@ -359,10 +359,21 @@ def test_precision_is_fabrics():
         ({"train": DataLoader([0])}, DataError, "got DataLoader: pass its dataset"),
         ({"train": torch.zeros(3, 2)}, DataError, r"got Tensor: pass \(x, y\)"),
         ({"resume": True}, OptionError, "expected run_dir with resume=True"),
-        ({"precision": "8"}, OptionError, "expected devices that Lightning Fabric can use"),
+        ({"precision": "8"}, OptionError, "precision: expected '32-true', '64-true'"),
         ({"accelerator": "abacus"}, OptionError, "expected devices that Lightning Fabric can use"),
         ({"train": 3}, DataError, "a torch Dataset, got int"),
         ({"model": nn.Linear(3, 2).double()}, OptionError, "precision='64-true' for a network of float64 .* '32-true'"),
+        (
+            {"model": nn.Linear(3, 2).half()},
+            OptionError,
+            r"in float32 or float64 \(network.float\(\)\), got torch.float16",
+        ),
+        ({"evaluate": lambda model: None}, OptionError, "evaluate: expected numbers by name, a dict, got NoneType"),
+        (
+            {"model": nn.Sequential(nn.Flatten(), nn.Linear(16, 1), nn.Flatten(0))},
+            DataError,
+            r"outputs of shape \(16, K\), got \(16,\)",
+        ),
         ({"model": nn.Flatten()}, OptionError, "expected a model with parameters to train, got Flatten"),
     ],
 )

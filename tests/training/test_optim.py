@@ -174,7 +174,7 @@ def test_one_call_for_all_parameters_takes_the_same_step(name: str) -> None:
     options = TrainOptions(epochs=1, optimizer=name, lr=0.1, weight_decay=0.01, momentum=0.9)
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     more = {"momentum": 0.9} if name == "sgd" else {}
-    one = optim.build(options, ours)
+    one = optim.build(options, ours, torch.device("cpu"))
     two = kinds[name](theirs, lr=0.1, weight_decay=0.01, fused=False, foreach=False, **more)
     for step in range(5):
         for p, q in zip(ours, theirs, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lipkit import training
-from lipkit.errors import RunError
+from lipkit.errors import DataError, RunError
 from lipkit.training import checkpoints as run_folder
 
 
@@ -171,5 +171,63 @@ def test_state_that_is_no_tensor_is_refused(tmp_path):
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
-    with pytest.raises(RunError, match=r"was started with, got another: .*size mismatch"):
-        run_folder.load_weights(nn.Linear(2, 2), nn.Linear(2, 3).state_dict(), tmp_path)
+    with pytest.raises(RunError, match=r"run in .*, with bias \(3,\), got another, with bias \(2,\)"):
+        run_folder.check_weights(nn.Linear(2, 2), nn.Linear(2, 3).state_dict(), tmp_path)
+
+
+def tiny(run_dir, model=None, y=None, **options):
+    data = torch.rand(8, 2), torch.arange(8) % 2 if y is None else y
+    options = {"epochs": 1, "run_dir": run_dir, "accelerator": "cpu"} | options
+    return training.fit(nn.Linear(2, 2) if model is None else model, data, **options)
+
+
+def test_a_refused_folder_leaves_the_model_as_it_was(tmp_path):
+    tiny(tmp_path / "run", precision="64-true")
+    (tmp_path / "file").write_text("")
+    model = nn.Linear(2, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for folder, options, message in (
+        ("run", {}, "expected a new run folder"),
+        ("run", {"resume": True, "lr": 0.5}, "expected lr = 0.001"),
+        ("file", {}, "expected a folder to write to, got .*file: File exists"),
+        ("file/run", {}, "expected a folder to write to, got .*run: Not a directory"),
+        ("none", {"resume": True}, "expected a run folder with settings.json"),
+    ):
+        with pytest.raises(RunError, match=message):
+            tiny(tmp_path / folder, model, precision="64-true", **options)
+    # Nor does a resume with another network, not even the part that fits.
+    other = nn.Sequential()
+    other.weight, other.bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
+    with pytest.raises(RunError, match=r"with bias \(2,\), got another, with bias \(3,\)"):
+        tiny(tmp_path / "run", other, precision="64-true", resume=True)
+    assert all(value.dtype == torch.float32 for net in (model, other) for value in net.state_dict().values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert bool((other.weight == 1).all())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "run"]
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_what_fails_in_its_first_epoch_leaves_nothing(tmp_path, present):
+    folder = tmp_path / "run"
+    if present:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+
+    def diverge(outputs, targets):
+        return outputs.sum() * float("nan")
+
+    for options, error, message in (
+        ({"y": torch.arange(8)}, DataError, "expected labels below the number of outputs 2, got 7"),
+        ({"loss": diverge}, RunError, "expected a finite loss, got nan .* no checkpoint was written"),
+    ):
+        with pytest.raises(error, match=message):
+            tiny(folder, **options)
+        assert [p.name for p in folder.glob("*")] == (["notes.txt"] if present else [])
+        assert folder.exists() == present
+    assert tiny(folder).finished
+    # After its first epoch a run is kept.
+    with pytest.raises(RunError, match="the last good checkpoint is kept in"):
+        tiny(
+            tmp_path / "late", epochs=2, post_step=lambda model, step, end: model.weight.mul_(1 if step == 1 else 1e39)
+        )
+    assert tiny(tmp_path / "late", epochs=2, resume=True).finished

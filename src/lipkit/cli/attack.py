@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,24 +14,12 @@ from lipkit.cli.source import Source
 if TYPE_CHECKING:
     from lipkit.evaluation import Attack, Attempt
 
-
-class _Name(click.ParamType):
-    """A name of `lipkit.attacks.ATTACKS`; the help reads the names from the source, without importing torch."""
-
-    name = "attack"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"[{'|'.join(Source('lipkit.attacks.named').keys('ATTACKS'))}]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from lipkit.attacks import ATTACKS
-
-        return click.Choice(tuple(ATTACKS)).convert(value, param, ctx)
+NAMES = Source("lipkit.attacks.named").keys("ATTACKS")
 
 
 @click.command("attack")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--attack", "name", type=_Name(), default="apgd", show_default=True)
+@click.option("--attack", "name", type=click.Choice(NAMES), default="apgd", show_default=True)
 @click.option("--norm", type=click.Choice(("l2", "linf")), default="l2", show_default=True)
 @click.option("--eps", metavar="R[,R...]", help="Radii, such as 36/255,1; default: of the recipe (l2), 8/255 (linf).")
 @click.option("--samples", type=click.IntRange(1), help="Test samples to attack, drawn by the seed; default: all.")
@@ -100,13 +89,7 @@ def command(
 
 
 def read_radii(text: str) -> tuple[float, ...]:
-    """The radii of ``--eps``.
-
-    >>> read_radii("1/2, 1")
-    (0.5, 1.0)
-    """
-    import math
-
+    """The radii of ``--eps``: ``1/2, 1`` is (0.5, 1.0)."""
     from lipkit.experiments.recipe_schema import parse_numbers
 
     try:

@@ -14,6 +14,8 @@ Shape = tuple[int, ...]
 # Suffixes of files written with pickle; loading one can run any code in it.
 PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 
+EXPECTED = "expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file"
+
 
 @click.command("bound")
 @click.argument("model")
@@ -28,16 +30,9 @@ PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 @click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")
 def command(
-    model: str,
-    input_shape: str | None,
-    method: str,
-    restarts: int,
-    steps: int,
-    box: str | None,
-    tight: bool | None,
-    everything: bool,
-    as_json: bool,
-) -> None:
+    model: str, input_shape: str | None, method: str, restarts: int, steps: int, box: str | None, tight: bool | None,
+    everything: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
@@ -53,11 +48,7 @@ def command(
 
 
 def parse_shape(text: str | None) -> Shape | None:
-    """``3,224,224`` as a tuple.
-
-    >>> parse_shape("3,224,224")
-    (3, 224, 224)
-    """
+    """``3,224,224`` as a tuple."""
     if text is None:
         return None
     try:
@@ -70,11 +61,7 @@ def parse_shape(text: str | None) -> Shape | None:
 
 
 def parse_box(text: str | None) -> tuple[float, float] | None:
-    """``-1,1`` as two numbers.
-
-    >>> parse_box("-1,0.5")
-    (-1.0, 0.5)
-    """
+    """``-1,0.5`` as two numbers."""
     if text is None:
         return None
     try:
@@ -93,11 +80,8 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
         network = load(path)
         return network, _agreed(model, network.input_shape, shape)
     if path.suffix.lower() in PICKLES:
-        raise click.UsageError(
-            "expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got the pickle "
-            f"{model!r}: reading one runs the code in it; build the network in Python and call lipkit.analyze, or "
-            "give a factory that does"
-        )
+        advice = "build the network in Python and call lipkit.analyze, or give a factory that does"
+        raise click.UsageError(f"{EXPECTED}, got the pickle {model!r}: reading one runs the code in it; {advice}")
     if path.suffix.lower() == ".onnx":
         from lipkit.errors import ShapeError
         from lipkit.interop.onnx_reader import read_onnx
@@ -111,10 +95,7 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
 
         return _sized(read_program(path), model, shape)
     if ":" not in model:
-        raise click.UsageError(
-            f"expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got {model!r}, which is "
-            "none of them"
-        )
+        raise click.UsageError(f"{EXPECTED}, got {model!r}, which is none of them")
     if shape is None:
         raise click.UsageError("expected --input-shape C,H,W for a factory, got none")
     from lipkit.data.registry import imported

@@ -26,17 +26,9 @@ if TYPE_CHECKING:
 @LARGE_EPS
 @ALLOW_CODE
 def command(
-    run: str,
-    changes: tuple[str, ...],
-    root: list[str],
-    input_shape: str | None,
-    out: Path,
-    device: str,
-    method: str | None,
-    seconds: float,
-    large_eps: bool,
-    allow_code: bool,
-) -> None:
+    run: str, changes: tuple[str, ...], root: list[str], input_shape: str | None, out: Path, device: str,
+    method: str | None, seconds: float, large_eps: bool, allow_code: bool,
+) -> None:  # fmt: skip
     """Certify a network and attack it, and write a record and a report.
 
     RUN is the folder of a run. The new files go into RUN/certify-001, RUN/certify-002 and so on; reports, tables and

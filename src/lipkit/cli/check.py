@@ -28,14 +28,9 @@ CLAIMED = "claimed, not checked:"
 @click.option("--eps", multiple=True, metavar="EPS", help="Radii of certified accuracies to print; default 36/255, ...")
 @LARGE_EPS
 def command(
-    certificate: Path,
-    network: Path,
-    data: str,
-    root: Path | None,
-    limit: int | None,
-    eps: tuple[str, ...],
+    certificate: Path, network: Path, data: str, root: Path | None, limit: int | None, eps: tuple[str, ...],
     large_eps: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Prove every radius in CERTIFICATE again for NETWORK on the test samples of DATA.
 
     CERTIFICATE is RUN/certificate.jsonl, NETWORK an exported network (RUN/network), DATA the name of a data set or

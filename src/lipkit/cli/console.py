@@ -12,18 +12,17 @@ from lipkit.experiments.outcome import Display, duration
 from lipkit.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress as Bar
-    from rich.progress import Task, TaskID
+    from rich.progress import TaskID
 
     from lipkit.training import Progress
 
 
-LEAST_BAR = 8  # columns; a narrower bar is not shown
+BAR, NARROW = 4, 60  # least columns of a bar, and of a terminal that gets one
 WAIT = 10.0  # least seconds between lines inside an epoch
 
 
-class Lines:
+class Lines(Display):
     """One plain line per epoch, and up to ten inside a long one, for logs and pipes; by default on stderr."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -46,7 +45,7 @@ class Lines:
         self.note(f"epoch {event.epoch}/{event.epochs}{step}  {describe(row)}{left}")
 
 
-class Terminal:
+class Terminal(Display):
     """A progress bar on stderr with loss, accuracy, certified accuracy and remaining time, as far as they fit."""
 
     def __init__(self, bar: Bar) -> None:
@@ -61,14 +60,17 @@ class Terminal:
         done, total = position(event), event.epochs * event.steps
         if event.row is not None:  # keep the last figure only: not every epoch is evaluated, and lines are narrow
             self._measured = (measured(event.row) or self._measured).rpartition("%  ")[2]
-        left = f"{duration(event.seconds_left)} left" if done < total else "done"
         label = f"epoch {event.epoch}/{event.epochs}"
+        left = f"{duration(event.seconds_left)} left" if done < total else "done"
         accuracy = "" if event.accuracy is None else f"accuracy {100 * event.accuracy:.1f} %"
-        parts = (f"loss {event.loss:.4f}", accuracy, self._measured, left)
-        fields = fitted(parts, self._bar.console.width - len(label))
+        parts = [part for part in (self._measured, left, f"loss {event.loss:.4f}", accuracy) if part]
+        width = self._bar.console.width
+        while len(parts) > 1 and len(label) + 3 + len("  ".join(parts)) > width - (BAR if width >= NARROW else 0):
+            parts.pop()  # the most important come first
+        text = "  ".join(parts)
         if self._task is None:
-            self._task = self._bar.add_task(label, total=total, completed=done, **fields)
-        self._bar.update(self._task, description=label, completed=done, **fields)
+            self._task = self._bar.add_task(label, total=total, completed=done, text=text)
+        self._bar.update(self._task, description=label, completed=done, text=text)
         if event.row is not None and event.epoch == event.epochs:
             self._task = None  # the next training gets a bar of its own
 
@@ -80,44 +82,17 @@ def display() -> Iterator[Display]:
         yield Lines()
         return
     from rich.console import Console
-
-    with progress_bar(Console(stderr=True)) as bar:
-        yield Terminal(bar)
-
-
-def progress_bar(console: Console) -> Bar:
-    """rich's progress bar with the columns of `Terminal`; the bar itself is left out where it would be too short."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
-    from rich.text import Text
 
-    class Roomy(BarColumn):
-        def render(self, task: Task) -> Any:
-            return super().render(task) if task.fields["room"] >= LEAST_BAR else Text("")
-
-    texts = [
-        TextColumn(f"{{task.{part}}}", markup=False, table_column=Column(no_wrap=True))
-        for part in ("description", "fields[text]", "fields[left]")
-    ]
-    return Bar(texts[0], Roomy(bar_width=None), *texts[1:], console=console)
-
-
-def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
-    """As many of (loss, accuracy, certified accuracy, time left) as fit into ``width``, and the ``room`` for the bar.
-
-    >>> line = ("loss 0.1234", "accuracy 95.0 %", "certified(36/255) 92.0 %", "0:07 left")
-    >>> fitted(line, 29)
-    {'text': 'certified(36/255) 92.0 %', 'left': '', 'room': 0}
-    >>> fitted(line, 90)["text"]
-    'loss 0.1234  accuracy 95.0 %  certified(36/255) 92.0 %'
-    """
-    room, kept = width - 3, [""] * 4  # a space before each of the bar, the text and the time
-    for place in (2, 3, 0, 1):  # the most important first
-        if parts[place] and (not any(kept) or len(parts[place]) + 2 <= room):
-            kept[place] = parts[place]
-            room -= len(parts[place]) + 2
-    return {"text": "  ".join(part for part in kept[:3] if part), "left": kept[3], "room": room}
+    console, column = Console(stderr=True), Column(no_wrap=True)
+    bars = [BarColumn(bar_width=None)] if console.width >= NARROW else []
+    label, text = (
+        TextColumn(f"{{task.{part}}}", markup=False, table_column=column) for part in ("description", "fields[text]")
+    )
+    with Bar(label, *bars, text, console=console) as bar:
+        yield Terminal(bar)
 
 
 def position(event: Progress) -> int:
@@ -126,11 +101,7 @@ def position(event: Progress) -> int:
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """The figures of an epoch in words.
-
-    >>> describe({"epoch": 3, "loss": 0.12345, "accuracy": 0.95, "lr": 0.01, "seconds": 2.0})
-    'loss 0.1235  accuracy 95.0 %'
-    """
+    """The figures of an epoch in words."""
     parts = [f"loss {row['loss']:.4f}"] if "loss" in row else []
     if "accuracy" in row:
         parts.append(f"accuracy {100 * row['accuracy']:.1f} %")

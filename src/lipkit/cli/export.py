@@ -126,7 +126,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, dat
     """The model folder of a run: architecture from its recipe, parameters from its last checkpoint."""
     from lipkit import interop
     from lipkit.errors import RunError
-    from lipkit.experiments.build import build_model, outputs
+    from lipkit.experiments.build import build_model
     from lipkit.report import read_record
     from lipkit.training import checkpoints
 
@@ -136,14 +136,11 @@ def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, dat
         raise RunError(
             f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
         )
-    checkpoints.load_weights(model, found[1], run)
+    checkpoints.check_weights(model, found[1], run)
+    model.load_state_dict(found[1])
+    options = {"input_shape": data.input_shape, "classes": data.outputs, **recipe.model.options}
     return interop.save_pretrained(
-        model,
-        folder,
-        name=recipe.model.name,
-        options={"input_shape": data.input_shape, "classes": outputs(data), **recipe.model.options},
-        input_shape=data.input_shape,
-        input_range=data.input_range,
-        classes=data.classes,
+        model, folder, name=recipe.model.name, options=options, input_shape=data.input_shape,
+        input_range=data.input_range, classes=data.classes,
         card=interop.model_card(read_record(run), folder=folder.name, licence=licence),
-    )
+    )  # fmt: skip

@@ -39,11 +39,11 @@ def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
     """
-    from lipkit.cli.recipe import keys
     from lipkit.experiments.recipe import SHORT
+    from lipkit.experiments.recipe_schema import keys
 
     word = option.lstrip("-").replace("-", "_")
-    known = [k.path for k in keys() if not k.section or k.path in SHORT]
+    known = [path for path, _, section in keys() if section is None or path in SHORT]
     known = [path for path in known if not sections or path[0] in sections]
     found = [path for path in known if word in (path[-1], ".".join(path))]
     if not found:
@@ -136,11 +136,9 @@ def main(arguments: Sequence[str] | None = None, command: click.Command = cli, n
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
-    except click.NoSuchOption as error:  # a ClickException, so it comes first
-        _show(error, debug, no_option(error, given))
-        return 2
     except click.ClickException as error:
-        _show(error, debug, error.format_message())
+        message = no_option(error, given) if isinstance(error, click.NoSuchOption) else error.format_message()
+        _show(error, debug, message)
         return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("lipkit: interrupted", err=True)

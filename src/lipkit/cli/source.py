@@ -12,11 +12,7 @@ import lipkit
 
 
 class Source:
-    """The text of one module of the package, named in full.
-
-    >>> Source("lipkit.models").keys("MODELS")[:3]
-    ['bronet', 'convnet', 'kwlarge']
-    """
+    """The text of one module of the package, named in full."""
 
     def __init__(self, module: str) -> None:
         path = Path(lipkit.__file__).parent.joinpath(*module.split(".")[1:])

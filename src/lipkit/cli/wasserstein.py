@@ -91,9 +91,7 @@ def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
 
 def facts(found: Estimate) -> dict[str, Any]:
     """The result as values of JSON."""
-    return {
-        "value": found.value, "low": found.low, "high": found.high, "confidence": found.confidence,
-        "method": found.method, "proved": found.proved, "constant": found.constant,
-        "train_value": None if math.isnan(found.train_value) else found.train_value,  # JSON lacks NaN
-        "steps": found.steps, "held_out": list(found.held_out), "folds": len(found.critics),
-    }  # fmt: skip
+    names = ("value", "low", "high", "confidence", "method", "proved", "constant", "steps")
+    train_value = None if math.isnan(found.train_value) else found.train_value  # JSON lacks NaN
+    more = {"train_value": train_value, "held_out": list(found.held_out), "folds": len(found.critics)}
+    return {name: getattr(found, name) for name in names} | more

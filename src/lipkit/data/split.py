@@ -179,6 +179,11 @@ class Data:
         """`"classification"` for integer labels, `"regression"` for floating-point targets."""
         return "regression" if self.train.y.is_floating_point() else "classification"
 
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of a network for these data: of classes, or of targets."""
+        return len(self.classes) if self.task == "classification" else int(self.train.y.shape[1])
+
     def held(self, limit: int) -> Data:
         """Return the data set with image files decoded into memory if each split's fit in `limit` bytes."""
         return replace(self, train=self.train.held(limit), test=self.test.held(limit))

@@ -33,16 +33,10 @@ class CrossCheck:
 
 
 def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, numbers: Tensor | None = None) -> float:
-    """Compare adversarial examples with certified radii.
+    """Compare adversarial examples, at l2 ``distance`` (M,) from the samples ``index`` (M,), with certified radii.
 
-    Args:
-        certificate: of all N samples.
-        index: (M,) the sample of each example.
-        distance: (M,) float64, l2 distance of each example from its sample.
-        numbers: (N,) numbers of the samples in the message; None counts from 0.
-
-    Returns:
-        The smallest ``distance / radius``; ``inf`` if no sample has a positive radius.
+    ``numbers`` (N,) are those of all samples in the message; None counts from 0. Returns the smallest ratio of distance
+    and radius; inf if no sample has a positive radius.
 
     Raises:
         CertificateViolation: a distance is below the radius.
@@ -61,14 +55,9 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
 def check_accuracy(
     certificate: Certificate, chosen: Tensor, survived: Tensor, eps: float, numbers: Tensor | None = None
 ) -> None:
-    """Raise `CertificateViolation` if a sample certified at ``eps`` did not survive an attack with that radius.
+    """Raise `CertificateViolation` if a sample certified at ``eps`` did not survive an attack with that l2 radius.
 
-    Args:
-        certificate: of N samples.
-        chosen: (M,) the attacked samples.
-        survived: (N,) bool, whether a sample is still correct under attack.
-        eps: l2 radius of the attack.
-        numbers: (N,) numbers of the samples in the message; None counts from 0.
+    ``chosen`` (M,) are the attacked of N samples; ``survived`` (N,) tells which are still correct.
     """
     broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
     if len(broken):
@@ -78,10 +67,9 @@ def check_accuracy(
 def _violation(
     certificate: Certificate, sample: int, numbers: Tensor | None, distance: str, remark: str
 ) -> CertificateViolation:
-    name = sample if numbers is None else int(numbers[sample])
     return CertificateViolation(
-        f"sample {name}: expected no adversarial example within its certified radius "
-        f"{float(certificate.radius[sample]):.9g}, got one at l2 norm {distance} ({remark})"
+        f"sample {sample if numbers is None else int(numbers[sample])}: expected no adversarial example within its "
+        f"certified radius {float(certificate.radius[sample]):.9g}, got one at l2 norm {distance} ({remark})"
     )
 
 
@@ -124,10 +112,9 @@ class Examples:
     """The closest adversarial example found of each sample that has one, by sample.
 
     Attributes:
-        index: (M,) the sample.
+        index, prediction: (M,) the sample, and the class of the point.
         point: (M, *input_shape) float64, misclassified by the float64 network.
         l2, linf: (M,) distances of the float64 points from their samples.
-        prediction: (M,) the class of the point.
     """
 
     index: Tensor
@@ -170,10 +157,8 @@ def attack_samples(
     ``eps sqrt(d)``, so a sample with a larger radius counts as certified there.
 
     Args:
-        network: the network that was certified.
-        certificate: of the samples ``x``, ``y``, in this order.
-        x: (N, *input_shape), within ``attack.box``.
-        y: (N,) int64.
+        network, certificate: the network that was certified for the samples ``x``, ``y``, in this order.
+        x, y: (N, *input_shape), within ``attack.box``; (N,) int64.
         attack: what to run. A minimum-norm attack runs once; its example counts at each radius that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
 
@@ -210,7 +195,9 @@ def attack_samples(
         reached: list[float | Tensor] = [radii[row] for row in order]
         if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
-            reached.append(torch.where(own.isfinite(), own, max(radii)))  # an infinite radius cannot be attacked
+            reached.append(
+                torch.where(own.isfinite(), own, max(radii, default=0.0))
+            )  # an infinite radius cannot be attacked
         alive = torch.ones(len(index), dtype=torch.bool)
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)

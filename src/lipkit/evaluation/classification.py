@@ -81,13 +81,10 @@ def evaluate(
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
-    The attack runs in l2 at each of its radii, and once at each sample's certified radius. Each example is confirmed by
-    the certified float64 network and moved close to its sample by bisection; then its float64 norm is compared with the
-    sample's certified radius.
+    The attack runs in l2 at each of its radii, and once at each sample's certified radius; see `attack_samples`.
 
     **Guarantee.** If this returns, none of the examples found lies inside a certified radius, and accuracy under attack
-    is at least the certified accuracy at every radius of the attack, on the same samples. That is a test of the
-    certificates; they do not depend on it.
+    is at least the certified accuracy of the same samples. That tests the certificates; they do not depend on it.
 
     Args:
         network: an exported network (`lipkit.export`).
@@ -96,9 +93,8 @@ def evaluate(
         eps: l2 radii for certified accuracy, in units of the input.
         attack: the l2 attack; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` runs none.
         classes: class names, one for each logit; empty names them 0, 1, ...
-        batch_size: samples evaluated at once.
+        batch_size, device: as of `lipkit.certify`; the attack runs there, too.
         confidence: of the Clopper-Pearson intervals.
-        device: where logits and the attack are computed (see `lipkit.certify`).
         large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
         progress: of local radii, see `lipkit.certify`.
 
@@ -109,8 +105,8 @@ def evaluate(
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
     attack = Attack() if attack is None else attack
-    eps = _radii("eps", eps)
-    radii = eps if attack.eps is None else _radii("eps of the attack", attack.eps)
+    eps = tuple(finite("eps", value, least=0) for value in eps)
+    radii = eps if attack.eps is None else tuple(finite("eps of the attack", r, least=0) for r in attack.eps)
     if attack.norm != "l2":
         raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
     if attack.samples is not None and attack.samples < 0:
@@ -131,18 +127,13 @@ def evaluate(
         attacked, cross_check = attempt.rows, attempt.cross_check
     end = time.perf_counter()
     return Evaluation(
-        certificate=certificate,
-        eps=eps,
-        clean=share(certificate.correct, confidence),
+        certificate, eps, share(certificate.correct, confidence),
         certified=tuple(share(certificate.certified(radius), confidence) for radius in eps),
-        attack=attack,
-        attacked=attacked,
-        cross_check=cross_check,
-        per_class=per_class(certificate, eps, classes, confidence=confidence),
-        confidence=confidence,
+        attack=attack, attacked=attacked, cross_check=cross_check,
+        per_class=per_class(certificate, eps, classes, confidence=confidence), confidence=confidence,
         times={"certify": certified_at - start, "attack": end - certified_at},
         certified_ignored=tuple(share(certificate.certified(r, rounding="ignore"), confidence) for r in eps),
-    )
+    )  # fmt: skip
 
 
 def per_class(
@@ -163,7 +154,3 @@ def per_class(
         certified = tuple(share(certificate.certified(radius)[own], confidence) for radius in eps)
         rows.append(ClassRow(str(name), clean, certified))
     return tuple(rows)
-
-
-def _radii(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(finite(name, value, least=0) for value in values)

@@ -27,15 +27,12 @@ class Latency:
 
 
 def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, threads: int = 1) -> Latency:
-    """Time a forward pass of batch 1 in float32 on the CPU.
-
-    torch's number of threads is set for the measurement and restored afterwards.
+    """Time a forward pass of an exported network, batch 1 in float32, on the CPU.
 
     Args:
-        network: an exported network.
         runs: number of timed passes; a tenth as many run before, untimed.
         seconds: no new pass starts after this time; at least one is timed.
-        threads: of torch, at least 1.
+        threads: of torch during the measurement.
 
     Raises:
         OptionError: ``runs`` or ``threads`` below 1.

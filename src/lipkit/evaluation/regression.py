@@ -56,12 +56,8 @@ class RegressionEvaluation(Shown):
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers, for a line of metrics."""
-        return {
-            "test_mse": self.mse,
-            "lipschitz": self.certificate.constant,
-            "lower": self.lower,
-            "tightness": self.tightness,
-        }
+        constant = self.certificate.constant
+        return {"test_mse": self.mse, "lipschitz": constant, "lower": self.lower, "tightness": self.tightness}
 
     def describe(self) -> str:
         """The certificate, and every figure."""
@@ -85,17 +81,14 @@ def evaluate_regression(
     certified bound holds everywhere.
 
     **Guarantee.** If this returns, no slope found by the search or between neighbouring samples is above the certified
-    constant, and no output's slope is above the constant of that output. That is a test of the bounds; they do not
-    depend on it.
+    constant, of the network and of each output. That is a test of the bounds; they do not depend on it.
 
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and floating-point targets (N, d).
         delta: l2 norm of the input deviation that output deviations are certified for.
-        restarts: starting points of the search.
-        steps: ascent steps of the search.
+        restarts, steps, seed: of the search.
         batch_size, device: as in `lipkit.certify`.
-        seed: of the search.
 
     Raises:
         CertificateViolation: a slope is above the certified constant: the bound is wrong.

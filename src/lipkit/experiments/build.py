@@ -46,20 +46,15 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
     return data
 
 
-def outputs(data: datasets.Data) -> int:
-    """Number of outputs of a network for these data."""
-    return len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
-
-
 def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     """The recipe's network for this data, its initial weights drawn from ``train.seed``.
 
-    The input shape and the number of outputs come from the data; the user's factory gets them as ``input_shape`` and
-    ``classes`` if it has parameters of these names. torch's global random state is restored. A network that does not
-    fit the data, or cannot be bounded and exported, is refused here, before hours of training.
+    The user's factory gets the ``input_shape`` and the number of outputs, ``classes``, if it has parameters of these
+    names. torch's global random state is restored. A network that does not fit the data, or cannot be bounded and
+    exported, is refused here, before hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
-    given = {"input_shape": data.input_shape, "classes": outputs(data)}
+    given = {"input_shape": data.input_shape, "classes": data.outputs}
     factory = imported(name) if is_code(name) else functools.partial(models.build, name)
     known = inspect.signature(factory).parameters
     # lipkit's architectures take both; the user's function may fix them itself.
@@ -74,8 +69,19 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
             )
     with torch.random.fork_rng(devices=[]):  # networks are made on the CPU
         torch.manual_seed(recipe.train.seed)
-        model = network_of(name, factory, {**accepted, **options})
-        _check_model(model, name, data.input_shape, outputs(data))
+        model = network_of(name, factory, {**accepted, **options}).eval()
+        lipschitz(model, data.input_shape)  # raises where a module has no rule
+        try:
+            with torch.no_grad():
+                shape = tuple(export(model, data.input_shape)(torch.zeros(1, *data.input_shape)).shape)
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, LipkitError) or lacks_memory(error):
+                raise  # its message is clear already
+            expected = f"expected it to take inputs of shape {data.input_shape}"
+            raise ShapeError(f"model {name}: {expected}, got: {first_line(error)}") from error
+    if shape != (1, data.outputs):
+        found = ", ".join(map(str, shape[1:]))
+        raise ShapeError(f"model {name}: expected outputs of shape (n, {data.outputs}), got (n, {found})")
     return model
 
 
@@ -97,20 +103,3 @@ def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) 
     if not isinstance(model, nn.Module):
         raise OptionError(f"model {name}: expected an nn.Module, got {type(model).__name__}")
     return model
-
-
-def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], wanted: int) -> None:
-    model.eval()
-    lipschitz(model, input_shape)  # raises where a module has no rule
-    try:
-        with torch.no_grad():
-            shape = tuple(export(model, input_shape)(torch.zeros(1, *input_shape)).shape)
-    except (RuntimeError, IndexError) as error:
-        if isinstance(error, LipkitError) or lacks_memory(error):
-            raise  # its message is clear already
-        reason = first_line(error)
-        raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
-    if shape != (1, wanted):
-        raise ShapeError(
-            f"model {name}: expected outputs of shape (n, {wanted}), got (n, {', '.join(map(str, shape[1:]))})"
-        )

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 import lipkit
 from lipkit import modules
 from lipkit.data import Data, Split
-from lipkit.evaluation import Attack, evaluate, evaluate_regression, latency
+from lipkit.evaluation import Attack, Evaluation, RegressionEvaluation, evaluate, evaluate_regression, latency
 from lipkit.experiments.recipe import Recipe, to_yaml
 from lipkit.files import write_atomic
-from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
+from lipkit.report import Record, RegressionRecord, save_evaluation, write_report
 from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
 from lipkit.shown import Shown, figures
 from lipkit.training.checkpoints import create
@@ -25,22 +25,14 @@ if TYPE_CHECKING:
     from lipkit.training import Progress
 
 
-class Display(Protocol):
-    """Receives the progress of a run."""
+class Display:
+    """Receives the progress of a run; this one shows nothing."""
 
     def note(self, text: str) -> None:
         """Show one line."""
 
     def progress(self, event: Progress) -> None:
         """Show the progress of training."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    def note(self, text: str) -> None: ...
-
-    def progress(self, event: Progress) -> None: ...
 
 
 def duration(seconds: float) -> str:
@@ -80,21 +72,17 @@ class Outcome(Shown):
 
 
 def finish(
-    folder: Path,
-    recipe: Recipe,
-    network: modules.Network,
-    data: Data,
-    facts: Facts,
-    display: Display,
+    folder: Path, recipe: Recipe, network: modules.Network, data: Data, facts: Facts, display: Display,
     device: torch.device,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Evaluate an exported network as the recipe says, and write record and report to the folder of `place`.
 
     If a certificate is disproved, a CertificateViolation is raised and nothing is written.
     """
-    facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
+    facts = {**facts, "latency": latency(network), "recipe": recipe.model_dump(mode="json")}
     section, split = recipe.certify, data.test
     record: Record | RegressionRecord
+    found: Evaluation | RegressionEvaluation
     if recipe.task == "regression":
         search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
         display.note(f"certifying {len(split)} test samples, searching for steep secants from {search['restarts']}")
@@ -103,7 +91,6 @@ def finish(
         )
         target, name = place(folder, recipe)
         record = from_regression(found, name=name, data=data.name, search=search, **facts)
-        save_regression(target, found, network, split, record)
     else:
         attacked = min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
@@ -113,16 +100,16 @@ def finish(
             eps=section.attack_eps, steps=section.attack_steps, restarts=section.attack_restarts,
             samples=section.attack_samples, box=data.input_range, seed=recipe.train.seed,
         )  # fmt: skip
-        evaluation = evaluate(
+        found = evaluate(
             network, split, method=section.method, eps=section.eps, attack=attack, classes=data.classes,
             confidence=section.confidence, batch_size=section.batch_size, device=device,
             large_eps=data.input_range is not None,  # checked when the recipe was read
             progress=_local_radii(display),
         )  # fmt: skip
         target, name = place(folder, recipe)
-        record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
+        record = from_evaluation(found, name=name, data=data.name, classes=data.classes, **facts)
         write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
-        save_evaluation(target, evaluation, network, split, record)
+    save_evaluation(target, found, network, split, record)
     write_report(target)  # from the files just written, so that anybody can repeat it
     return Outcome(target, record.metrics(), record)
 

@@ -66,13 +66,28 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     Traceback (most recent call last):
     lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
     """
-    origin = str(name_or_path)
-    seen, chain = [origin], [_read(name_or_path)]
-    while (base := chain[-1].pop("base", None)) is not None:
-        if base in seen or base not in names():
+    origin, seen, chain = str(name_or_path), list[Any](), list[dict[str, Any]]()
+    base: Any = name_or_path
+    while base is not None:
+        if seen and (base in seen or base not in names()):
             raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
-        seen.append(base)
-        chain.append(_read(base))
+        seen.append(text := str(base))
+        if isinstance(base, Path) or "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json")):
+            try:
+                read = read_bytes(text, MOST_BYTES)
+            except OSError as error:
+                raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
+        elif text in (known := names()):
+            read = (importlib.resources.files("lipkit.recipes") / f"{text}.yaml").read_bytes()
+        else:
+            rest = f"; known: {', '.join(known)}, or the path of a YAML file"
+            hint = suggestion(text, known)
+            raise RecipeError(f"unknown recipe {text!r}{f'{hint} lipkit list recipes shows all' if hint else rest}")
+        parsed = _load(read, f"recipe {text}")
+        if not isinstance(parsed, dict):
+            raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
+        chain.append(_expanded(parsed))
+        base = chain[-1].pop("base", None)
     # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
     content = functools.reduce(_merged, reversed(chain))
     for override in overrides:
@@ -89,7 +104,7 @@ LATER = frozenset({"budget", "manifold_lr", "range"})
 
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
-    content = recipe.plain()
+    content = recipe.model_dump(mode="json")
     for part in ("train", "data"):
         content[part] = {key: value for key, value in content[part].items() if key not in LATER or value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
@@ -105,26 +120,6 @@ def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] 
             value = _merged(inner, value, (*path, key))
         out[key] = value
     return out
-
-
-def _read(name_or_path: str | Path) -> dict[str, Any]:
-    """The content of one file, without that of its base."""
-    text = str(name_or_path)
-    if isinstance(name_or_path, Path) or "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json")):
-        try:
-            content = read_bytes(text, MOST_BYTES)
-        except OSError as error:
-            raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
-    elif text in (known := names()):
-        content = (importlib.resources.files("lipkit.recipes") / f"{text}.yaml").read_bytes()
-    else:
-        rest = f"; known: {', '.join(known)}, or the path of a YAML file"
-        hint = suggestion(text, known)
-        raise RecipeError(f"unknown recipe {text!r}{f'{hint} lipkit list recipes shows all' if hint else rest}")
-    parsed = _load(content, f"recipe {text}")
-    if not isinstance(parsed, dict):
-        raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
-    return _expanded(parsed)
 
 
 def _load(content: str | bytes, origin: str) -> Any:
@@ -194,51 +189,39 @@ def _override(content: dict[str, Any], override: str) -> None:
     place[path[-1]] = value
 
 
-def _expanded(content: dict[str, Any]) -> dict[str, Any]:
+def _expanded(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
     """The content with each section that is one string replaced by a mapping."""
-    content = dict(content)
-    for path, key in SHORT.items():
-        place = content
-        for part in path[:-1]:
-            if not isinstance(place.get(part), dict):
-                break
-            place[part] = dict(place[part])
-            place = place[part]
-        else:
-            if isinstance(place.get(path[-1]), str):
-                place[path[-1]] = {key: place[path[-1]]}
-    return content
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        path = (*above, key)
+        short = {SHORT[path]: value} if path in SHORT and isinstance(value, str) else value
+        found[key] = _expanded(short, path) if isinstance(short, dict) else short
+    return found
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:
-    missing = [key for e in errors if e["type"] == "missing" for key in _required(tuple(map(str, e["loc"])))]
-    wrong = [_sentence(e) for e in errors if e["type"] != "missing"][:1]
-    if missing:
-        wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-        whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
-        remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
-        wrong.append(f"expected {wanted}, got none{remedy}")
-    return "; ".join(wrong)
-
-
-def _required(path: tuple[str, ...]) -> list[str]:
-    """The keys to write for a missing key: itself, or the required keys of a missing section."""
-    inner = [".".join(k) for k, _, field, _ in keys() if k[:-1] == path and path not in SHORT and field.is_required()]
-    return inner or [".".join(path)]
-
-
-def _sentence(error: ErrorDetails) -> str:
-    path = tuple(str(part) for part in error["loc"])
-    key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_key_hint(path)}"
-    known = {path for path, *_ in keys()}
-    while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
-        path = path[:-1]
-    key = ".".join(path)
-    if error["type"] in ("model_type", "dict_type"):
-        return f"{key}: expected keys and values, got {_short(error['input'])}"
-    return worded(key, error["msg"], error["input"])
+    """The first wrong value and all missing keys, in words."""
+    known, missing, wrong, whole = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
+    for error in errors:
+        path = tuple(map(str, error["loc"]))
+        key = ".".join(path)
+        if error["type"] == "missing":  # of a missing section its required keys
+            inner = [".".join(k) for k, field in known.items() if k[:-1] == path and field.is_required()]
+            missing += [key] if path in SHORT else inner or [key]
+            whole = whole or len(path) == 1
+        elif error["type"] == "extra_forbidden":
+            wrong.append(f"unknown key {key!r}{_key_hint(path)}")
+        else:
+            while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
+                path = path[:-1]
+            key, got = ".".join(path), error["input"]
+            kind = error["type"] in ("model_type", "dict_type")
+            wrong.append(
+                f"{key}: expected keys and values, got {_short(got)}" if kind else worded(key, error["msg"], got)
+            )
+    wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+    remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
+    return "; ".join([*wrong[:1], *([f"expected {wanted}, got none{remedy}"] if missing else [])])
 
 
 def _key_hint(path: tuple[str, ...]) -> str:
@@ -246,11 +229,9 @@ def _key_hint(path: tuple[str, ...]) -> str:
     known = [found for found, *_ in keys()]
     siblings = [k[-1] for k in known if k[:-1] == path[:-1]]
     # In the same section a similar name counts; in another section only the same name does.
-    similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
-    if similar:
+    if similar := difflib.get_close_matches(path[-1], siblings, 1, 0.7):
         return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
-    elsewhere = [k for k in known if k[-1] == path[-1]]
-    if elsewhere:
+    if elsewhere := [k for k in known if k[-1] == path[-1]]:
         return f", did you mean {'.'.join(elsewhere[0])!r}?"
     if "options" in siblings:  # perhaps an option of the model, loss or schedule
         return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"

@@ -7,14 +7,26 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+import numpy as np
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, model_validator
 from pydantic.fields import FieldInfo
 
 from lipkit import models
 from lipkit.data.registry import is_code
 from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
-from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, chosen, option, parse_number
+from lipkit.training.options import (
+    NUMBER,
+    Count,
+    NotNegative,
+    Numbers,
+    Positive,
+    Section,
+    Whole,
+    chosen,
+    option,
+    parse_number,
+)
 from lipkit.training.regularisation import PENALTIES
 
 
@@ -26,24 +38,17 @@ def parse_numbers(value: Any) -> Any:
     """
     if value is None:
         return None
-    if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]  # a comma at the end is allowed
-    if not isinstance(value, list | tuple):
-        value = [value]
-    return tuple(parse_number(part) for part in value)
+    parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value  # 1/2, 1,
+    return tuple(map(parse_number, parts if isinstance(parts, list | tuple) else [parts]))
 
 
 def option_values(value: Any) -> Any:
-    """Options read from YAML, with texts such as ``36/255`` converted to numbers.
-
-    >>> option_values({"eps0": "36/255", "layer": "cayley", "std": ["1/4"]})["std"]
-    [0.25]
-    """
+    """Options read from YAML, with texts such as ``36/255`` converted to numbers."""
     if isinstance(value, dict):
         return {key: option_values(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [option_values(part) for part in value]
-    if isinstance(value, str) and NUMBER.fullmatch(value):  # other texts are names
+    if isinstance(value, np.generic) or (isinstance(value, str) and NUMBER.fullmatch(value)):  # other texts are names
         return parse_number(value)
     return value
 
@@ -76,8 +81,7 @@ class DataSection(Section):
     )
     root: StrictStr | None = option(None, "folder of the data sets; default $LIPKIT_DATA, else ./data")
     range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = option(
-        None,
-        "LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none",
+        None, "LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none"
     )
     limit: Count | None = option(None, "at most this many samples of each split, drawn with a fixed seed")
 
@@ -94,7 +98,7 @@ class ModelSection(Section):
 class AugmentSection(Section):
     """Random changes of the training images."""
 
-    crop: Annotated[StrictInt, Field(ge=0)] = option(0, "shift by up to this many pixels, zeros come in")
+    crop: Annotated[Whole, Field(ge=0)] = option(0, "shift by up to this many pixels, zeros come in")
     flip: StrictBool = option(False, "mirror left to right with probability 1/2")
 
     @model_validator(mode="before")
@@ -197,9 +201,8 @@ class Recipe(Section):
         regression = self.task == "regression"
         fitting = sorted(name for name in losses.LOSSES if (name in losses.REGRESSION) == regression)
         if self.loss.name not in fitting:
-            raise ValueError(
-                f"expected for task {self.task} a loss.name among {', '.join(fitting)}, got {self.loss.name}"
-            )
+            among = ", ".join(fitting)
+            raise ValueError(f"expected for task {self.task} a loss.name among {among}, got {self.loss.name}")
         if self.adversary is not None and regression:
             raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
         return self
@@ -209,26 +212,20 @@ class Recipe(Section):
         named = {"data.spec": self.data.spec, "model.name": self.model.name}
         return {key: spec for key, spec in named.items() if is_code(spec)}
 
-    def plain(self) -> dict[str, Any]:
-        """The whole recipe, defaults included, as values of JSON and YAML."""
-        return self.model_dump(mode="json")
-
 
 Path = tuple[str, ...]
 """The names of the sections that a key is in, then its own."""
 
 
-def keys(
-    model: type[BaseModel] = Recipe, prefix: Path = ()
-) -> Iterator[tuple[Path, type[BaseModel], FieldInfo, type[BaseModel] | None]]:
-    """Every key of a recipe, a section before its keys: (path, class with the field, field, section or None).
+def keys(model: type[Section] = Recipe, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo, type[Section] | None]]:
+    """Every key of a recipe, a section before its keys: (path, field, its section or None).
 
     >>> [path for path, *_ in keys()][:3]
     [('name',), ('description',), ('task',)]
     """
     for name, field in model.model_fields.items():
         kinds = typing.get_args(field.annotation) or (field.annotation,)  # several if it may be null
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        yield (*prefix, name), model, field, section
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        yield (*prefix, name), field, section
         if section is not None:
             yield from keys(section, (*prefix, name))

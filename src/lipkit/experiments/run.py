@@ -18,7 +18,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RecipeError, RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import augment, build_model, load_data, outputs
-from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
+from lipkit.experiments.build import augment, build_model, load_data
+from lipkit.experiments.outcome import RECIPE, Display, Outcome, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
 from lipkit.files import write_atomic
@@ -40,8 +39,9 @@ from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
-from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
+from lipkit.training.devices import device_here, make_fabric, threads_for
 from lipkit.training.options import PLACEMENT, Numbers, chosen
+from lipkit.training.session import Session
 
 
 def train(
@@ -72,7 +72,7 @@ def train(
     Raises:
         LipkitError: data, model and options are checked first, before training.
     """
-    display = display or Silent()
+    display = display or Display()
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     for spec in recipe.code().values():
         display.note(f"importing {spec}: this runs the code of its module")
@@ -85,17 +85,20 @@ def train(
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         if (Path(resume) / RECORD).exists():
             return _ended(Path(resume), display) if fabric.is_global_zero else None
-    # All is checked before a folder is made.
-    session = loop.prepare(model, data.train, options, fabric)
-    folder = on_first(fabric, lambda: _new_folder(recipe, out, folder)) if resume is None else Path(resume)
+    session = Session(fabric, model, options, data.train)
     section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
-    if fabric.is_global_zero:
-        samples = f"{len(data.train)} training samples, {count} parameters"
-        display.note(f"{folder}: {recipe.name}, {samples}, {fabric.device}")
-    again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
-    with ExitStack() as held:
-        session.open(held, folder, resume is not None)  # until all is written
-        held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
+    where: dict[str, Any] = {"folder": Path(resume or folder or out), "resume": resume is not None}
+    if resume is None:
+        name = run_name(recipe) if folder is None else None
+        where |= {"name": name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": (NETWORK, RECORD)}
+    threads = threads_for(fabric, count, section.batch_size * math.prod(data.input_shape))
+    with threads, session.opened(**where):  # until all is written
+        assert session.folder is not None
+        folder = session.folder
+        again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
+        if fabric.is_global_zero:
+            samples = f"{len(data.train)} training samples, {count} parameters"
+            display.note(f"{folder}: {recipe.name}, {samples}, {fabric.device}")
         start = time.perf_counter()
         try:
             run = loop.train(session)
@@ -105,10 +108,8 @@ def train(
         if not fabric.is_global_zero:
             return None
         if not run.finished:
-            display.note(
-                f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
-                f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
-            )
+            done = f"{run.epochs_done}{'' if section.epochs is None else f' of {section.epochs}'} epochs done"
+            display.note(f"stopped after {section.max_minutes:g} minutes with {done}: {again} continues")
             return None
         # Includes the time before a resume.
         seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
@@ -135,14 +136,27 @@ def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], 
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     if (change.crop or change.flip) and len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
+    split = data.test.take(section.evaluate_samples)
+
+    def measure(model: nn.Module) -> Mapping[str, float]:  # without attack
+        model.eval()
+        network = export(model, data.input_shape)  # measure the exported form, as at the end
+        if recipe.task == "regression":
+            return {"test_mse": _mse(network, split)}
+        device, network.input_range = next(model.parameters()).device, data.input_range
+        return evaluate(
+            network, split, eps=recipe.certify.eps, attack=Attack(eps=()), batch_size=recipe.certify.batch_size,
+            device=device, large_eps=True,  # the radii were checked with the recipe
+        ).metrics()  # fmt: skip
+
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,
         loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
         schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
         augment=functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None,
-        evaluate=_monitor(recipe, data),
-        penalty=None if penalty is None else LipschitzPenalty(penalty.method, penalty.weight, penalty.l1),
+        evaluate=measure,
+        penalty=None if penalty is None else LipschitzPenalty(**penalty.model_dump()),
         adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
         progress=progress,
     )
@@ -157,11 +171,9 @@ def certify(
     no measurement is replaced.
 
     Args:
-        folder: the run's folder.
-        recipe: its recipe, `read_recipe`, perhaps with another ``certify`` or ``data`` section.
+        folder, recipe: the run's, see `read_recipe`; perhaps with another section ``certify`` or ``data``.
         device: where to compute.
-        display: receives progress and messages; None shows nothing.
-        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
+        display, large_eps: as of `train`.
 
     Raises:
         RunError: the folder has no exported network.
@@ -176,18 +188,13 @@ def certify(
         before = read_record(folder)
         facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "seen": before.seen}
         facts["times"] = {key: value for key, value in before.times.items() if key == "train"}
-    return finish(folder, recipe, network, data, facts, display or Silent(), where)
+    return finish(folder, recipe, network, data, facts, display or Display(), where)
 
 
 def certify_network(
-    network: modules.Network,
-    recipe: Recipe,
-    out: str | Path,
-    *,
-    device: str = "cpu",
-    display: Display | None = None,
+    network: modules.Network, recipe: Recipe, out: str | Path, *, device: str = "cpu", display: Display | None = None,
     large_eps: bool = False,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Certify and attack a network that was trained elsewhere, as `certify` does; writes a new run in ``out``.
 
     The recipe gives data, name of the network and ``certify``; its ``train`` is not used. ``ShapeError`` if the inputs
@@ -195,24 +202,19 @@ def certify_network(
     """
     data = load_data(recipe, large_eps)
     found = modules.output_shape(network, network.input_shape)
-    if network.input_shape != data.input_shape or found != (outputs(data),):
+    if network.input_shape != data.input_shape or found != (data.outputs,):
         raise ShapeError(
-            f"expected a network from inputs of shape {data.input_shape} to {len(data.classes)} classes, as the data "
+            f"expected a network from inputs of shape {data.input_shape} to {data.outputs} outputs, as the data "
             f"{data.name}, got one from {network.input_shape} to {found}"
         )
     network.input_range = data.input_range
     folder = checkpoints.create(Path(out), recipe.name)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
     modules.save(network, folder / NETWORK)
-    facts: Facts = {
-        "claimed": float(lipschitz(network)),
-        "parameters": sum(t.numel() for t in network.state_dict().values()),
-        "seed": recipe.train.seed,
-        "train_samples": 0,
-        "times": {},
-        "device": device,
-    }
-    return finish(folder, recipe, network, data, facts, display or Silent(), torch.device(device))
+    count = sum(t.numel() for t in network.state_dict().values())
+    facts: Facts = {"claimed": float(lipschitz(network)), "parameters": count, "seed": recipe.train.seed}
+    facts |= {"train_samples": 0, "times": {}, "device": device}
+    return finish(folder, recipe, network, data, facts, display or Display(), torch.device(device))
 
 
 def load_network(folder: Path) -> modules.Network:
@@ -228,8 +230,7 @@ def read_recipe(
     """The recipe of a run. The run may come from somebody else, so code (``pkg.mod:factory``) is refused by default.
 
     Args:
-        folder: the run's folder.
-        overrides: as of `load_recipe`.
+        folder, overrides: the run's folder, and changes as of `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run.
         build: whether the caller will build the model; if not, its name may be code.
 
@@ -251,18 +252,6 @@ def read_recipe(
     return recipe
 
 
-def _new_folder(recipe: Recipe, out: str | Path, asked: str | Path | None) -> Path:
-    """The folder ``asked`` for, which must not hold a run, else a new one in ``out``; with the recipe in it."""
-    if asked is None:
-        folder = checkpoints.create(Path(out), run_name(recipe))
-    else:
-        folder = Path(asked)
-        checkpoints.check_new(folder, NETWORK, RECORD)
-        folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / RECIPE, to_yaml(recipe).encode())
-    return folder
-
-
 def _ended(folder: Path, display: Display) -> Outcome:
     """The outcome of a run that has ended, from its record."""
     display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
@@ -272,32 +261,12 @@ def _ended(folder: Path, display: Display) -> Outcome:
     return Outcome(folder, record.metrics(), record)
 
 
-def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:
-    """The measurement made during training: on some test samples, without attack."""
-    split = data.test.take(recipe.train.evaluate_samples)
-
-    def measure(model: nn.Module) -> Mapping[str, float]:
-        model.eval()
-        network = export(model, data.input_shape)  # measure the exported form, as at the end
-        if recipe.task == "regression":
-            return {"test_mse": _mse(network, split)}
-        device = next(model.parameters()).device
-        section, network.input_range = recipe.certify, data.input_range
-        return evaluate(
-            network, split, eps=section.eps, attack=Attack(eps=()), batch_size=section.batch_size, device=device,
-            large_eps=True,  # the radii were checked with the recipe
-        ).metrics()  # fmt: skip
-
-    return measure
-
-
-def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> float:
+@torch.no_grad()
+def _mse(network: modules.Network, split: Split) -> float:
     total = 0.0
-    with torch.no_grad():
-        for index in torch.arange(len(split)).split(batch_size):
-            x, y = split.batch(index)
-            parameter = next(iter(network.state_dict().values()), x)  # for device and dtype
-            total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
+    for x, y in map(split.batch, torch.arange(len(split)).split(1024)):
+        parameter = next(iter(network.state_dict().values()), x)  # for device and dtype
+        total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
 
 
@@ -308,18 +277,12 @@ def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
     'trained in 1:01, 512 samples per second, at most 300 MiB'
     """
     paces, memory = ([row[key] for row in history if key in row] for key in ("samples_per_second", "memory_mib"))
-    parts = [f"trained in {duration(seconds)}"]
-    parts += [f"{statistics.median(paces):.0f} samples per second"] if paces else []
-    return ", ".join([*parts, *([f"at most {max(memory)} MiB"] if memory else [])])
+    pace = f", {statistics.median(paces):.0f} samples per second" if paces else ""
+    return f"trained in {duration(seconds)}{pace}{f', at most {max(memory)} MiB' if memory else ''}"
 
 
 def unplaced(recipe: Recipe) -> Recipe:
-    """The recipe without the device and time limit of a run, which a resume may change.
-
-    >>> a = load_recipe("digits_cayley", ["train.devices=2", "train.strategy=ddp", "train.max_minutes=5"])
-    >>> unplaced(a) == unplaced(load_recipe("digits_cayley"))
-    True
-    """
+    """The recipe without the device and time limit of a run, which a resume may change."""
     plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
 
@@ -332,7 +295,7 @@ def changed(recipe: Recipe) -> dict[str, str]:
     """
     if recipe.name not in names():
         return {}
-    before, now = (dict(flatten(r.plain())) for r in (load_recipe(recipe.name), recipe))
+    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (load_recipe(recipe.name), recipe))
     unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
     return {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
 

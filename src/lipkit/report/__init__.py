@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from lipkit.report.html import write_report
-from lipkit.report.record import Record, RegressionRecord, read_record, save_evaluation, save_regression, write_record
+from lipkit.report.record import Record, RegressionRecord, read_record, save_evaluation, write_record
 
 __all__ = [
     "Record",
     "RegressionRecord",
     "read_record",
     "save_evaluation",
-    "save_regression",
     "write_record",
     "write_report",
 ]

@@ -44,9 +44,9 @@ def save_attack(
 ) -> Path:
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
-    The hash covers the attack's settings, the data and the network. Existing files are never replaced. If the same
-    settings gave the same result, nothing is written; if another one (on another device or changed data), the name ends
-    in ``-2``, and so on. Returns the path of the JSON file.
+    The hash covers the attack's settings, the data and the network. Existing files are never replaced: the same result
+    of the same settings is not written again, another one gets a name that ends in ``-2``, and so on. Returns the path
+    of the JSON file.
 
     Args:
         certificate: of the attacked samples ``x`` (N, *input_shape); ``numbers`` are their indices in the test set.
@@ -65,14 +65,8 @@ def save_attack(
     place = {int(number): row for row, number in enumerate(numbers)}
     examples = attempt.examples
     at = torch.tensor([place[i] for i in examples.index.tolist()], dtype=torch.int64)  # the row of x of each example
-    columns = {
-        "sample": examples.index,
-        "label": certificate.label[at],
-        "prediction": examples.prediction,
-        "l2": examples.l2,
-        "linf": examples.linf,
-        "radius": certificate.radius[at],
-    }
+    columns = {"sample": examples.index, "label": certificate.label[at], "prediction": examples.prediction}
+    columns |= {"l2": examples.l2, "linf": examples.linf, "radius": certificate.radius[at]}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*map(Tensor.tolist, columns.values()), strict=True)]
     ratio = torch.where(columns["radius"] > 0, examples.l2 / columns["radius"], math.inf)
     order = ratio.sort(stable=True).indices[:images]
@@ -107,11 +101,8 @@ def save_attack(
             continue  # do not replace an unreadable file either
         if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
             return path
-    tensors = {
-        "image": x[at[order]].cpu().float(),
-        "adversarial": examples.point[order],
-        "index": examples.index[order],
-    }
+    tensors = {"image": x[at[order]].cpu().float(), "adversarial": examples.point[order]}
+    tensors |= {"index": examples.index[order]}
     tensors |= {name: columns[name][order] for name in ("label", "prediction", "l2", "linf")}
     shown = [rows[i] for i in order]
     write_atomic(path.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))

@@ -28,11 +28,11 @@ MOST_KEYS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs with the same recipe except for `SAME`, such as the seed."""
+    """Runs with the same recipe except for `SAME`: folders and records, and the ``keys`` in which settings differ."""
 
-    keys: dict[str, str]  # keys of the recipe in which settings differ -> values of this one
-    runs: tuple[Path, ...]  # their folders
-    records: tuple[AnyRecord, ...]  # in the same order
+    keys: dict[str, str]  # with the values of this setting
+    runs: tuple[Path, ...]
+    records: tuple[AnyRecord, ...]
 
     def values(self, figure: str) -> list[float]:
         """One figure of every run that has it."""

@@ -68,11 +68,7 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
 
 
 def zoom(rise: float, constant: float, width: float) -> float:
-    """Half the width of the close view, which is three times the width in which the steepest line climbs ``rise``.
-
-    >>> round(zoom(rise=1.0, constant=10.0, width=4.0), 6)
-    0.15
-    """
+    """Half the width of the close view, which is three times the width in which the steepest line climbs ``rise``."""
     return min(1.5 * rise / constant, width / 2) if rise > 0 and constant > 0 else width / 2 or 1.0
 
 

@@ -41,11 +41,7 @@ def is_image(shape: tuple[int, ...]) -> bool:
 
 
 def png(image: Tensor) -> bytes:
-    """An 8-bit greyscale or RGB PNG of (H, W), (1, H, W) or (3, H, W), clipped to [0, 1]; NaN becomes 0.
-
-    >>> png(torch.zeros(1, 2, 2))[:8]
-    b'\\x89PNG\\r\\n\\x1a\\n'
-    """
+    """An 8-bit greyscale or RGB PNG of (H, W), (1, H, W) or (3, H, W), clipped to [0, 1]; NaN becomes 0."""
     if not is_image(tuple(image.shape)):
         raise ShapeError(f"expected an image of shape (H, W), (1, H, W) or (3, H, W), got {tuple(image.shape)}")
     pixels = image.detach().cpu().float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
@@ -56,11 +52,7 @@ def png(image: Tensor) -> bytes:
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
-    """The name of a class, or its number if it has none.
-
-    >>> class_name(["cat"], 0), class_name(["cat"], 3)
-    ('cat', '3')
-    """
+    """The name of a class, or its number if it has none."""
     return classes[label] if 0 <= label < len(classes) else str(label)
 
 

@@ -18,7 +18,7 @@ from lipkit.report.curve import curve_plot, load_curve
 from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_examples
 from lipkit.report.record import read_record
 from lipkit.report.run_files import certificate_in, read_series
-from lipkit.report.schema import AnyRecord, Record, RegressionRecord
+from lipkit.report.schema import Record, RegressionRecord
 from lipkit.shown import upper
 from lipkit.text import printable, visible
 
@@ -46,17 +46,19 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
 def render(folder: Path) -> str:
     """The page of a run folder, as text; see `write_report`."""
     record = read_record(folder)
-    # SVG text was escaped by matplotlib; nothing else enters the page unescaped
-    return (
-        environment()
-        .get_template(f"{record.task}.html.j2")
-        .render(
-            record=record,
-            training=markupsafe.Markup(plots.training_curves(read_series(folder))),
-            recipe=list(flatten(record.recipe)),
-            model=_model(record.recipe),
-            **_results(folder, record),
-        )
+    # SVG text was escaped by matplotlib; nothing else enters the page unescaped.
+    if isinstance(record, RegressionRecord):
+        graph = load_curve(folder)
+        curve = "" if graph is None else curve_plot(record, graph)
+        results: dict[str, Any] = {"outputs": tables.output_rows(record)}
+    else:
+        curve = plots.accuracy_curve(record, certificate_in(folder))
+        results = {"accuracy": tables.accuracy_rows(record), "groups": _groups(folder, record)}
+    page = environment().get_template(f"{record.task}.html.j2")
+    training = markupsafe.Markup(plots.training_curves(read_series(folder)))
+    recipe, model = list(flatten(record.recipe)), _model(record.recipe)
+    return page.render(
+        record=record, training=training, recipe=recipe, model=model, curve=markupsafe.Markup(curve), **results
     )
 
 
@@ -91,25 +93,8 @@ def _breakable(name: str) -> markupsafe.Markup:
     return escaped
 
 
-def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:
-    """The results that depend on the task (classification or regression)."""
-    if isinstance(record, RegressionRecord):
-        graph = load_curve(folder)
-        curve = "" if graph is None else curve_plot(record, graph)
-        return {"curve": markupsafe.Markup(curve), "outputs": tables.output_rows(record)}
-    return {
-        "curve": markupsafe.Markup(plots.accuracy_curve(record, certificate_in(folder))),
-        "accuracy": tables.accuracy_rows(record),
-        "groups": _groups(folder, record),
-    }
-
-
 def _model(recipe: Mapping[str, Any]) -> str:
-    """The network in words: its name, and its options.
-
-    >>> _model({"model": {"name": "small", "options": {"layer": "cayley"}}}), _model({})
-    ('small, layer cayley', '')
-    """
+    """The network in words: its name and its options, such as small, layer cayley."""
     model = recipe.get("model")
     if not isinstance(model, Mapping) or "name" not in model:
         return ""

@@ -129,9 +129,8 @@ def _accuracy(record: Record, certificate: Certificate | None, narrow: bool) -> 
         longest = float(finite.quantile(0.999)) if len(finite) else right
         right = max(right, min(1.02 * longest, 3 * right))
         eps = np.linspace(0, right, 400)
-        axis.plot(
-            eps, certified_curve(certificate, eps), color=SERIES[0], label="certified (proved)", gid="certified-curve"
-        )
+        shares, name = certified_curve(certificate, eps), "certified (proved)"
+        axis.plot(eps, shares, color=SERIES[0], label=name, gid="certified-curve")
     points: Sequence[tuple[str, str, Sequence]] = (
         ("certified" if certificate is None else "", SERIES[0], record.certified),
         (f"PGD ({max([0, *(r.share.total for r in record.attacked)])} attacked)", SERIES[1], record.attacked),
@@ -142,13 +141,10 @@ def _accuracy(record: Record, certificate: Certificate | None, narrow: bool) -> 
         rows = sorted(rows, key=lambda row: row.eps)
         values = np.array([row.share.value for row in rows])
         bars = [values - [row.share.low for row in rows], [row.share.high for row in rows] - values]
-        dots: dict[str, Any] = {
-            "marker": "o",
-            "markersize": 4,
-            "linestyle": "none",
-        }  # nothing is known between two radii
-        at = [row.eps for row in rows]
-        axis.errorbar(at, values, yerr=np.clip(bars, 0, 1), color=colour, capsize=3, label=label or None, **dots)
+        axis.errorbar(
+            [row.eps for row in rows], values, yerr=np.clip(bars, 0, 1), color=colour, capsize=3, label=label or None,
+            marker="o", markersize=4, linestyle="none",  # nothing is known between two radii
+        )  # fmt: skip
     axis.set(xlim=(0, right), ylim=(0, 1.02), xlabel="l2 radius", ylabel="fraction of test samples")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     top = axis.secondary_xaxis("top")  # the radii of the record as k/255
@@ -162,7 +158,17 @@ def _accuracy(record: Record, certificate: Certificate | None, narrow: bool) -> 
 
 def certified_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
     """Plot of certified accuracy against the l2 radius, with one curve (radii, fractions) for each name."""
-    return both(lambda narrow: _certified(curves, narrow), "comparison")
+
+    def draw(narrow: bool) -> Figure:
+        figure, (axis,) = figure_of(1, narrow)
+        for number, (name, (eps, values)) in enumerate(curves.items()):
+            axis.plot(eps, values, **_look(number, name))
+        axis.set(xlim=(0, None), ylim=(0, 1.02), xlabel="l2 radius", ylabel="certified accuracy")
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        legend(axis)
+        return figure
+
+    return both(draw, "comparison")
 
 
 def _look(number: int, name: str) -> dict[str, Any]:
@@ -170,16 +176,6 @@ def _look(number: int, name: str) -> dict[str, Any]:
     line = ("-", "--", ":", "-.")[number // len(SERIES) % 4]
     label = printable(name, 40).replace("$", r"\$")  # $...$ is mathematics to matplotlib
     return {"color": SERIES[number % len(SERIES)], "linestyle": line, "label": label}
-
-
-def _certified(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], narrow: bool) -> Figure:
-    figure, (axis,) = figure_of(1, narrow)
-    for number, (name, (eps, values)) in enumerate(curves.items()):
-        axis.plot(eps, values, **_look(number, name))
-    axis.set(xlim=(0, None), ylim=(0, 1.02), xlabel="l2 radius", ylabel="certified accuracy")
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    legend(axis)
-    return figure
 
 
 def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list[str]:

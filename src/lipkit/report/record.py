@@ -11,7 +11,9 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -67,10 +69,7 @@ def from_evaluation(
 def from_regression(
     evaluation: RegressionEvaluation, *, name: str, data: str, search: Mapping[str, int], **facts: Unpack[Facts]
 ) -> RegressionRecord:
-    """The record of a regression: its evaluation and the facts of the run.
-
-    ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
-    """
+    """The record of a regression; ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search."""
     certificate, pair = evaluation.certificate, evaluation.search
     columns = {
         "rmse": evaluation.rmse,
@@ -150,11 +149,9 @@ def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord
     if not history or not all({"steps", "samples", "cpu_seconds"} <= row.keys() for row in history):
         return None
     steps, samples, seconds = (sum(row[key] for row in history) for key in ("steps", "samples", "cpu_seconds"))
+    pace = round(samples / max(seconds, 1e-3), 1)  # cpu_seconds have three decimals
     return SeenRecord(
-        steps=steps,
-        samples=samples,
-        epochs=round(samples / train_samples, 3),
-        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),  # cpu_seconds have three decimals
+        steps=steps, samples=samples, epochs=round(samples / train_samples, 3), samples_per_cpu_second=pace
     )
 
 
@@ -164,11 +161,7 @@ def write_record(record: AnyRecord, path: str | os.PathLike[str]) -> None:
 
 
 def read_record(path: str | os.PathLike[str]) -> AnyRecord:
-    """Read the record of a run; ``path`` is the file or the run folder that holds ``record.json``.
-
-    Raises:
-        RunError: the file is missing, is not JSON, or is not a run's record of this major schema version.
-    """
+    """Read the record of a run from its file or folder; ``RunError`` if there is none of this major schema version."""
     record = read_any_record(path)
     if isinstance(record, MeasurementRecord):
         raise RunError(f"{path}: expected the record of a run, got that of the measurement {record.name}")
@@ -221,79 +214,43 @@ def hardware(device: str = "cpu") -> HardwareRecord:
     name = torch.cuda.get_device_name(index) if cuda else index.type
     # The cores that this process may use, if the system tells.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return HardwareRecord(
-        cpu=_processor(),
-        cores=cores,
-        device=name,
-        platform=f"{platform.system()} {platform.machine()}",
-        threads=torch.get_num_threads(),
-    )
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine() or "unknown"
+    machine, cpu = platform.machine(), platform.processor() or platform.machine() or "unknown"
+    with suppress(OSError):  # not Linux
+        models = re.findall(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = " ".join(models[0].split()) if models else cpu
+    system, threads = f"{platform.system()} {machine}", torch.get_num_threads()
+    return HardwareRecord(cpu=cpu, cores=cores, device=name, platform=system, threads=threads)
 
 
 def save_evaluation(
     folder: str | os.PathLike[str],
-    evaluation: Evaluation,
+    evaluation: Evaluation | RegressionEvaluation,
     network: modules.Network,
     split: Split,
-    record: Record,
-    *,
-    examples: int = 8,
+    record: AnyRecord,
 ) -> None:
-    """Write ``certificate.jsonl``, ``examples.safetensors`` and, last, ``record.json`` into a run folder.
+    """Write the files of an evaluation and, last, ``record.json`` into a run folder, which must exist.
+
+    A classification has ``certificate.jsonl`` and ``examples.safetensors``, a regression ``predictions.csv`` and, for
+    scalar inputs, ``curve.safetensors``.
 
     Args:
-        folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate`, of ``network`` on the samples of ``split``.
-        record: from `lipkit.report.record.from_evaluation`.
-        examples: images kept of each group.
+        evaluation: of ``network`` on the samples of ``split``.
+        record: its record, from `from_evaluation` or `from_regression`.
 
     Raises:
         RunError: the folder does not exist.
     """
-    folder = _existing(folder)
-    file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
-    write_certificate(file, folder / CERTIFICATE)
-    save_examples(folder, evaluation.certificate, split, examples)
-    write_record(record, folder / RECORD)
-
-
-def save_regression(
-    folder: str | os.PathLike[str],
-    evaluation: RegressionEvaluation,
-    network: modules.Network,
-    split: Split,
-    record: RegressionRecord,
-) -> None:
-    """Write ``predictions.csv``, ``curve.safetensors`` (for scalar inputs) and then ``record.json`` into a run folder.
-
-    Args:
-        folder: the run folder; it must exist.
-        evaluation: from `lipkit.evaluation.evaluate_regression`, of ``network`` on the samples of ``split``.
-        record: from `lipkit.report.record.from_regression`.
-
-    Raises:
-        RunError: the folder does not exist.
-    """
-    folder = _existing(folder)
-    evaluation.certificate.save_csv(folder / PREDICTIONS)
-    curve = curve_of(network, evaluation, split)
-    if curve is not None:
-        save_curve(folder, curve)
-    write_record(record, folder / RECORD)
-
-
-def _existing(folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"expected a run folder, got {folder}: no such folder")
-    return folder
+    if isinstance(evaluation, RegressionEvaluation):
+        evaluation.certificate.save_csv(folder / PREDICTIONS)
+        curve = curve_of(network, evaluation, split)
+        if curve is not None:
+            save_curve(folder, curve)
+    else:
+        file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
+        write_certificate(file, folder / CERTIFICATE)
+        save_examples(folder, evaluation.certificate, split)
+    write_record(record, folder / RECORD)

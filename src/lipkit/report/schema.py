@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lipkit.certificates.intervals import format_radius
+from lipkit.evaluation import Latency
 
 SCHEMA_VERSION = "1.0"
 
@@ -111,17 +112,6 @@ class HardwareRecord(_Model):
     threads: int | None = None
 
 
-class LatencyRecord(_Model):
-    """Milliseconds for one input (batch 1): median, 10th and 90th percentile of ``runs`` on ``threads`` threads."""
-
-    median: float
-    low: float
-    high: float
-    runs: int
-    threads: int
-    device: str
-
-
 class SeenRecord(_Model):
     """Counts of a training: optimiser steps, samples and epochs, and samples per second of one process' CPU time."""
 
@@ -164,7 +154,7 @@ class RunRecord(_Versioned):
     lipschitz: LipschitzRecord
     rounding: RoundingRecord | None = None
     network_sha256: str
-    latency: LatencyRecord | None = None
+    latency: Latency | None = None
     times: dict[str, float] = Field(default_factory=dict)
     further: dict[str, float] = Field(default_factory=dict)
     after: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -232,14 +222,9 @@ class RegressionRecord(RunRecord):
         If the model claims a constant, also ``reached``, ``lower / lipschitz.claimed``: the used fraction of a
         prescribed gain. An export may prove a smaller constant, so ``tightness`` is the larger one.
         """
-        claimed = self.lipschitz.claimed
-        return {
-            "test_mse": self.mse,
-            "lipschitz": self.lipschitz.computed,
-            "lower": self.lower,
-            "tightness": self.tightness,
-            **({"reached": self.lower / claimed} if claimed else {}),
-        }
+        computed, claimed = self.lipschitz.computed, self.lipschitz.claimed
+        found = {"test_mse": self.mse, "lipschitz": computed, "lower": self.lower, "tightness": self.tightness}
+        return found | ({"reached": self.lower / claimed} if claimed else {})
 
 
 class MeasurementRecord(_Versioned):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from lipkit.certificates.intervals import Share, format_radius
-from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
+from lipkit.evaluation import Latency
+from lipkit.report.schema import AnyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
 from lipkit.shown import upper
 from lipkit.text import printable, table
 
@@ -20,11 +21,7 @@ def percent(value: float) -> str:
 
 
 def interval(share: Share | ShareRecord) -> str:
-    """The interval of an accuracy in per cent, rounded to two decimals.
-
-    >>> interval(Share(95, 100, 0.8872, 0.9836))
-    '88.72 to 98.36'
-    """
+    """The interval of an accuracy in per cent, rounded to two decimals."""
     return f"{100 * share.low:.2f} to {100 * share.high:.2f}"
 
 
@@ -107,25 +104,18 @@ def summary(record: AnyRecord) -> str:
 
 
 def rounding(found: RoundingRecord) -> str:
-    """One sentence that tells whether certificates include rounding errors.
-
-    >>> made = {"evaluator": "float64", "dtype": "float64", "block": None, "device": "cpu", "torch": "2"}
-    >>> rounding(RoundingRecord(rounding="sound", settings={}, **made))
-    'certified for float64 evaluation, rounding errors included'
-    """
+    """One sentence that tells whether certificates include rounding errors."""
     if found.rounding != "sound":
         return "certified for real arithmetic, rounding errors ignored"
     return f"certified for {found.evaluator.replace('_', ' ')} evaluation, rounding errors included"
 
 
-def latency(found: LatencyRecord) -> str:
+def latency(found: Latency) -> str:
     """The latency in one sentence.
 
-    >>> latency(LatencyRecord(median=0.123456, low=0.1, high=0.2, runs=100, threads=1, device="cpu"))
+    >>> latency(Latency(median=0.123456, low=0.1, high=0.2, runs=100, threads=1, device="cpu"))
     'batch 1: 0.123 ms (median of 100 runs, 80 % between 0.1 and 0.2 ms, 1 thread, cpu)'
     """
     threads = f"{found.threads} thread{'' if found.threads == 1 else 's'}"
-    return (
-        f"batch 1: {found.median:.3g} ms (median of {found.runs} runs, 80 % between {found.low:.3g} and "
-        f"{found.high:.3g} ms, {threads}, {found.device})"
-    )
+    spread = f"80 % between {found.low:.3g} and {found.high:.3g} ms"
+    return f"batch 1: {found.median:.3g} ms (median of {found.runs} runs, {spread}, {threads}, {found.device})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks.ascent import Box
+from lipkit.attacks.ascent import Box, check_choice
 from lipkit.attacks.balls import BALLS
 from lipkit.attacks.pgd import LOSSES, pgd
-from lipkit.errors import NoRuleError, OptionError, interval
+from lipkit.errors import NoRuleError, OptionError, finite, interval
 from lipkit.lowering import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
@@ -25,10 +24,9 @@ class PgdAdversary:
 
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
-    **The attacked network** is in evaluation mode: batch norm uses its running statistics and dropout is off, so that
-    the examples of a batch do not depend on each other and the attack does not change the running statistics. The
-    training step is in training mode. Of a network with constrained layers the ``export`` is attacked, so that weights
-    are built once for all steps; if a part has no export, such as a module with its own forward pass, the network.
+    **The attacked network** is in evaluation mode, so that the examples of a batch do not depend on each other and the
+    attack does not change running statistics; the training step is in training mode. Of a network with constrained
+    layers the ``export`` is attacked, so that weights are built once for all steps; without one, the network.
 
     Args:
         norm: "linf" or "l2".
@@ -36,8 +34,7 @@ class PgdAdversary:
         steps: gradient steps: 10 in the paper.
         step_size: of each step, as a fraction of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
-        loss: the loss that the attack raises, "ce" or "margin".
-        box: range of valid input entries; None for no limit.
+        loss, box: what the attack raises, "ce" or "margin"; the range of valid input entries, None for no limit.
         beside: True trains on the samples followed by their examples, as ``losses.trades`` needs. By default the
             examples replace the samples.
 
@@ -64,20 +61,15 @@ class PgdAdversary:
     beside: bool = False
 
     def __post_init__(self) -> None:
-        if self.norm not in BALLS:
-            raise OptionError(f"norm: expected one of {', '.join(BALLS)}, got {self.norm!r}")
-        if self.loss not in LOSSES:
-            raise OptionError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
+        check_choice("norm", self.norm, tuple(BALLS))
+        check_choice("loss", self.loss, tuple(LOSSES))
         if type(self.steps) is not int or self.steps < 1:
             raise OptionError(f"steps: expected an integer of at least 1, got {self.steps!r}")
         if self.box is not None:
             interval("box", self.box, finite=False)
-        for name in ("eps", "step_size"):
-            value = getattr(self, name)
-            optional = name == "step_size" and value is None
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not optional and not (number and math.isfinite(value) and value > 0):
-                raise OptionError(f"{name}: expected a finite number > 0, got {value!r}")
+        finite("eps", self.eps, positive=True)
+        if self.step_size is not None:
+            finite("step_size", self.step_size, positive=True)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
         """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient.
@@ -91,27 +83,14 @@ class PgdAdversary:
         dtype = next((p.dtype for p in (*attacked.parameters(), *attacked.buffers()) if p.is_floating_point()), x.dtype)
         # PGD works in the dtype of the samples, the network in its own.
         return pgd(
-            lambda points: attacked(points.to(dtype)).to(points.dtype),
-            x,
-            y,
-            eps=self.eps,
-            norm=self.norm,
-            steps=self.steps if self.step_size is None else [self.step_size] * self.steps,
-            box=self.box,
-            loss=self.loss,
-            generator=generator,
-            stop_early=False,
-            random_start=self.random_start,
-        )
+            lambda points: attacked(points.to(dtype)).to(points.dtype), x, y, eps=self.eps, norm=self.norm,
+            steps=self.steps if self.step_size is None else [self.step_size] * self.steps, box=self.box,
+            loss=self.loss, generator=generator, stop_early=False, random_start=self.random_start,
+        )  # fmt: skip
 
 
 def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-    """The network to attack in training: an export if that saves building weights, else ``model`` itself.
-
-    >>> net = nn.Sequential(nn.Linear(2, 2))
-    >>> frozen(net, (2,)) is net
-    True
-    """
+    """The network to attack in training: an export if that saves building weights, else ``model`` itself."""
     # Only lipkit's modules with parameters build weights in every forward pass.
     ours = (m for m in model.modules() if type(m).__module__.startswith(("lipkit.layers.", "lipkit.models.")))
     if all(next(module.parameters(recurse=False), None) is None for module in ours):

@@ -9,27 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, first_line, lacks_memory
-from lipkit.training.options import TrainOptions
 from lipkit.training.session import Session
 from lipkit.training.step import Step
 
 # Number of ordinary steps of each kind before recording: they create the optimiser's state and choose algorithms.
 WARM = 3
-
-
-def check_recordable(fabric: Any, options: TrainOptions) -> None:
-    """Raise OptionError for devices and options that CUDA graphs do not support."""
-    alone = type(fabric.strategy).__name__ == "SingleDeviceStrategy"
-    precision = fabric.strategy.precision.precision
-    for wanted, holds, got in (
-        ("one CUDA device", fabric.device.type == "cuda" and fabric.world_size == 1, fabric.device),
-        ("strategy auto", alone, type(fabric.strategy).__name__),
-        ("no adversary", options.adversary is None, type(options.adversary).__name__),
-        ("optimizer adam, adamw or spectral", options.optimizer in ("adam", "adamw", "spectral"), options.optimizer),
-        ("another precision", precision != "16-mixed", precision),
-    ):
-        if not holds:
-            raise OptionError(f"cuda_graph: expected {wanted}, got {got}")
 
 
 class CapturedStep:
@@ -97,7 +81,7 @@ class CapturedStep:
                 raise OptionError(f"cuda_graph: expected steps that change tensors in place, got a new value of {name}")
 
     def _beside(self, session: Session, x: Tensor, y: Tensor, more: dict[str, Any]) -> Tensor:
-        """A step on a separate stream, as torch requires before a backward pass is recorded."""
+        """A step on a separate stream, which torch requires before a backward pass is recorded."""
         stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):

@@ -18,8 +18,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from lipkit.errors import RunError
+from lipkit.errors import LipkitError, RunError
 from lipkit.files import MAX_TEXT, append_line, read_bytes, write_atomic
 
 SETTINGS, METRICS, CHECKPOINTS, MANIFEST = "settings.json", "metrics.jsonl", "checkpoints", "checkpoint.json"
@@ -46,8 +46,11 @@ def create(parent: Path, name: str) -> Path:
     ...     [create(Path(folder) / "runs", "digits").name for _ in range(2)]
     ['digits-001', 'digits-002']
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    taken = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))]
+    except OSError as error:
+        raise RunError(f"expected a folder to write to, got {parent}: {error.strerror or error}") from None
     number = max(taken, default=0) + 1
     while True:
         folder = parent / f"{name}-{number:03d}"
@@ -60,13 +63,32 @@ def create(parent: Path, name: str) -> Path:
 
 
 @contextmanager
-def opened(folder: Path, settings: Mapping[str, Any], resume: bool = False) -> Iterator[None]:
+def opened(
+    folder: Path,
+    settings: Mapping[str, Any],
+    resume: bool = False,
+    *,
+    name: str | None = None,
+    files: Mapping[str, bytes] | None = None,
+    taken: Sequence[str] = (),
+) -> Iterator[Path]:
     """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
 
+    With ``name`` the run gets a folder of its own in ``folder``, see `create`. A new run's folder gets ``files``. If a
+    LipkitError ends it before its first epoch or checkpoint, such as labels that do not fit, it leaves nothing.
+
     Raises:
-        RunError: another process, thread or call holds it; a new run in a folder that holds one; a resume without
-            a run, or with other settings.
+        RunError: another process, thread or call holds it; a new run in a folder that holds one, or something
+            ``taken``; a resume without a run, or with other settings; a file, or a folder that cannot be written.
     """
+    made = name is not None or not folder.exists()
+    folder = folder if name is None else create(folder, name)
+
+    def check_new() -> None:
+        if not resume and any((folder / part).exists() for part in (SETTINGS, METRICS, CHECKPOINTS, *taken)):
+            raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
+
+    check_new()
     if resume:  # before locking, which makes a file in a folder that may hold no run
         before = read_json(folder / SETTINGS)
         now = json.loads(json.dumps(dict(settings)))  # as read from a file: tuples become lists
@@ -77,22 +99,30 @@ def opened(folder: Path, settings: Mapping[str, Any], resume: bool = False) -> I
                 )
     lock = FileLock(folder / ".lock")  # each call its own: a thread that holds it does not get it twice
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise RunError(f"expected a run that no process trains, got {folder}, which another process holds") from None
+    except OSError as error:
+        raise RunError(f"expected a folder to write to, got {folder}: {error.strerror or error}") from None
     try:
+        check_new()  # another process may have been faster
         if not resume:
-            check_new(folder)
-            write_json(folder / SETTINGS, settings)
-        yield
+            contents = {**(files or {}), SETTINGS: json.dumps(settings, indent=2, allow_nan=False).encode()}
+            for part, content in contents.items():
+                write_atomic(folder / part, content)
+        try:
+            yield folder
+        except LipkitError:
+            if not resume and not any((folder / part).exists() for part in (METRICS, CHECKPOINTS)):
+                with suppress(OSError):  # the user may have added files; Windows keeps a lock that is held
+                    for part in (*contents, ".lock"):
+                        (folder / part).unlink(missing_ok=True)
+                    if made:
+                        folder.rmdir()
+            raise
     finally:
         lock.release()
-
-
-def check_new(folder: Path, *names: str) -> None:
-    """Raise RunError if ``folder`` holds a run or one of the files ``names``."""
-    if any((folder / name).exists() for name in (SETTINGS, METRICS, CHECKPOINTS, *names)):
-        raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
@@ -137,8 +167,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 
-    The model's tensors go to safetensors; its state_dict must hold tensors only. ``state`` holds plain containers,
-    numbers and tensors, as ``torch.load(weights_only=True)`` requires. Returns the checkpoint's folder.
+    The model's state_dict must hold tensors only; ``state`` plain containers, numbers and tensors, as
+    ``torch.load(weights_only=True)`` requires. Returns the checkpoint's folder.
     """
     weights = {}
     for name, value in model.state_dict().items():
@@ -156,7 +186,7 @@ def save_checkpoint(
         write_atomic(target / name, content)
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     # The manifest comes last: a folder without it is not taken for a checkpoint.
-    write_json(target / MANIFEST, {"format": _FORMAT, "epoch": epoch, "sha256": sha256})
+    write_atomic(target / MANIFEST, json.dumps({"format": _FORMAT, "epoch": epoch, "sha256": sha256}).encode())
     for old in _checkpoints(folder)[keep:]:
         (old / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder does not count
         shutil.rmtree(old)
@@ -166,8 +196,7 @@ def save_checkpoint(
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
     """The newest intact checkpoint as (epochs done, weights, state); None if none was completed yet.
 
-    Incomplete checkpoints, and those whose hashes do not match, are skipped. ``RunError`` if all complete ones are
-    damaged.
+    Others are skipped; ``RunError`` if all complete ones are damaged.
     """
     damaged = None
     for path in _checkpoints(folder):
@@ -193,20 +222,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next((path for path in _checkpoints(folder) if (path / MANIFEST).exists()), None)
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
-    """Load a checkpoint's weights into ``model``, every name and shape matched; ``RunError`` if they do not fit."""
-    try:
-        model.load_state_dict(dict(weights), strict=True)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]  # torch lists every tensor
-        raise RunError(
-            f"expected the model that the run in {origin} was started with, got another: {problem}"
-        ) from error
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON atomically."""
-    write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+def check_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
+    """Raise RunError unless ``model`` has the names and shapes of a checkpoint's weights."""
+    own, there = ({name: tuple(value.shape) for name, value in ws.items()} for ws in (model.state_dict(), weights))
+    for name in sorted(own.keys() | there.keys()):
+        if own.get(name) != there.get(name):
+            sides = [f"none of {name}" if s is None else f"{name} {s}" for s in (there.get(name), own.get(name))]
+            raise RunError(f"expected the model of the run in {origin}, with {sides[0]}, got another, with {sides[1]}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

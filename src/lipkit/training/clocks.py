@@ -40,13 +40,15 @@ def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
 class Clock:
     """Limits of time and samples: the budget that the schedule follows, and when to save or stop.
 
-    A budget of time counts between `start` and `spend` only, so evaluations and checkpoints are free. Steps that an
+    A budget of time counts from ``since`` to `spend` only, so evaluations and checkpoints are free. Steps that an
     interruption lost do not count, because they are made again. The first process' clock counts for all, because they
     must save and stop together.
 
     Attributes:
+        amount, unit: of the budget; infinite without one.
         used: of the budget, in its unit, resumes included; the same in all processes. 0 without a budget.
         timed: True for a budget of time, of which a step's share is known after it only.
+        since, saved: from when time counts, as told by ``now``; when the last checkpoint was written.
     """
 
     def __init__(
@@ -56,25 +58,17 @@ class Clock:
         self.amount, self.unit = (math.inf, "") if budget is None else parse_budget(budget)
         self.timed, self.used, self.since = self.unit in ("cpu", "wall"), 0.0, 0.0
         self.now = time.process_time if self.unit == "cpu" else time.monotonic
-        self.saved = time.monotonic()  # when the last checkpoint was written
+        self.saved = time.monotonic()
         self.end = math.inf if max_minutes is None else self.saved + 60 * max_minutes
         self.pause = math.inf if checkpoint_seconds is None else checkpoint_seconds
 
-    def start(self) -> None:
-        """Count time from now."""
-        self.since = self.now()
-
     def spend(self, samples: int) -> None:
-        """Count a step of so many samples, and the time since `start` or the last step."""
+        """Count a step of so many samples, and the time since ``since``, which becomes now."""
         if self.unit == "samples":
             self.used += samples
         elif self.timed:
             before, self.since = self.since, self.now()
             self.used = self._of_first(self.used + self.since - before)
-
-    def fraction(self, samples: int = 0) -> float:
-        """Fraction of the budget used, at most 1; of a budget of samples, when ``samples`` more will have been seen."""
-        return min(1.0, (self.used + (samples if self.unit == "samples" else 0)) / self.amount)
 
     def due(self) -> Request:
         """``"stop"`` after ``max_minutes``, ``"save"`` if ``checkpoint_seconds`` have passed, else ``""``."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipkit.errors import LipkitError, OptionError, RunError, first_line
-from lipkit.training.options import Numbers
+from lipkit.training.options import Numbers, TrainOptions
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,8 @@ def make_fabric(options: Numbers) -> Any:
 
     Under torchrun, which decides the number of processes, ``devices`` and ``nodes`` may be left at 1.
 
-    The process group that it makes is destroyed when the process ends: a thread of gloo that still holds a tensor when
-    the interpreter shuts down aborts the process, so a finished run would report failure. Destroying the group joins
-    these threads before. A group that the caller made is left alone.
+    The process group that it makes is destroyed when the process ends, which joins gloo's threads: one that still holds
+    a tensor when the interpreter shuts down aborts the process. A group that the caller made is left alone.
     """
     import torch.distributed as dist
     from lightning_fabric import Fabric  # takes two seconds to import, so only for training
@@ -63,11 +62,10 @@ _FEW = 2**18
 
 
 def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.AbstractContextManager[None]:
-    """A context for training: one thread on the CPU if steps are small.
+    """A context for training: one thread on the CPU if steps are small; ``numbers`` is the size of a batch of inputs.
 
     Pooled threads spin until all have finished an operation. If operations take microseconds, they wait more than they
-    work, especially if another process uses one of their cores. ``OMP_NUM_THREADS`` has priority. ``numbers`` is the
-    size of a batch of inputs.
+    work, especially if another process uses one of their cores. ``OMP_NUM_THREADS`` has priority.
     """
     import torch
 
@@ -75,6 +73,21 @@ def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.Abstra
 
     small = fabric.device.type == "cpu" and parameters < _FEW and numbers < SERIAL
     return on_threads(1 if small and "OMP_NUM_THREADS" not in os.environ else torch.get_num_threads())
+
+
+def check_recordable(fabric: Any, options: TrainOptions) -> None:
+    """Raise OptionError for devices and options that CUDA graphs do not support."""
+    alone = type(fabric.strategy).__name__ == "SingleDeviceStrategy"
+    precision = fabric.strategy.precision.precision
+    for wanted, holds, got in (
+        ("one CUDA device", fabric.device.type == "cuda" and fabric.world_size == 1, fabric.device),
+        ("strategy auto", alone, type(fabric.strategy).__name__),
+        ("no adversary", options.adversary is None, type(options.adversary).__name__),
+        ("optimizer adam, adamw or spectral", options.optimizer in ("adam", "adamw", "spectral"), options.optimizer),
+        ("another precision", precision != "16-mixed", precision),
+    ):
+        if not holds:
+            raise OptionError(f"cuda_graph: expected {wanted}, got {got}")
 
 
 def device_here(name: str) -> torch.device:

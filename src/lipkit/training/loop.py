@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.data import Split
-from lipkit.errors import OptionError, RunError
+from lipkit.errors import OptionError
 from lipkit.shown import Shown, axes
 from lipkit.training import checkpoints
-from lipkit.training.captured import CapturedStep, check_recordable
+from lipkit.training.captured import CapturedStep
+from lipkit.training.clocks import Request
 from lipkit.training.devices import make_fabric, on_first
-from lipkit.training.options import TrainOptions, check_precision
-from lipkit.training.progress import Divergence, finite, peak_memory, tensorboard
+from lipkit.training.options import TrainOptions
+from lipkit.training.progress import finite, peak_memory
 from lipkit.training.session import Session, update
-from lipkit.training.sources import NETWORK, Source, batches, derived_seed, own_random_state, source
-from lipkit.training.step import Step, take_step
+from lipkit.training.sources import NETWORK, batches, derived_seed, own_random_state, source
+from lipkit.training.step import take_step
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,10 +72,7 @@ class Run(Shown):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the loss (left) and accuracies (right) by epoch; returns the axes on the left.
-
-        Args:
-            ax: axes of matplotlib; None makes new ones.
+        """Draw the loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left.
 
         Raises:
             OptionError: matplotlib is not installed.
@@ -112,18 +109,15 @@ def fit(
 
     Shuffling and augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random
     state is seeded at the start, saved with each checkpoint and restored at the end. So on a CPU, the same call with
-    the same number of processes gives the same weights, bit for bit, even if it was interrupted and resumed. Other
-    randomness (numpy in a Dataset) is up to the caller. With another number of processes or of pieces (``accumulate``)
-    the steps are the same up to rounding, except for random numbers and for layers that depend on the whole batch, such
-    as batch norm.
+    the same number of processes gives the same weights, bit for bit, even if it was resumed. Other randomness (numpy in
+    a Dataset) is up to the caller. With another number of processes or of pieces (``accumulate``) the steps are the
+    same up to rounding, except for random numbers and for layers such as batch norm.
 
     Args:
         model: any module that maps a batch x (n, *shape) to outputs (n, K).
-        data: a `data.Split`; a pair (x, y) of tensors or arrays; or a map-style torch Dataset of items (x,
-            y).
+        data: a `data.Split`; a pair (x, y) of tensors or arrays; or a map-style torch Dataset of items (x, y).
         options: how to train, see `lipkit.training.TrainOptions`; None for its defaults.
-        run_dir: folder for settings, metrics and checkpoints; must not hold a run yet, unless ``resume``. The last
-            two checkpoints are kept; of a finished run the last one, without the optimiser's state.
+        run_dir: folder for settings, metrics and the last two checkpoints; must not hold a run yet, unless ``resume``.
         resume: continue the run in ``run_dir`` from its last whole checkpoint.
         fabric: a launched `lightning_fabric.Fabric` to use instead of the options accelerator, devices, nodes,
             strategy and precision.
@@ -151,106 +145,68 @@ def fit(
     for name, wanted in (("resume", resume), ("tensorboard", options.tensorboard)):
         if wanted and run_dir is None:
             raise OptionError(f"expected run_dir with {name}=True, got None")
-    session = prepare(model, source(data), options, fabric)
-    if changes.get("batch_size", 0) > (count := len(session.data)):
+    found = source(data)
+    session = Session(fabric or make_fabric(options), model, options, found)
+    if changes.get("batch_size", 0) > (count := len(found)):
         warnings.warn(f"batch_size: {options.batch_size} for {count} samples is one step an epoch", stacklevel=2)
-    with ExitStack() as held:
-        if run_dir is not None:
-            session.open(held, Path(run_dir), resume)
+    with session.opened(None if run_dir is None else Path(run_dir), resume):
         return train(session)
 
 
-def prepare(model: nn.Module, data: Source, options: TrainOptions, fabric: Any = None) -> Session:
-    """The state of a run before its first step, with ``model`` on its device. It writes nothing.
-
-    Raises:
-        OptionError, DataError: all that `fit` refuses, except for its folder.
-    """
-    fabric = fabric or make_fabric(options)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
-    if options.tensorboard:
-        tensorboard(Path())  # is it installed? It writes nothing yet
-    check_precision(precision := fabric.strategy.precision.precision)
-    if str(precision) != "64-true" and all(p.dtype == torch.float64 for p in model.parameters()):
-        raise OptionError(f"expected precision='64-true' for a network of float64 parameters, got {precision!r}")
-    if options.batch_size < fabric.world_size:
-        raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
-    strategy = type(fabric.strategy).__name__
-    if strategy in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):  # constraints need whole parameters
-        raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {strategy}")
-    if options.cuda_graph:
-        check_recordable(fabric, options)
-    free = torch.cuda.mem_get_info(fabric.device)[0] if fabric.device.type == "cuda" else 0
-    if isinstance(data, Split) and isinstance(data.x, torch.Tensor) and 4 * data.x.nbytes < free:
-        data = data.to(fabric.device)  # so that the GPU gathers the batches
-    return Session(fabric, model, options, data)
-
-
 def train(session: Session) -> Run:
-    """Train to the end, or until the clock stops it at a checkpoint."""
-    fabric, options, folder = session.fabric, session.options, session.folder
-    events = tensorboard(folder, session.epoch) if options.tensorboard and folder is not None else None
-    seed = derived_seed(options.seed, 0, NETWORK, fabric.global_rank)
-    try:
-        with own_random_state(fabric.device, seed):
-            finished = _steps(session, CapturedStep(take_step, session) if options.cuda_graph else take_step, events)
-            average = None if session.average is None else session.measured()
-    except Divergence as error:
-        newest = None if folder is None else checkpoints.newest_checkpoint(folder)
-        kept = "no checkpoint was written" if newest is None else f"the last good checkpoint is kept in {newest}"
-        raise RunError(f"{error}: training stopped, {kept}; a smaller lr may help") from None
-    finally:
-        if events is not None:
-            events.finalize("")
-    session.model.eval()
-    return Run(session.model, session.history, folder, session.epoch, average, finished)
-
-
-def _steps(session: Session, take: Step, events: Any) -> bool:
-    """Steps, epochs and checkpoints; False if the clock stopped them before the end."""
-    fabric, options, clock = session.fabric, session.options, session.clock
+    """Train an opened session to the end, or until the clock stops it at a checkpoint."""
+    fabric, options, clock, optimizer = session.fabric, session.options, session.clock, session.optimizer
+    take = CapturedStep(take_step, session) if options.cuda_graph else take_step
     ranks = {"rank": fabric.global_rank, "ranks": fabric.world_size}
-    while session.fraction() < 1:
-        session.begin_epoch()
-        totals, generators = session.totals, session.generators
-        indices = batches(len(session.data), options.batch_size, seed=options.seed, epoch=session.epoch, **ranks)
-        clock.start()
-        for index, size, own in islice(indices, session.step, None):
-            session.set_rate(session.fraction(size))
-            x, y = session.batch(index, generators["augment"])
-            sums = take(session, x, y, size=size, counted=own, attack=generators["attack"])
-            clock.spend(size)
-            session.step += 1
-            fraction = session.fraction()
-            last = session.step == session.steps or fraction >= 1
-            session.finish_step(session.model, last)
-            if session.average is not None and options.ema is not None:
-                update([*session.average.values()], [*session.parameters.values()], options.ema, session.number)
-            read = totals.add(session.step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)
-            if last:
-                break
-            due = clock.due() if read else ""  # equal in all processes, which read at the same steps
-            if due == "stop" or (due and session.folder is not None):
-                session.save()
+    due: Request = ""
+    with own_random_state(fabric.device, derived_seed(options.seed, 0, NETWORK, fabric.global_rank)):
+        while session.fraction() < 1:
+            session.begin_epoch()
+            totals, generators = session.totals, session.generators
+            indices = batches(len(session.data), options.batch_size, seed=options.seed, epoch=session.epoch, **ranks)
+            for index, size, own in islice(indices, session.step, None):
+                factor = session.rate(session.fraction(size))
+                for group, peak in zip(optimizer.param_groups, session.peaks, strict=True):
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(peak * factor)  # in place: recorded steps read this tensor
+                    else:
+                        group["lr"] = peak * factor
+                x, y = session.batch(index, generators["augment"])
+                sums = take(session, x, y, size=size, counted=own, attack=generators["attack"])
+                clock.spend(size)
+                session.step, session.number = session.step + 1, session.number + 1
+                fraction = session.fraction()
+                last = session.step == session.steps or fraction >= 1
+                session.finish_step(session.model, last)
+                if session.average is not None and options.ema is not None:
+                    update([*session.average.values()], [*session.parameters.values()], options.ema, session.number)
+                read = totals.add(session.step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)
+                if last:
+                    break
+                due = clock.due() if read else ""  # equal in all processes, which read at the same steps
+                if due == "stop" or (due and session.folder is not None):
+                    session.save()
                 if due == "stop":
-                    return False
-                clock.start()  # the checkpoint is free
-        session.epoch, session.step = session.epoch + 1, 0
-        complete = session.fraction() >= 1
-        row = _row(session, complete or session.epoch % options.evaluate_every == 0)
-        session.history.append(row)
-        if session.folder is not None and fabric.is_global_zero:
-            checkpoints.append_metrics(session.folder, row)
-            if events is not None:
-                events.log_metrics(finite(row), session.epoch)
-        due = clock.due()
-        if complete or session.epoch % options.checkpoint_every == 0 or due:
-            session.save(final=complete)
-        totals.report(session.steps, row)
-        if due == "stop" and not complete:
-            return False
-    return True
+                    break
+            if due == "stop":
+                break
+            session.epoch, session.step = session.epoch + 1, 0
+            complete = session.fraction() >= 1
+            row = _row(session, complete or session.epoch % options.evaluate_every == 0)
+            session.history.append(row)
+            if session.folder is not None and fabric.is_global_zero:
+                checkpoints.append_metrics(session.folder, row)
+                if session.events is not None:
+                    session.events.log_metrics(finite(row), session.epoch)
+            due = clock.due()
+            if complete or session.epoch % options.checkpoint_every == 0 or due:
+                session.save(final=complete)
+            totals.report(session.steps, row)
+            if due == "stop":
+                break
+        average = None if session.average is None else session.measured()
+    session.model.eval()
+    return Run(session.model, session.history, session.folder, session.epoch, average, session.fraction() >= 1)
 
 
 def _row(session: Session, evaluated: bool) -> dict[str, Any]:
@@ -267,7 +223,10 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
 
         def values() -> dict[str, float]:
             with torch.no_grad(), own_random_state(fabric.device):  # evaluation must not change the training
-                return {name: float(value) for name, value in evaluate(measured).items()}
+                found = evaluate(measured)
+                if not isinstance(found, Mapping):
+                    raise OptionError(f"evaluate: expected numbers by name, a dict, got {type(found).__name__}")
+                return {name: float(value) for name, value in found.items()}
 
         row |= on_first(fabric, values)
     row["seconds"] = round(totals.seconds(), 3)

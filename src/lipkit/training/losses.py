@@ -87,8 +87,7 @@ def offset_cross_entropy(
 def cross_entropy(outputs: Tensor, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy with the softmax, averaged over the samples.
 
-    Args:
-        smoothing: s in [0, 1): the target is ``1 - s`` for the label plus ``s / K`` for every class.
+    With s = ``smoothing`` in [0, 1) the target is ``1 - s`` for the label plus ``s / K`` for every class.
 
     >>> round(cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item(), 4)
     0.6931
@@ -122,13 +121,13 @@ def certificate_regularized_cross_entropy(
 def emma(
     outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, temperature: float = 1.0, lipschitz: float = 1.0
 ) -> Tensor:
-    r"""Cross-entropy with all rivals raised by what a radius allows, but none above the true class.
+    r"""Cross-entropy with all rivals raised by what a radius allows, but none above the true class (EMMA).
 
     .. math:: T\,\mathrm{CE}\Bigl(\frac{y + e \sqrt2 L \varepsilon}{T}, t\Bigr), \qquad
         e_i = \mathrm{clip}\Bigl(\frac{y_t - y_i}{\sqrt2 L \varepsilon}, 0.01, 1\Bigr) \ (i \ne t), \quad e_t = 0
 
-    A rival that radius eps cannot raise to the true class is raised by all that eps allows; a closer one only until it
-    ties. So samples that cannot be certified anyway do not dominate. No gradient flows through e.
+    A closer rival is raised only until it ties, so that samples that cannot be certified anyway do not dominate. No
+    gradient flows through e.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> round(emma(y, t, eps=2.0).item(), 4) == round(math.log(2), 4)  # in reach: raised to a tie
@@ -150,11 +149,8 @@ def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz:
     .. math:: \mathrm{CE}\bigl((y_1, \dots, y_K, y_\bot), t\bigr), \qquad
         y_\bot = \max_{i \ne j} y_i + \sqrt2 L \varepsilon, \quad j = \arg\max_i y_i
 
-    For training layers without a constraint: L is then the differentiable bound of the whole network, and the gradient
-    lowers it where it costs least.
-
-    Args:
-        lipschitz: L, positive; for a network without constraints ``lipkit.lipschitz(network, input_shape)``.
+    For layers without a constraint L is ``lipkit.lipschitz(network, input_shape)``, whose gradient lowers it where it
+    costs least.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> expected = math.log(2 * math.e + 1) - 1  # at the radius of the certificate the rival ties with the class
@@ -178,9 +174,7 @@ def logit_annealing(
     .. math:: \frac{1}{N} \sum_n -T (1 - p_n)^\beta \log p_n, \qquad
         p = \mathrm{softmax}\Bigl(\frac{y - \xi\,\mathrm{onehot}(t)}{T}\Bigr)_t
 
-    Args:
-        offset: xi, in units of the outputs; not negative.
-        power: beta; 0 is the offset cross-entropy.
+    with xi = ``offset`` >= 0 in units of the outputs, beta = ``power``; beta = 0 is the offset cross-entropy.
 
     >>> y, t = torch.tensor([[3.0, 1.0]]), torch.tensor([0])
     >>> round(logit_annealing(y, t, temperature=1.0, offset=2.0, power=1.0).item(), 4)
@@ -235,9 +229,8 @@ def soft_hkr(
         \bigl[\alpha \max(0, \tfrac m2 - s_{nk} y_{nk}) - (1 - \alpha) s_{nk} y_{nk}\bigr]
 
     The true class has s = 1 and w = 1. The others have s = -1, and w is their softmax at the inverse temperature
-    :math:`\tau m / \max(m, \text{mean} |y|)`, which gets no gradient.
-
-    A larger ``temperature`` tau puts more weight on the strongest rival.
+    :math:`\tau m / \max(m, \text{mean} |y|)`, which gets no gradient: a larger ``temperature`` tau puts more weight on
+    the strongest rival.
 
     >>> y, t = torch.tensor([[2.0, 1.0, 1.0]]), torch.tensor([0])
     >>> soft_hkr(y, t, alpha=0.0).item(), soft_hkr(y, t, alpha=1.0).item()
@@ -258,25 +251,16 @@ def soft_hkr(
 
 
 def lse_hkr(
-    outputs: Tensor,
-    targets: Tensor,
-    *,
-    alpha: float = 0.9,
-    min_margin: float = 1.0,
-    temperature: float = 1.0,
+    outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: float = 1.0, temperature: float = 1.0,
     penalty: float = 1.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""HKR of the true class and of a smooth maximum of the others.
 
     .. math:: \frac1N \sum_n \alpha \bigl[(\tfrac m2 - y_t)_+ + (\tfrac m2 + \ell)_+\bigr] - (1 - \alpha)(y_t - \ell),
         \quad \ell = \frac1c \log \sum_{k \ne t} e^{c y_k}, \; c = \frac{2 \log(K - 1)}{m p}
 
-    so that l exceeds the largest of the others by at most m p / 2.
-
-    Args:
-        outputs: (N, K), K >= 3.
-        temperature: factor of the outputs.
-        penalty: p, positive.
+    so that l exceeds the largest of the others by at most m p / 2, with p = ``penalty`` > 0 and K >= 3; ``temperature``
+    multiplies the outputs first.
 
     >>> y, t = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([0])
     >>> round(lse_hkr(y, t, alpha=0.0).item(), 4)  # the smooth maximum of two zeros is m / 2
@@ -303,8 +287,7 @@ def cosine(
     .. math:: \frac1N \sum_n -(1 - \gamma) \frac{y_t}{\|y\|} + \gamma \sum_{k \ne t} q_k c_k, \qquad
         c_k = \Bigl(\varepsilon - \frac{y_t - y_k}{\sqrt2 L}\Bigr)_+, \; q = \mathrm{softmax}(c)
 
-    Args:
-        share: gamma, in [0, 1]: weight of the penalty c on radii below eps.
+    with gamma = ``share`` in [0, 1], the weight of the penalty.
 
     >>> y, t = torch.tensor([[3.0, 4.0]]), torch.tensor([0])
     >>> round(cosine(y, t).item(), 4), round(cosine(y, t, share=1.0, eps=1.0, lipschitz=0.5**0.5).item(), 4)
@@ -342,10 +325,8 @@ def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
     """
     _check(">= 0", beta=beta)
     if len(outputs) % 2:
-        raise OptionError(
-            f"trades: expected samples and as many adversarial examples after them, got {len(outputs)} outputs: set "
-            "adversary.beside"
-        )
+        expected = "expected samples and as many adversarial examples after them"
+        raise OptionError(f"trades: {expected}, got {len(outputs)} outputs: set adversary.beside")
     clean, moved = outputs.chunk(2)  # the samples come first
     change = F.kl_div(moved.log_softmax(1), clean.log_softmax(1), reduction="batchmean", log_target=True)
     return F.cross_entropy(clean, targets[: len(clean)]) + beta * change
@@ -363,23 +344,12 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "hinge": hinge,
-    "offset_cross_entropy": offset_cross_entropy,
-    "cross_entropy": cross_entropy,
+    **{loss.__name__: loss for loss in (hinge, offset_cross_entropy, cross_entropy)},
     "certificate_regularized": certificate_regularized_cross_entropy,
-    "emma": emma,
-    "gloro": gloro,
-    "hkr": hkr,
-    "soft_hkr": soft_hkr,
-    "lse_hkr": lse_hkr,
-    "largest_hinge": largest_hinge,
-    "logit_annealing": logit_annealing,
-    "cosine": cosine,
-    "trades": trades,
-    "mse": mse,
+    **{loss.__name__: loss for loss in (emma, gloro, hkr, soft_hkr, lse_hkr, largest_hinge, logit_annealing)},
+    **{loss.__name__: loss for loss in (cosine, trades, mse)},
 }
 REGRESSION = frozenset({"mse"})
-
 
 RULES: dict[str, Callable[[float], bool]] = {  # NaN is refused by each
     "> 0": lambda value: value > 0,

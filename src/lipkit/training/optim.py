@@ -63,11 +63,10 @@ class SpectralDescent(_ManifoldOptimizer):
 
     Args:
         params: semi-orthogonal matrices, such as `lipkit.layers.StiefelLinear` has.
-        lr: :math:`\alpha`, an angle in radians a step; 0.01 to 0.05 in practice. Large matrices leave the manifold if
+        lr: :math:`\alpha`, radians a step; 0.01 to 0.05 in practice. Large matrices leave the manifold if
             :math:`k \alpha \ge 0.6`.
         momentum: :math:`\beta`, in [0, 1).
-        steps: of the iteration for the matrix sign.
-        every: k, at least 1.
+        steps, every: of the iteration for the matrix sign; k. Both at least 1.
 
     Raises:
         OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
@@ -117,9 +116,7 @@ class RiemannianAdam(_ManifoldOptimizer):
 
     Args:
         params: semi-orthogonal matrices.
-        lr: :math:`\alpha`.
-        betas: :math:`\beta_1, \beta_2`.
-        eps: :math:`\epsilon`.
+        lr, betas, eps: :math:`\alpha`, :math:`(\beta_1, \beta_2)`, :math:`\epsilon`.
 
     Raises:
         OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
@@ -158,10 +155,7 @@ class RiemannianAdam(_ManifoldOptimizer):
 
 
 class Together(Optimizer):
-    """Several optimisers joined to one: it has the groups of all, and a step is a step of each.
-
-    Args:
-        parts: optimisers of disjoint parameters.
+    """Optimisers of disjoint parameters joined to one: it has the groups of all, and a step is a step of each.
 
     >>> weight, bias = nn.Parameter(torch.eye(2)), nn.Parameter(torch.zeros(2))
     >>> both = Together([SpectralDescent([weight]), torch.optim.Adam([bias])])
@@ -202,8 +196,8 @@ class Together(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def build(options: Numbers, model: nn.Module) -> Optimizer:
-    """The optimiser named by ``options`` for all trained parameters of ``model``, which is on its device.
+def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer:
+    """The optimiser named by ``options`` for all trained parameters of ``model``, which will be on ``device``.
 
     Raises:
         OptionError: the network has Stiefel layers and the optimiser would leave their manifold, or the reverse.
@@ -221,8 +215,8 @@ def build(options: Numbers, model: nn.Module) -> Optimizer:
         parts = [RiemannianAdam(inner, lr if options.manifold_lr is None else options.manifold_lr)]
     if outer:  # torch refuses an empty optimiser
         # On a CPU one call for all parameters; torch's default makes a dozen calls for each.
-        on_cpu = all(p.is_floating_point() and p.device.type == "cpu" for p in outer)
-        common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, "fused": True if on_cpu else None}
+        fused = True if device.type == "cpu" and all(p.is_floating_point() for p in outer) else None
+        common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, "fused": fused}
         if options.optimizer == "sgd":
             parts.append(torch.optim.SGD(outer, momentum=options.momentum, **common))
         else:
@@ -232,7 +226,7 @@ def build(options: Numbers, model: nn.Module) -> Optimizer:
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters of ``model`` in two lists: semi-orthogonal ones, for the optimisers here, and others.
+    """The trained parameters of ``model``: semi-orthogonal ones, for the optimisers here, and the others.
 
     >>> from lipkit.layers import StiefelLinear
     >>> [len(part) for part in split(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]

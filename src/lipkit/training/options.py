@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import (
     BaseModel,
@@ -40,15 +41,12 @@ _DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
 
 
-# Parameters in these formats are too coarse for a constraint; autocast ("mixed") keeps parameters in float32.
-_LOW = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16", "nf4", "fp4", "int8")
+# Those with parameters in float32 or float64: less is too coarse for a constraint. Autocast is "mixed".
+Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 
 
 def parse_number(value: Any) -> Any:
-    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one).
-
-    Raises:
-        ValueError: another text, a bool, or a zero denominator.
+    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one); else ValueError.
 
     >>> parse_number("36/255") == 36 / 255, parse_number("1e-3"), parse_number(2)
     (True, 0.001, 2)
@@ -56,6 +54,7 @@ def parse_number(value: Any) -> Any:
     Traceback (most recent call last):
     ValueError: expected a number such as 0.5 or 36/255, got '2**0.5'
     """
+    value = value.item() if isinstance(value, np.generic) else value  # neither JSON nor YAML holds numpy's numbers
     if isinstance(value, str):
         match = NUMBER.fullmatch(value)
         denominator = float(match[2]) if match and match[2] else 1.0  # so that "36/255" is exactly Python's 36 / 255
@@ -64,22 +63,6 @@ def parse_number(value: Any) -> Any:
     elif isinstance(value, int | float) and not isinstance(value, bool):  # True is an int
         return value
     raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
-
-
-def check_precision(precision: object) -> None:
-    """Raise OptionError for a precision whose parameters are not float32 or float64.
-
-    >>> check_precision("bf16-mixed")
-    >>> check_precision("bf16-true")
-    Traceback (most recent call last):
-    lipkit.errors.OptionError: expected parameters in float32 or float64, such as precision 32-true, 64-true or \
-bf16-mixed, got 'bf16-true': constraints do not hold in less
-    """
-    if str(precision).startswith(_LOW):
-        raise OptionError(
-            "expected parameters in float32 or float64, such as precision 32-true, 64-true or bf16-mixed, "
-            f"got {precision!r}: constraints do not hold in less"
-        )
 
 
 TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {"loss": losses.LOSSES, "schedule": schedules.SCHEDULES}
@@ -110,33 +93,18 @@ def chosen(kind: Literal["loss", "schedule"], name: str, /, **options: Any) -> A
     return bound
 
 
-def name_of(function: object) -> str | None:
-    """The text that settings record for a function: its name and, for a partial or a dataclass, the bound options.
-
-    >>> name_of(functools.partial(round, ndigits=2)), name_of(None)
-    ('round(ndigits=2)', None)
-    """
-    if function is None:
-        return None
-    if is_dataclass(function):
-        return repr(function)
-    if isinstance(function, functools.partial):
-        bound = [repr(value) for value in function.args] + [f"{k}={v!r}" for k, v in function.keywords.items()]
-        return f"{name_of(function.func)}({', '.join(bound)})"
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
 Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[StrictInt, Field(ge=1)]
+Whole = Annotated[StrictInt, BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)]
+Count = Annotated[Whole, Field(ge=1)]
 
 
 def _budget(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = f"{value}s"  # a bare number means seconds
-    if isinstance(value, str):
-        parse_budget(value)  # only to refuse it; a run records the text
-    return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = f"{value}s" if number else value  # a bare number means seconds
+    if isinstance(text, str):
+        parse_budget(text)  # only to refuse it; a run records the text
+    return text
 
 
 Budgeted = Annotated[StrictStr, BeforeValidator(_budget)]
@@ -159,69 +127,48 @@ class Numbers(Section):
     epochs: Count | None = option(None, "passes over the training data; null: until the budget is used")
     budget: Budgeted | None = option(
         None,
-        "time for training, such as 400s, 10min, 1h (of the processor) or 1h wall, or samples seen, such "
-        "as 1.5M images, which is the same on every machine: the learning rate follows the fraction used; null for no "
-        "limit. With epochs, training stops at whichever comes first",
+        "time (400s, 10min, 1h of the processor, or 1h wall) or samples (1.5M images) whose used fraction the learning "
+        "rate follows; null for no limit. With epochs, training stops at whichever comes first",
     )
     batch_size: Count = option(128, "samples of one step, all devices together")
     lr: Positive = option(0.001, "peak learning rate")
     optimizer: Literal["adam", "adamw", "sgd", "spectral", "riemannian_adam"] = option(
         "adam",
-        "adam, adamw or sgd; spectral or riemannian_adam moves Stiefel layers along their manifold and all "
-        "else by adam",
+        "adam, adamw, sgd; spectral or riemannian_adam for Stiefel layers along their manifold (all else by adam)",
     )
     manifold_lr: Positive | None = option(
         None,
-        "peak learning rate of Stiefel layers: with spectral an angle in radians per step, null for 0.02; "
-        "with riemannian_adam a rate, null for lr",
+        "peak rate of Stiefel layers: of spectral in radians a step, null for 0.02; of riemannian_adam null for lr",
     )
     momentum: Annotated[NotNegative, Field(lt=1)] = option(0.9, "momentum of sgd; others ignore it")
     weight_decay: NotNegative = option(0.0, "as the optimiser defines it")
     schedule: Any = option("piecewise_linear", "of the learning rate")
     grad_clip: Positive | None = option(None, "largest l2 norm of the gradient; null for no limit")
-    accumulate: Count = option(1, "number of pieces into which each device splits its part of a batch, to save memory")
+    accumulate: Count = option(1, "pieces into which each device splits its part of a batch, to save memory")
     ema: Annotated[Positive, Field(lt=1)] | None = option(
         None,
-        "decay of a moving average of the parameters, such as 0.999, which is then evaluated "
-        "and exported instead; null for none",
+        "decay of an average of the parameters, such as 0.999, evaluated and exported instead; null for none",
     )
-    seed: Annotated[StrictInt, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
+    seed: Annotated[Whole, Field(ge=0)] = option(0, "seed of initial weights, shuffling, augmentation")
     evaluate_every: Count = option(1, "epochs between evaluations; the last epoch always has one")
-    evaluate_samples: Count = option(
-        1000,
-        "test samples of each evaluation during a recipe's training, certified accuracy included",
-    )
-    checkpoint_every: Count = option(
-        1, "epochs between checkpoints, of which the last two are kept; the last epoch has one"
-    )
-    checkpoint_seconds: Positive | None = option(
-        None, "seconds between further checkpoints within an epoch; null for none"
-    )
-    max_minutes: Positive | None = option(
-        None, "minutes after which training stops at a checkpoint, to be resumed; null for none"
-    )
+    evaluate_samples: Count = option(1000, "test samples of each evaluation during a recipe's training")
+    checkpoint_every: Count = option(1, "epochs between checkpoints (the last two are kept); the last epoch has one")
+    checkpoint_seconds: Positive | None = option(None, "seconds between checkpoints within an epoch; null for none")
+    max_minutes: Positive | None = option(None, "minutes until training stops, to be resumed; null for no limit")
     tensorboard: StrictBool = option(False, "TensorBoard events in the run's folder (needs the package tensorboard)")
     accelerator: StrictStr = option("auto", "auto, cpu, cuda or mps")
-    devices: StrictInt | StrictStr | list[StrictInt] = option(
-        1, "number of devices on each machine, auto, or a list of device numbers"
-    )
+    devices: Whole | StrictStr | list[Whole] = option(1, "devices on each machine: a number, auto, or a list")
     nodes: Count = option(1, "number of machines; torchrun sets it")
     strategy: StrictStr = option("auto", "Lightning Fabric's strategy for several devices: ddp")
-    precision: StrictStr = option("32-true", "Lightning Fabric's precision: 32-true, 64-true, bf16-mixed or 16-mixed")
+    precision: Precision = option("32-true", "32-true, 64-true, bf16-mixed, 16-mixed; constraints do not hold in less")
     compile: StrictBool = option(False, "compile the forward pass of training by torch.compile")
-    cuda_graph: StrictBool = option(
-        False,
-        "record the step of a network on one GPU as a CUDA graph: small networks train faster; refused "
-        "with an adversary, sgd, riemannian_adam, 16-mixed, ddp, and for networks whose steps wait for numbers from "
-        "the GPU or change attributes",
-    )
+    cuda_graph: StrictBool = option(False, "record the step on one GPU as a CUDA graph: small networks train faster")
     channels_last: StrictBool = option(False, "store images and kernels channels last")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.epochs is None and self.budget is None:
             raise ValueError("expected epochs, or a budget, got neither")
-        check_precision(self.precision)
         return self
 
 
@@ -241,8 +188,7 @@ class TrainOptions(Numbers):
     Attributes:
         loss: a name of `losses.LOSSES`, or a function of (outputs, targets) that returns a mean.
         schedule: a name of `schedules.SCHEDULES`, or a function of the fraction of training done.
-        augment: a function of (x, generator), applied to each batch on the training device; the generator lives on
-            the CPU.
+        augment: a function of (x, generator on the CPU), applied to each batch on the training device.
         evaluate: called with the model, under no_grad and without effect on torch's random state, after every
             ``evaluate_every``-th epoch and the last; the numbers it returns are added to the metrics.
         post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step (counted from
@@ -252,7 +198,7 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on the examples that it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, ..., channels_last: numbers and names, as ``lipkit recipe show`` describes the keys of ``train``.
+        epochs, ..., channels_last: as ``lipkit recipe show`` describes the keys of ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.
@@ -292,12 +238,27 @@ class TrainOptions(Numbers):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
-        """The options that a run records: those that affect the weights, and the number of training ``samples``."""
-        values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
-        if not values["cuda_graph"]:
-            del values["cuda_graph"]  # so that runs older than this option can be resumed
-        named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
-        return {**named, "samples": samples}
+        """The options that a run records: those that affect the weights, and the number of training ``samples``.
+
+        Functions are recorded by name, a partial or a dataclass with its bound options.
+
+        >>> TrainOptions(epochs=1, loss=functools.partial(losses.hinge, eps0=0.5)).settings(9)["loss"]
+        'hinge(eps0=0.5)'
+        """
+        found: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in _NOT_RECORDED or (name == "cuda_graph" and not value):  # runs older than it can be resumed
+                continue
+            if not (value is None or isinstance(value, str | int | float)):
+                bound = value if isinstance(value, functools.partial) else None
+                inner = value if bound is None else bound.func
+                value = repr(inner) if is_dataclass(inner) else getattr(inner, "__qualname__", type(inner).__qualname__)
+                if bound is not None:
+                    texts = [*map(repr, bound.args), *(f"{k}={v!r}" for k, v in bound.keywords.items())]
+                    value += f"({', '.join(texts)})"
+            found[name] = value
+        return {**found, "samples": samples}
 
 
 def worded(key: str, message: str, got: Any) -> str:

@@ -53,11 +53,7 @@ class Divergence(RunError):
 
 
 class Totals:
-    """Loss and accuracy of one epoch, summed over steps and devices; raises at a loss that is not finite.
-
-    ``epoch`` counts from 0; ``progress`` is called every few of its ``steps``; ``before`` is the `state` of an
-    interrupted epoch that is continued.
-    """
+    """Loss and accuracy of one epoch, counted from 0, over steps and devices; ``before`` is its earlier `state`."""
 
     def __init__(
         self, fabric: Any, epoch: int, steps: int, progress: Callable[[Progress], None] | None, before: Any = None
@@ -76,9 +72,8 @@ class Totals:
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step, counted from 1; True if sums were read from the device.
 
-        ``sums`` (2,) are the sum of losses and the number of correct predictions in this process; ``size`` is the
-        batch size of all processes together; ``labelled`` is True for labels, which have an accuracy; ``fraction`` of
-        training is done. A loss that is NaN or infinite when read is a `Divergence` in all processes.
+        ``sums`` (2,) are the losses and correct predictions of this process, of ``size`` samples in all; only labels
+        have an accuracy; ``fraction`` of training is done. A loss that is not finite is a `Divergence` in all of them.
         """
         self.labelled = labelled
         self.pending.append(sums)
@@ -143,12 +138,7 @@ class Totals:
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """Peak memory so far in MiB, of the CUDA device or resident in this process; None if unknown.
-
-    >>> memory = peak_memory(torch.device("cpu"))
-    >>> memory is None or memory > 10
-    True
-    """
+    """Peak memory so far in MiB, of the CUDA device or resident in this process; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     try:
@@ -169,15 +159,10 @@ def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
     try:
         return TensorBoardLogger(folder, name="", version="tensorboard", purge_step=epochs_done + 1)
     except ModuleNotFoundError as error:
-        raise OptionError(
-            "expected the package tensorboard for tensorboard=True (pip install tensorboard), got none"
-        ) from error
+        wanted = "expected the package tensorboard for tensorboard=True (pip install tensorboard)"
+        raise OptionError(f"{wanted}, got none") from error
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of one epoch's row, without the epoch.
-
-    >>> finite({"epoch": 1, "loss": 0.5, "margin": math.nan, "state": "done"})
-    {'loss': 0.5}
-    """
+    """The finite numbers of one epoch's row, without the epoch."""
     return {k: v for k, v in row.items() if k != "epoch" and isinstance(v, int | float) and math.isfinite(v)}

@@ -17,12 +17,7 @@ FACTORS = (0.0, 1.0, 1 / 20, 0.0)
 
 
 def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors: Sequence[float] = FACTORS) -> float:
-    """Linear interpolation of the values ``factors`` at ``knots``.
-
-    Args:
-        fraction: of training done.
-        knots: strictly ascending from 0 to 1.
-        factors: one for each knot, not negative.
+    """Linear interpolation of ``factors`` >= 0 at as many ``knots``, strictly ascending from 0 to 1.
 
     >>> [round(piecewise_linear(e / 10), 3) for e in (0, 2, 4, 6, 8, 9, 10)]
     [0.0, 0.5, 1.0, 0.525, 0.05, 0.025, 0.0]
@@ -40,12 +35,9 @@ def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors
 
 
 def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), gamma: float = 0.1) -> float:
-    """``gamma`` to the power of the number of milestones passed.
+    """``gamma`` > 0 to the power of the number of milestones passed.
 
-    Args:
-        fraction: of training done.
-        milestones: ascending fractions of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
-        gamma: positive factor applied at each.
+    ``milestones`` are ascending fractions of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
 
     >>> [round(multistep(f), 4) for f in (0.0, 0.2, 0.25, 0.5, 1.0)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
@@ -58,12 +50,7 @@ def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), ga
 
 
 def cosine(fraction: float, *, warmup: float = 0.0, floor: float = 0.0) -> float:
-    """Linear from 0 to 1 during ``warmup``, then half a cosine down to ``floor``.
-
-    Args:
-        fraction: of training done.
-        warmup: fraction of training, in [0, 1).
-        floor: factor at the end, in [0, 1].
+    """Linear from 0 to 1 during ``warmup``, a fraction in [0, 1), then half a cosine down to ``floor`` in [0, 1].
 
     >>> [round(cosine(f), 3) for f in (0.0, 0.5, 1.0)]
     [1.0, 0.5, 0.0]
@@ -87,9 +74,4 @@ def constant(fraction: float) -> float:
     return 1.0
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {
-    "piecewise_linear": piecewise_linear,
-    "multistep": multistep,
-    "cosine": cosine,
-    "constant": constant,
-}
+SCHEDULES: dict[str, Callable[..., float]] = {f.__name__: f for f in (piecewise_linear, multistep, cosine, constant)}

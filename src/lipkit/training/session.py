@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,98 +15,145 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from lipkit.data import Split
+from lipkit.errors import OptionError, RunError
 from lipkit.layers import after_step
 from lipkit.layers.projections import after_step_layers
 from lipkit.training import checkpoints, losses, optim, schedules
 from lipkit.training.clocks import Clock
-from lipkit.training.devices import on_first
-from lipkit.training.options import TrainOptions
-from lipkit.training.progress import Divergence, Totals
+from lipkit.training.devices import check_recordable, on_first
+from lipkit.training.options import Precision, TrainOptions
+from lipkit.training.progress import Divergence, Totals, tensorboard
 from lipkit.training.sources import ATTACK, AUGMENT, Source, generator, own_random_state, random_state, set_random_state
 
 
 class Session:
-    """A network in training, and the place where it is.
+    """A network in training, and the place where it is. It changes the network within `opened` only.
 
     Args:
         fabric: launched.
-        model: moved to the device in place, wrapped and compiled.
-        options, data: as for `fit`, which refuses wrong ones before.
+        model, data, options: as for `fit`.
 
     Attributes:
         wrapped: ``model`` with Fabric's wrapper, perhaps compiled; for forward passes.
         optimizer: Fabric's; peaks: the peak learning rate of each of its groups.
         parameters: the trained ones, by name; average: their moving averages, None without ``ema``.
         loss, rate: functions.
-        clock: the budget, and when to save or stop.
-        steps: of one epoch.
+        clock: the budget, and when to save or stop. steps: of one epoch.
         input_shape: of one augmented input, if `after_step` needs it, else None.
-        folder: of the run, see `open`; None writes nothing.
-        epoch, step: epochs done, and steps done of the next one.
+        folder: of the run; None writes nothing. events: its logger of TensorBoard events, or None.
+        epoch, step: epochs done, and steps done of the next one; number: steps done in all.
         history: one row for each epoch done.
         totals, generators: sums and random numbers of the epoch in progress, see `begin_epoch`.
         resumed: the state in the checkpoint that the run continues from, until the epoch there has begun.
+
+    Raises:
+        OptionError: all that `fit` refuses, except for its folder and data.
     """
 
+    wrapped: Any
     totals: Totals
     generators: dict[str, torch.Generator]
 
     def __init__(self, fabric: Any, model: nn.Module, options: TrainOptions, data: Source) -> None:
-        if options.channels_last:  # first: the optimiser's state copies the layout of the parameters
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.fabric, self.model, self.options, self.data = fabric, model, options, data
-        self.wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
-        self.optimizer = fabric.setup_optimizers(optim.build(options, model))  # when the model is on its device
-        self.peaks = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.average = None if options.ema is None else {n: p.detach().clone() for n, p in self.parameters.items()}
+        if not self.parameters:
+            raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
+        if options.tensorboard:
+            tensorboard(Path())  # is it installed? It writes nothing yet
+        precision, known = str(fabric.strategy.precision.precision), typing.get_args(Precision)
+        if precision not in known:
+            raise OptionError(f"expected a Fabric of precision {', '.join(known)}, got {precision!r}")
+        if precision != "64-true" and all(p.dtype == torch.float64 for p in model.parameters()):
+            raise OptionError(f"expected precision='64-true' for a network of float64 parameters, got {precision!r}")
+        if low := {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}:
+            raise OptionError(f"expected parameters in float32 or float64 (network.float()), got {low.pop()}")
+        if options.batch_size < (world := fabric.world_size):
+            raise OptionError(f"expected batch_size >= the number of devices {world}, got {options.batch_size}")
+        strategy = type(fabric.strategy).__name__
+        if strategy in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):  # constraints need whole weights
+            raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {strategy}")
+        if options.cuda_graph:
+            check_recordable(fabric, options)
+        free = torch.cuda.mem_get_info(fabric.device)[0] if fabric.device.type == "cuda" else 0
+        if isinstance(data, Split) and isinstance(data.x, Tensor) and 4 * data.x.nbytes < free:
+            data = data.to(fabric.device)  # so that the GPU gathers the batches
+        self.fabric, self.model, self.options, self.data = fabric, model, options, data
+        self.optimizer: Any = optim.build(options, model, fabric.device)
+        self.peaks = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        self.average: dict[str, Tensor] | None = None
         self.loss = losses.LOSSES[options.loss] if isinstance(options.loss, str) else options.loss
         self.rate = schedules.SCHEDULES[options.schedule] if isinstance(options.schedule, str) else options.schedule
         self.clock = Clock(fabric, options.budget, options.max_minutes, options.checkpoint_seconds)
         self.steps = math.ceil(len(data) / options.batch_size)
-        self.input_shape = None
-        if after_step_layers(model):
-            with own_random_state(fabric.device):
-                x, _ = self.batch(torch.zeros(1, dtype=torch.int64), torch.Generator().manual_seed(0))
-            self.input_shape = tuple(x.shape[1:])
+        self.input_shape: tuple[int, ...] | None = None
         self.folder: Path | None = None
-        self.epoch, self.step = 0, 0
+        self.events: Any = None
+        self.epoch, self.step, self.number = 0, 0, 0
         self.history: list[dict[str, Any]] = []
         self.resumed: dict[str, Any] = {}
 
-    def open(self, held: ExitStack, folder: Path, resume: bool) -> None:
-        """Lock the run's folder until ``held`` ends; start a run in it, or with ``resume`` continue the one there.
+    @contextmanager
+    def opened(self, folder: Path | None, resume: bool = False, **new: Any) -> Iterator[None]:
+        """Put the network on its device, and hold the run's ``folder``: a new run, or with ``resume`` the one there.
 
-        All processes must call it, and `save`.
+        ``new`` is passed to `checkpoints.opened`, which may name the folder. All processes must call it, and `save`.
 
         Raises:
-            RunError: see `checkpoints`; in all processes if the first one fails.
+            RunError: see `checkpoints`, in all processes if the first one fails, and before the network changes; later,
+                in place of a `Divergence`.
         """
-        settings = self.options.settings(len(self.data))
-        on_first(self.fabric, lambda: held.enter_context(checkpoints.opened(folder, settings, resume)))
-        self.folder = folder
-        found = on_first(self.fabric, lambda: checkpoints.load_checkpoint(folder)) if resume else None
-        if found is not None:
-            self.epoch, weights, state = found
-            checkpoints.load_weights(self.model, weights, origin=folder)
-            # Checkpoints of finished runs and of older versions lack some of these.
-            self.step, self.clock.used, self.resumed = int(state.get("step", 0)), state.get("used", 0.0), state
-            if "optimizer" in state:
-                self.optimizer.load_state_dict(state["optimizer"])
-            if state.get("precision"):
-                self.fabric.strategy.precision.load_state_dict(state["precision"])
-            if "average" in state and self.average is not None:
-                for name, value in self.average.items():
-                    value.copy_(state["average"][name])
-        if resume:
-            self.history = on_first(self.fabric, lambda: checkpoints.truncate_metrics(folder, self.epoch))
+        fabric, options, model = self.fabric, self.options, self.model
+        with ExitStack() as held:
+            found = None
+            if folder is not None:
+                settings = options.settings(len(self.data))
+                opened = checkpoints.opened(folder, settings, resume, **new)
+                self.folder = folder = on_first(fabric, lambda: held.enter_context(opened))
+                found = on_first(fabric, lambda: checkpoints.load_checkpoint(folder)) if resume else None
+                if found is not None:
+                    checkpoints.check_weights(model, found[1], folder)
+            if options.channels_last:  # first: the optimiser's state copies the layout of the parameters
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
+            self.optimizer = fabric.setup_optimizers(self.optimizer)
+            if options.ema is not None:
+                self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
+            if after_step_layers(model):
+                with own_random_state(fabric.device):
+                    x, _ = self.batch(torch.zeros(1, dtype=torch.int64), torch.Generator().manual_seed(0))
+                self.input_shape = tuple(x.shape[1:])
+            if found is not None:
+                self._restore(*found)
+            if folder is not None and resume:
+                self.history = on_first(fabric, lambda: checkpoints.truncate_metrics(folder, self.epoch))
+            if folder is not None and options.tensorboard:
+                self.events = tensorboard(folder, self.epoch)
+                held.callback(self.events.finalize, "")
+            try:
+                yield
+            except Divergence as error:
+                newest = None if folder is None else checkpoints.newest_checkpoint(folder)
+                kept = (
+                    "no checkpoint was written" if newest is None else f"the last good checkpoint is kept in {newest}"
+                )
+                raise RunError(f"{error}: training stopped, {kept}; a smaller lr may help") from None
+
+    def _restore(self, epoch: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; those of finished runs and of older versions lack some of the state."""
+        self.model.load_state_dict(weights)
+        self.epoch, self.step, self.clock.used = epoch, int(state.get("step", 0)), state.get("used", 0.0)
+        self.number, self.resumed = self.epoch * self.steps + self.step, state
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if state.get("precision"):
+            self.fabric.strategy.precision.load_state_dict(state["precision"])
+        if "average" in state and self.average is not None:
+            for name, value in self.average.items():
+                value.copy_(state["average"][name])
 
     def save(self, final: bool = False) -> None:
-        """Write a checkpoint. ``final``: training is over, so optimiser and random numbers are left out.
-
-        Raises:
-            Divergence: a weight is NaN or infinite; nothing is then written.
-        """
+        """Write a checkpoint, unless a weight is not finite: a Divergence. A ``final`` one has no optimiser's state."""
         if (folder := self.folder) is not None:
             self.check_finite(f"before the checkpoint after epoch {self.epoch} and {self.step} steps")
             within = self.step > 0  # totals and generators belong to an unfinished epoch
@@ -118,12 +166,12 @@ class Session:
                 state["random"] = random_state(self.fabric, self.generators if within else {})
             place = {"step": self.step, "keep": 1 if final else 2}  # a finished run is not continued
             on_first(self.fabric, lambda: checkpoints.save_checkpoint(folder, self.epoch, self.model, state, **place))
-        self.clock.saved = time.monotonic()
+        self.clock.saved, self.clock.since = time.monotonic(), self.clock.now()  # a checkpoint is free
 
     def begin_epoch(self) -> None:
         """New sums and random numbers for an epoch, or those of the checkpoint that the run continues from.
 
-        Random numbers start anew if the checkpoint was made with another number of processes.
+        A checkpoint of another number of processes has no random numbers for these.
         """
         rank, seed = self.fabric.global_rank, self.options.seed
         state, self.resumed = self.resumed, {}  # for the first epoch of this call; later ones start anew
@@ -134,6 +182,7 @@ class Session:
             set_random_state(self.fabric, random, self.generators if self.step else {})
         self.totals = Totals(self.fabric, self.epoch, self.steps, self.options.progress, state.get("totals"))
         self.model.train()
+        self.clock.since = self.clock.now()
 
     def batch(self, index: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
         """The samples at ``index`` on the device, augmented."""
@@ -146,28 +195,15 @@ class Session:
         last = options.channels_last and x.ndim == 4
         return (x.contiguous(memory_format=torch.channels_last) if last else x), y
 
-    @property
-    def number(self) -> int:
-        """Steps done in all."""
-        return self.epoch * self.steps + self.step
-
     def fraction(self, size: int = 0) -> float:
-        """Fraction of training done, or with ``size`` after a step of so many samples: by steps or by budget.
+        """Fraction of training done, by steps or by budget, whichever is larger; with ``size`` after a step of so many.
 
-        The larger one counts. The time of a step is unknown before it.
+        The time of a step is unknown before it.
         """
-        epochs, ahead = self.options.epochs, size > 0 and not self.clock.timed
-        by_steps = 0.0 if epochs is None else (self.number + ahead) / (epochs * self.steps)
-        return max(by_steps, self.clock.fraction(size))
-
-    def set_rate(self, fraction: float) -> None:
-        """Set the learning rates for a fraction of training."""
-        factor = self.rate(fraction)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(peak * factor)  # in place: recorded steps read this tensor
-            else:
-                group["lr"] = peak * factor
+        clock, epochs = self.clock, self.options.epochs
+        by_steps = 0.0 if epochs is None else (self.number + (size > 0 and not clock.timed)) / (epochs * self.steps)
+        used = clock.used + (size if clock.unit == "samples" else 0)
+        return max(by_steps, min(1.0, used / clock.amount))
 
     def finish_step(self, model: nn.Module, last: bool) -> None:
         """Call `after_step` and the user's ``post_step`` after a step; ``last``: it ends the epoch."""
@@ -204,9 +240,8 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     .. math:: a_s = d_s \, a_{s-1} + (1 - d_s) \, \theta_s, \qquad d_s = \min(d, (1 + s) / (10 + s))
 
-    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster, so that it
-    does not stay near the initial values in a short run. Steps s count from 1. It costs one fused pass over the
-    parameters, without waiting for the device.
+    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster. Steps s
+    count from 1.
 
     >>> a = [torch.zeros(1)]
     >>> update(a, [torch.ones(1)], 0.9, step=8)

@@ -23,8 +23,7 @@ from lipkit.errors import DataError, warn_of_bytes
 def derived_seed(seed: int, *stream: int) -> int:
     """A 63-bit seed for one stream of random numbers, computed from ``seed`` and the stream's numbers only.
 
-    Neighbouring seeds and streams give unrelated numbers. A plain ``seed + epoch`` would make epoch 1 of seed 0 repeat
-    epoch 0 of seed 1.
+    A plain ``seed + epoch`` would make epoch 1 of seed 0 repeat epoch 0 of seed 1.
 
     >>> derived_seed(0, 1) == derived_seed(1, 0), derived_seed(0, 1) == derived_seed(0, 1)
     (False, True)
@@ -52,10 +51,7 @@ def own_random_state(device: torch.device, seed: int | None = None) -> Iterator[
 
 
 def random_state(fabric: Any, generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
-    """The state of torch's global random numbers and of ``generators``, a row for each process.
-
-    All processes must call it, each with generators of the same names.
-    """
+    """The state of torch's global random numbers and of ``generators``, a row for each process; all must call it."""
     device = fabric.device
     state = {"rng_cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -75,7 +71,7 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
 
 
 def _rows(fabric: Any, own: Tensor) -> Tensor:
-    """The tensors of all processes as rows: the sum of tables with one row each."""
+    """The tensors of all processes as rows."""
     table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
     table[fabric.global_rank] = own.to(fabric.device)  # adding zeros is exact
     return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()
@@ -94,18 +90,14 @@ class Source(Protocol):
 
 
 class DatasetSource:
-    """A map-style torch Dataset of (x, y) items, collated one batch at a time in this process.
-
-    It has ``len`` and integer indexing; its items are pairs (x, y). uint8 x is divided by 255, as in data.Split.
-    """
+    """A map-style torch Dataset of items (x, y), collated here; uint8 x is divided by 255, as in data.Split."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         try:
             self._length = len(dataset)  # type: ignore[arg-type]
         except TypeError as error:
-            raise DataError(
-                f"expected a data set with a length (map-style), got {type(dataset).__name__} without one"
-            ) from error
+            got = f"{type(dataset).__name__} without one"
+            raise DataError(f"expected a data set with a length (map-style), got {got}") from error
         if self._length == 0:
             raise DataError("expected at least one training sample, got an empty data set")
         self._dataset = dataset
@@ -128,8 +120,8 @@ class DatasetSource:
 def source(train: object) -> Source:
     """The data given to ``fit`` as a `Source`; ``DataError`` for other types.
 
-    Takes a `data.Split`; a pair (x, y) of tensors or arrays, see `data.as_split`; or a map-style torch Dataset of items
-    (x, y), which is read anew in every epoch, so that its own augmentation takes effect.
+    Takes a `data.Split`; a pair (x, y), see `data.as_split`; or a map-style torch Dataset, which is read anew in every
+    epoch, so that its own augmentation takes effect.
 
     >>> len(source((torch.rand(5, 3), torch.arange(5))))
     5

@@ -84,8 +84,11 @@ def _mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
     if outputs is None:
         last = x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
         return f"expected (N, C, H, W), got {tuple(x.shape)} (channels last: x.permute(0, 3, 1, 2))" if last else ""
+    ours = getattr(loss, "func", loss) in LOSSES.values()
     if y.is_floating_point():
         got = f"got {tuple(y.shape)} floating point (one-hot: y.argmax(1); a regression: loss='mse')"
-        return f"expected labels (int64), {got}" if getattr(loss, "func", loss) in LOSSES.values() else ""
-    wrong = outputs.ndim == 2 and int(y.max()) >= outputs.shape[1]
+        return f"expected labels (int64), {got}" if ours else ""
+    if outputs.ndim != 2:
+        return f"expected outputs of shape ({len(x)}, K), got {tuple(outputs.shape)}" if ours else ""
+    wrong = int(y.max()) >= outputs.shape[1]
     return f"expected labels below the number of outputs {outputs.shape[1]}, got {int(y.max())}" if wrong else ""
