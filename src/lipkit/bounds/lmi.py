@@ -221,7 +221,7 @@ class _Blocks:
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
     """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
 
-    Each float64 entry may have lost 1e-300 more by underflow.
+    Each float64 entry may have lost 1e-320 more by underflow.
 
     >>> is_positive_within(torch.diag(torch.tensor([1e8, 1e-8]).double()), torch.zeros(2, 2).double())
     True
