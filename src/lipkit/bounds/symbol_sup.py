@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import check_kernel, largest, scaled_bound, split_groups, symbol_error
+from lipkit.bounds.kernels import scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
 from lipkit.conv.symbol import half_grid, symbol, symbol_at
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
-from lipkit.proof.roundoff import to_double, up
+from lipkit.proof.roundoff import up
 
 # Largest number of tests that a tighter bound may cost.
 _FEW = 32
@@ -53,11 +53,12 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
     References:
         Sedghi, Gupta & Long, ICLR 2019.
     """
-    check_kernel(kernel)
-    split_groups(kernel, groups)
-    symbols = symbol(to_double(kernel), h, w).flatten(0, 1).unflatten(1, (groups, -1))
-    # The error of all groups together covers that of each.
-    return largest([spectral_norm(symbols) + symbol_error(to_double(kernel))])
+
+    def bound(kernels: Tensor) -> Tensor:
+        symbols = symbol(kernels.flatten(0, 1), h, w).flatten(0, 1).unflatten(1, (groups, -1))
+        return up(spectral_norm(symbols) + symbol_error(kernels), 1)  # that of all groups covers each
+
+    return scaled_bound(kernel, groups, bound)
 
 
 def grid_correction(k: int, points: int) -> float:
@@ -75,7 +76,8 @@ def grid_correction(k: int, points: int) -> float:
     """
     if points < k:
         raise OptionError(f"points: expected at least the number of taps {k}, got {points}")
-    return 1.0 if k == 1 else 1.0 / math.cos(math.pi * (k - 1) / (2 * points))
+    # The angle carries three roundings, and tan <= 2 k / pi turns them into those of the cosine.
+    return 1.0 if k == 1 else up(1.0 / math.cos(math.pi * (k - 1) / (2 * points)), 4 * k + 8)
 
 
 def symbol_sup(
@@ -227,12 +229,16 @@ def on_grid(
         norm: maps a group, frequencies and these sizes to the largest proved norm of the symbols computed there.
         every_size: True for a bound for all image sizes, False for images of exactly ``sizes`` pixels.
     """
-    check_kernel(kernel)
-    corrections = [grid_correction(k, n) for k, n in zip(kernel.shape[-2:], sizes, strict=True)] if every_size else []
-    # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.
-    points, norms = half_grid(*sizes), []
-    for one in to_double(split_groups(kernel, groups)):
-        found = norm(one, *points, *sizes)
-        bound = up((found.detach() + symbol_error(one)) * math.prod(corrections), 4)
-        norms.append(scale_to(bound, found) if bool(found > 0) else bound + 0 * found)
-    return largest(norms)
+    pairs = zip(kernel.shape[-2:], sizes, strict=True)
+    correction = math.prod(grid_correction(k, n) for k, n in pairs) if every_size else 1.0
+
+    def bound(kernels: Tensor) -> Tensor:
+        # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.
+        points, norms = half_grid(*sizes), []
+        for one in kernels:
+            found = norm(one, *points, *sizes)
+            proved = up((found.detach() + symbol_error(one)) * correction, 4)
+            norms.append(scale_to(proved, found) if bool(found > 0) else proved + 0 * found)
+        return torch.stack(norms).amax()
+
+    return scaled_bound(kernel, groups, bound)
