@@ -24,8 +24,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
     .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
 
     Args:
-        kernel: ``(cout, cin / groups, kh, kw)``.
-        groups: number of groups; the bound is the maximum over them.
+        kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         size: (h, w) of a circular image, whose frequencies are used. By default a grid of 8 (k - 1) points per axis,
             with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
         iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller

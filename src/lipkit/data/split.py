@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data.images import ImageFiles
-from lipkit.errors import DataError, OptionError, ShapeError
+from lipkit.errors import DataError, ShapeError
+from lipkit.linalg.matrices import check_integer
 
 SUBSET_SEED = 20240
 
@@ -65,22 +66,16 @@ class Split:
         return len(self.x)
 
     def batch(self, index: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return the samples at `index` as (x, y), x in float32: uint8 is divided by 255, float stays."""
+        """The samples at `index` as (x, y), x in float32: uint8 is divided by 255, float stays."""
         x, y = self.x[index], self.y[index]
-        x = x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32)
-        return x, y
+        return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32), y
 
     def take(self, limit: int) -> Split:
-        """Return a random subset of at most `limit` samples.
+        """A random subset of at most `limit` samples, in their order; ``OptionError`` unless it is a positive integer.
 
-        The subset is drawn with a fixed seed: the same call gives the same samples on every machine, in the
-        order of the original. A smaller limit gives a subset of the samples of a larger one.
-
-        Raises:
-            OptionError: if `limit` is not a positive integer.
+        Drawn with a fixed seed: the same samples on every machine; a smaller limit gives some of those of a larger one.
         """
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise OptionError(f"expected limit as an integer >= 1, got {limit!r}")
+        check_integer("limit", limit, 1)
         if limit >= len(self):
             return self
         index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))  # sorted: in order
@@ -92,11 +87,7 @@ class Split:
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
-        """Return the split with image files decoded into memory if they take at most `limit` bytes there.
-
-        Raises:
-            DataError: an image is missing, damaged or of another shape.
-        """
+        """The split with image files decoded into memory if they take at most `limit` bytes there."""
         if not isinstance(self.x, ImageFiles) or self.x.nbytes > limit:
             return self
         return Split(self.x[:], self.y)
@@ -180,11 +171,11 @@ class Data:
         return "regression" if self.train.y.is_floating_point() else "classification"
 
     def held(self, limit: int) -> Data:
-        """Return the data set with image files decoded into memory if each split's fit in `limit` bytes."""
+        """The data set with image files decoded into memory if each split's fit in `limit` bytes."""
         return replace(self, train=self.train.held(limit), test=self.test.held(limit))
 
     def take(self, limit: int) -> Data:
-        """Return the data set with at most `limit` samples in each split: see `Split.take`."""
+        """The data set with at most `limit` samples in each split: see `Split.take`."""
         return replace(self, train=self.train.take(limit), test=self.test.take(limit))
 
 
@@ -208,7 +199,7 @@ class Entry:
 
 
 def fixed_permutation(n: int, seed: int) -> np.ndarray:
-    """Return a permutation of 0..n-1 that depends on `n` and `seed` alone.
+    """A permutation of 0..n-1 that depends on `n` and `seed` alone.
 
     >>> fixed_permutation(5, 0)
     array([3, 2, 1, 0, 4])
