@@ -331,7 +331,6 @@ class _Reader:
     def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
         self.network, self.stored, self.call = network, stored, partial(call, source=x)
         self.values = {network.source: x}  # without memory, for their sizes
-        self.sized: set[str] = set()
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
         # Paddings by copied pixels: their input, torch's name of the mode, and the pads before and after.
@@ -358,11 +357,11 @@ class _Reader:
             merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
             if takes_over(node, border, self.stored.get(node.input[1])):
                 node = merged
-        kinds: Any = (self.values, self.sized)
-        moving, sized = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
+        moving = frozenset(i for i, name in enumerate(node.input) if name in self.values)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
+        sized = frozenset(i for i, t in enumerate(given) if t is not None and not t.is_meta and holds_batch(t))
         call: Call = self.call(node=node, moving=moving, sized=sized, operands=given)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
@@ -386,10 +385,8 @@ class _Reader:
         found = dict(_named(node, made))
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self.stored.update(found)
-            holds = {name for name, t in found.items() if holds_batch(t)}
-            if holds and not row.copies:
+            if not row.copies and any(map(holds_batch, found.values())):
                 raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
-            self.sized.update(holds)
             return
         self.values.update(found)
         if layer is not None:
