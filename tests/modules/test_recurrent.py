@@ -52,7 +52,6 @@ def test_a_product_below_the_normal_range_proves_nothing() -> None:
     assert not proves_dissipation(System(m, 0, (1, 1), 1, 1e-100), torch.zeros(0, 0), multiplier, 1.0, 1.0)
 
 
-
 @pytest.mark.parametrize("bound", [None, 1.0, 1.5])
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_the_matrix_is_the_dissipation_inequality(bound: float | None, block: int) -> None:

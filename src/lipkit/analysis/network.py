@@ -39,11 +39,9 @@ class NetworkBound(Shown):
     Attributes:
         upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
-        product: the proved bound that the layers make together.
+        product: the proved bound that the `layers` make together, in the order of the forward pass.
         tight: the proved bound of LipSDP, or with a box that from the slopes in it; None if it was not tried.
         how: what made `tight`, or why it was not tried.
-        layers: in the order of the forward pass; their factors make `product`.
-        input_shape: of one sample.
         box: (low, high) of the inputs that the bounds are for, numbers or tensors; None for all inputs.
     """
 
@@ -112,14 +110,7 @@ class NetworkBound(Shown):
         return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)  # inf and NaN are no JSON
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
-
-        Args:
-            ax: axes of matplotlib; None makes new ones.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
+        """Draw the bounds of the twenty layers that raise it most into axes of matplotlib (None: new ones); return them."""
         ax = axes(ax, f"Lipschitz bound of the layer (network: {self.upper:.4g})", "")
         most = sorted(self.layers, key=lambda layer: -max(layer.factor, 1 / (layer.factor or 1)))[:20]
         shown = [layer for layer in self.layers if any(layer is one for one in most)]

@@ -23,12 +23,9 @@ class RuntimeCheck:
     """The agreement of a runtime with the float64 network, as `check_runtime` finds it.
 
     Attributes:
-        samples: number of samples.
-        difference: largest absolute difference of an output from the float64 network's.
+        difference: largest absolute difference of an output from the float64 network's, of all ``samples``.
         same: samples with the same prediction (all, for a regression).
-        eps: l2 radii, in units of the input.
-        certified: certified accuracy at each eps by the float64 network.
-        runtime: that accuracy from the runtime's logits.
+        certified, runtime: accuracy certified at each l2 radius ``eps``, by the network and from the runtime's logits.
     """
 
     samples: int

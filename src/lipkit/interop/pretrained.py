@@ -46,11 +46,9 @@ def save_pretrained(
     """Write a model of `lipkit.models` as a folder for `from_pretrained`, together with its export.
 
     Args:
-        model: what ``lipkit.models.build(name, **options)`` made, trained.
+        model: what ``lipkit.models.build(name, **options)`` made, trained; options are numbers, strings and lists.
         folder: made if needed.
-        name, options: of the architecture; plain values (numbers, strings, lists) only.
-        input_shape: of one input, without the batch.
-        input_range: (low, high) of their entries, which the exported network then asks for; (0, 1) of images.
+        input_shape, input_range: of one input; (low, high) of its entries, which the exported network then asks for.
         classes: names of the classes.
         card: text of README.md, from `model_card`.
 
