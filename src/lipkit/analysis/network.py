@@ -110,7 +110,7 @@ class NetworkBound(Shown):
         return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)  # inf and NaN are no JSON
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the bounds of the twenty layers that raise it most into axes of matplotlib (None: new ones); return them."""
+        """Draw the twenty layers that raise the bound most into axes of matplotlib (None: new ones); return them."""
         ax = axes(ax, f"Lipschitz bound of the layer (network: {self.upper:.4g})", "")
         most = sorted(self.layers, key=lambda layer: -max(layer.factor, 1 / (layer.factor or 1)))[:20]
         shown = [layer for layer in self.layers if any(layer is one for one in most)]

@@ -29,8 +29,7 @@ class Split:
         y: int64 labels of shape (N,), or floating-point targets of shape (N, d) for regression.
 
     Raises:
-        DataError: if a shape or dtype is not one of these, the lengths differ, there is no sample,
-            a label is negative, or a value is not finite.
+        DataError: another shape or dtype, different lengths, no sample, a negative label, a value that is not finite.
 
     >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
     >>> split.batch(torch.tensor([1, 2]))
@@ -83,7 +82,7 @@ class Split:
         return Split(x, self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
-        """Return the split with both tensors on `device`; a split of image files is returned unchanged."""
+        """The split with both tensors on `device`; one of image files as it is."""
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
@@ -181,21 +180,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set of the table `lipkit.data.DATASETS`.
+    """One data set of the table `lipkit.data.DATASETS`."""
 
-    Args:
-        description: one line.
-        loader: takes the data root, returns the Data.
-        input_shape: the shape of one sample.
-        classes: the names of the classes, in label order; empty for regression, or if the files name them.
-        source: where to get it, and where to put it.
-    """
-
-    description: str
-    loader: Callable[[Path], Data]
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    source: str
+    description: str  # one line
+    loader: Callable[[Path], Data]  # takes the data root
+    input_shape: tuple[int, ...]  # of one sample
+    classes: tuple[str, ...]  # names in label order; empty for regression, or if the files name them
+    source: str  # where to get it, and where to put it
 
 
 def fixed_permutation(n: int, seed: int) -> np.ndarray:
@@ -239,14 +230,10 @@ def as_split(value: Any, name: str = "data") -> Split:
 
     Inputs may be uint8 or floating point. Grey images without a channel axis, uint8 of shape (N, H, W), get
     one. Integer targets of shape (N,) become int64 labels; floating-point targets of shape (N,) or (N, d) are
-    for regression, (N,) becoming (N, 1). A Dataset is read once, in order, into memory.
-
-    Args:
-        value: the data.
-        name: name of the data in error messages.
+    for regression, (N,) becoming (N, 1). A Dataset is read once, in order, into memory. Errors call the data ``name``.
 
     Raises:
-        DataError: if it is none of these, or the samples do not have one shape.
+        DataError: it is none of these, or the samples do not have one shape.
 
     >>> split = as_split((np.zeros((4, 2)), np.array([0, 1, 1, 0], dtype=np.uint8)))
     >>> split.x.shape, split.y.dtype
@@ -295,7 +282,6 @@ def _tensor(value: Any, name: str) -> Tensor:
 
 
 def _collect(dataset: Dataset[Any], name: str) -> tuple[Tensor, Tensor]:
-    """Read a map-style Dataset into two tensors."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(f"{name}: expected a Dataset with a length, got {type(dataset).__name__} without one")
     xs: list[Tensor] = []
