@@ -148,10 +148,9 @@ def analyze(
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
         tolerance: of ``"auto"``: how far the bounds of those convolutions may lie above their norms, on average over
-            all layers, in [1e-4, 1]. Large kernels, whose proofs are dear, get more of it than small ones.
-        restarts, steps: of the search for ``lower``; see :func:`lipkit.analysis.lipschitz_lower_bound`. No restarts, no
-            search.
-        seed: of the search.
+            all layers, in [1e-4, 1]. Large kernels, whose proofs are dear, get more of it.
+        restarts, steps, seed: of the search for ``lower``, see :func:`lipkit.analysis.lipschitz_lower_bound`; with no
+            restarts there is none.
         box: (low, high) of the inputs, numbers, or tensors or arrays for each entry or channel, as
             `lipkit.certificates.local_gain` takes them. The bound is that of dense layers with the slopes that their
             activations have in the box, where that is smaller; products of two values have a constant there only. The
@@ -276,7 +275,7 @@ def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int
 
 
 def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
-    """Largest slope of secants between random points, in the network's dtype, less its possible rounding error."""
+    """Largest slope of secants between random points, less its possible rounding error."""
     ends = 3 * sample(model, input_shape, 2 * count)  # two ends of each secant
     if box is not None:
         # The distribution function makes normal numbers uniform.

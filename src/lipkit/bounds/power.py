@@ -70,13 +70,6 @@ def _quotients(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(counts, power_out, 0) / torch.where(counts, power_in, 1)
 
 
-def _best_frequency(x: Tensor, y: Tensor) -> Tensor:
-    """The largest quotient ``||y(f)|| / ||x(f)||`` over the frequencies where x(f) is more than rounding errors."""
-    largest = _quotients(*(torch.fft.rfft2(t)[0].flatten(1) for t in (x, y))).amax()
-    # sqrt has no finite derivative at 0, where the kernel is zero.
-    return torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
-
-
 def maps(kernel: Tensor, groups: int = 1) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """The circular convolution with a kernel that fits the image, and its adjoint."""
     kh, kw = kernel.shape[-2:]
@@ -116,7 +109,10 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
     _check(kernel, h, w, iterations)
     kernel = fold(at_least_float32(kernel), h, w)
     x = start_vector(kernel.shape[1] * h * w, kernel).reshape(1, -1, h, w)
-    return _best_frequency(*_iterate(x, *maps(kernel), iterations))
+    both = (torch.fft.rfft2(t)[0].flatten(1) for t in _iterate(x, *maps(kernel), iterations))
+    largest = _quotients(*both).amax()
+    # sqrt has no finite derivative at 0, where the kernel is zero.
+    return torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
 
 
 def _length(v: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from lipkit.modules.storage import check_tensors
 
 SCHEMA_VERSION = 1
 CONFIG, WEIGHTS, NETWORK, CARD = "config.json", "model.safetensors", "network", "README.md"
-_LARGEST_CONFIG = 1 << 20
 
 
 def save_pretrained(
@@ -101,7 +100,7 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     try:
-        config = json.loads(read_text(folder / CONFIG, _LARGEST_CONFIG))
+        config = json.loads(read_text(folder / CONFIG, 1 << 20))
         blob = read_bytes(folder / WEIGHTS)
     except OSError as error:
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got: {error}") from None

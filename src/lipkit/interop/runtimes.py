@@ -177,14 +177,11 @@ def _portable(network: modules.Network) -> nn.Module:
         for name, child in parent.named_children():
             if type(child) is nn.AvgPool2d and child.divisor_override is not None:
                 setattr(parent, name, _without_divisor(child, _example(network).dtype))
-            elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64 and _on_patches(child):
-                setattr(parent, name, _PatchProduct(child))
+            elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64:
+                patches = len({*child.kernel_size, *child.stride}) == 1 and child.padding in ((0, 0), "valid")
+                if patches and child.groups == 1 and child.dilation == (1, 1):
+                    setattr(parent, name, _PatchProduct(child))
     return twin
-
-
-def _on_patches(conv: nn.Conv2d) -> bool:
-    sizes = {*conv.kernel_size, *conv.stride}
-    return len(sizes) == 1 and conv.padding in ((0, 0), "valid") and conv.groups == 1 and conv.dilation == (1, 1)
 
 
 def write_program(network: modules.Network, path: str | Path) -> Path:
