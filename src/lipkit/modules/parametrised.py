@@ -62,6 +62,7 @@ def _parameter(value: Tensor) -> Tensor:
 
 def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
     """The module with the weight that its hook makes in evaluation mode as a parameter."""
+    ends: tuple[str, ...]
     if type(hook) is WeightNorm:
         value, ends = hook.compute_weight(module), ("_g", "_v")
     elif module.training:
