@@ -95,7 +95,7 @@ def test_refusals():
     with pytest.raises(ShapeError, match=r"\(N, C, H, W\), got \(2, 3\)"):
         random_flip(torch.zeros(2, 3), seeded())
     for padding in (-1, 1.5, True):
-        with pytest.raises(OptionError, match=f"padding as an integer >= 0, got {padding}"):
+        with pytest.raises(OptionError, match=f"padding: expected an integer of at least 0, got {padding}"):
             random_crop(torch.zeros(1, 3, 4, 4), padding, seeded())
 
 

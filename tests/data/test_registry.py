@@ -51,7 +51,7 @@ def test_limit():
     data = load("digits", limit=5)
     assert (len(data.train), len(data.test)) == (5, 5)
     assert (data.train.x == load("digits", limit=5).train.x).all()
-    with pytest.raises(OptionError, match="limit as an integer >= 1, got 0"):
+    with pytest.raises(OptionError, match="limit: expected an integer of at least 1, got 0"):
         load("digits", limit=0)
 
 

@@ -134,7 +134,7 @@ def test_take_draws_what_it_always_drew():
 
 @pytest.mark.parametrize("limit", [0, -1, 2.5, True, "3"])
 def test_take_refuses(limit):
-    with pytest.raises(OptionError, match="limit as an integer >= 1"):
+    with pytest.raises(OptionError, match="limit: expected an integer of at least 1"):
         labelled().take(limit)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit import interop, models, modules
-from lipkit.errors import CertificateViolation, DataError, OptionError, ShapeError
+from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError, ShapeError
 from lipkit.experiments.build import load_data
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import families
@@ -106,9 +106,9 @@ def test_the_margins_of_the_runtime_decide() -> None:
 
 
 def test_what_is_not_a_network_or_not_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="expected an exported network"):
+    with pytest.raises(NoRuleError, match="expected an exported network"):
         interop.write_onnx(nn.Linear(2, 2), tmp_path / "a.onnx")
-    with pytest.raises(OptionError, match="expected an exported network"):
+    with pytest.raises(NoRuleError, match="expected an exported network"):
         interop.write_program(nn.Linear(2, 2), tmp_path / "a.pt2")
     broken = tmp_path / "broken"
     broken.write_bytes(np.random.default_rng(0).bytes(500))
@@ -145,5 +145,5 @@ def test_gradients_flow_through_the_robustbench_form() -> None:
     assert not any(p.requires_grad for p in wrapped.parameters())
     with pytest.raises(ShapeError, match="expected a network of images"):
         interop.RobustBenchModel(modules.Network([nn.ReLU()], (3,)))
-    with pytest.raises(OptionError, match="expected an exported network"):
+    with pytest.raises(NoRuleError, match="expected an exported network"):
         interop.RobustBenchModel(nn.ReLU())

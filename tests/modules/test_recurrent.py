@@ -45,6 +45,13 @@ def storage_function(system: System, p: np.ndarray, lam: np.ndarray, gain: float
     return q + system.lipschitz**2 * v.T @ np.diag(lam) @ v - w.T @ np.diag(lam) @ w
 
 
+def test_a_product_below_the_normal_range_proves_nothing() -> None:
+    # v = 1e280 u, w = phi(v) of constant 1e-100, y = 1e-150 w: the gain is 1e30, and L Lambda = 1e-349 is 0.
+    m = torch.tensor([[0.0, 1e280], [1e-150, 0.0]], dtype=torch.float64)
+    multiplier = torch.tensor([1e-249], dtype=torch.float64)
+    assert not proves_dissipation(System(m, 0, (1, 1), 1, 1e-100), torch.zeros(0, 0), multiplier, 1.0, 1.0)
+
+
 @pytest.mark.parametrize("bound", [None, 1.0, 1.5])
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_the_matrix_is_the_dissipation_inequality(bound: float | None, block: int) -> None:

@@ -33,16 +33,15 @@ from lipkit.proof.roundoff import gamma, up
 def layer_bound(
     module: nn.Module, input_shape: tuple[int, ...], method: str = "auto", tolerance: float | None = None
 ) -> tuple[Tensor, str]:
-    """Lipschitz bound of one layer and the name of the method.
+    """Lipschitz bound of one layer and the name of the method, which counts for zero-padded nn.Conv2d alone.
 
-    ``method`` applies to two-dimensional convolutions with zero padding; everything else has the one rule of its type.
-    ``"auto"`` bounds them by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
+    ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
 
     >>> layer_bound(nn.ReLU(), (3,))[1]
     'rule'
     """
     with torch.no_grad():
-        if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or method == "auto":
+        if not _searched(module) or method == "auto":
             if _searched(module) and tolerance is not None and len(input_shape) == 3:
                 guard(module)
                 bound = symbol_sup(kernel_with_stride(module), groups=module.groups, tolerance=tolerance)
@@ -64,7 +63,6 @@ def _default(module: nn.Module) -> str:
 
 
 def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """True for a layer whose rule is `symbol_sup`."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros"
 
 
@@ -177,8 +175,10 @@ class Constants:
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
         """The modules, with limits on products that inputs in the box do not exceed."""
-        pairs = zip(self._modules, self._sources, strict=True)
-        nodes = [m if isinstance(m, Join) else _chain(export(m, self._shape(read[0]))) for m, read in pairs]
+        nodes: list[nn.Module] = []
+        for m, read in zip(self._modules, self._sources, strict=True):
+            chain = [] if isinstance(m, Join) else list(export(m, self._shape(read[0]))) or [nn.Identity()]
+            nodes.append(Graph(chain, [[i] for i in range(len(chain))]) if chain else m)  # one node, with its ranges
         found = limited(Network([Graph(nodes, self._sources)], self._shape(0)), box)[0].nodes
         return [new if isinstance(new, Limited) else m for new, m in zip(found, self._modules, strict=True)]
 
@@ -281,11 +281,6 @@ class Constants:
             factor = math.exp(rest) if rest < 700 else math.inf  # exp overflows at 709.8
             layers.append(LayerBound("", "skip connections", "sums", factor, factor))
         return tuple(layers)
-
-
-def _chain(network: Network) -> nn.Module:
-    """A network as one module of a graph, through which `limited` finds ranges."""
-    return Graph(list(network) or [nn.Identity()], [[i] for i in range(max(1, len(network)))])
 
 
 def _row(constant: Tensor, name: str, kind: str, method: str) -> tuple[LayerBound, Tensor]:

@@ -40,22 +40,18 @@ def lipschitz_lower_bound(
     iteration on the Jacobian at the best points improves the direction. The result is a secant evaluated in float64.
 
     Args:
-        model: any module; :class:`lipkit.modules.Network` knows its input shape.
+        model: any module; :class:`lipkit.modules.Network` knows its ``input_shape``, of others it has to be given.
         box: (low, high) that both inputs stay in, numbers or tensors ``input_shape``; None for all of space.
-        input_shape: shape of one input, where the model does not know it.
         start: points to search around ``(n, *input_shape)``, for instance test images; otherwise uniform in the box,
             or normal in all of space, and the middle.
-        restarts: starting points.
-        steps: ascent steps.
-        seed: of the starting points and directions.
+        restarts, steps, seed: number of starting points, of ascent steps, and the seed of points and directions.
         dtype: of the search, float64 or float32. The final slopes are float64 in both cases.
 
     Guarantee:
         LOWER, up to the rounding of one float64 evaluation: never a certificate.
 
     Raises:
-        ShapeError: the input shape is unknown or does not fit. OptionError: a bad box, restarts, steps
-            or dtype.
+        ShapeError: the input shape is unknown or does not fit. OptionError: a bad box, restarts, steps or dtype.
 
     >>> layer = nn.Linear(2, 2)
     >>> found = lipschitz_lower_bound(layer, input_shape=(2,), restarts=4, steps=20)
@@ -96,11 +92,7 @@ def lipschitz_lower_bound(
 
 def _twin(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     twin = copy.deepcopy(model).cpu().to(dtype).eval().requires_grad_(False)
-
-    def f(x: Tensor) -> Tensor:
-        return twin(x).reshape(len(x), -1)
-
-    return f
+    return lambda x: twin(x).reshape(len(x), -1)
 
 
 def _starting_points(
@@ -129,7 +121,6 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Slopes of the secants."""
     with torch.no_grad():
         return _slopes_of(x, y, f(x), f(y))
 

@@ -39,11 +39,9 @@ class NetworkBound(Shown):
     Attributes:
         upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
-        product: the proved bound that the layers make together.
+        product: the proved bound that the `layers` make together, in the order of the forward pass.
         tight: the proved bound of LipSDP, or with a box that from the slopes in it; None if it was not tried.
         how: what made `tight`, or why it was not tried.
-        layers: in the order of the forward pass; their factors make `product`.
-        input_shape: of one sample.
         box: (low, high) of the inputs that the bounds are for, numbers or tensors; None for all inputs.
     """
 
@@ -112,14 +110,7 @@ class NetworkBound(Shown):
         return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)  # inf and NaN are no JSON
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
-
-        Args:
-            ax: axes of matplotlib; None makes new ones.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
+        """Draw the twenty layers that raise the bound most into axes of matplotlib (None: new ones); return them."""
         ax = axes(ax, f"Lipschitz bound of the layer (network: {self.upper:.4g})", "")
         most = sorted(self.layers, key=lambda layer: -max(layer.factor, 1 / (layer.factor or 1)))[:20]
         shown = [layer for layer in self.layers if any(layer is one for one in most)]
@@ -157,10 +148,9 @@ def analyze(
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
         tolerance: of ``"auto"``: how far the bounds of those convolutions may lie above their norms, on average over
-            all layers, in [1e-4, 1]. Large kernels, whose proofs are dear, get more of it than small ones.
-        restarts, steps: of the search for ``lower``; see :func:`lipkit.analysis.lipschitz_lower_bound`. No restarts, no
-            search.
-        seed: of the search.
+            all layers, in [1e-4, 1]. Large kernels, whose proofs are dear, get more of it.
+        restarts, steps, seed: of the search for ``lower``, see :func:`lipkit.analysis.lipschitz_lower_bound`; with no
+            restarts there is none.
         box: (low, high) of the inputs, numbers, or tensors or arrays for each entry or channel, as
             `lipkit.certificates.local_gain` takes them. The bound is that of dense layers with the slopes that their
             activations have in the box, where that is smaller; products of two values have a constant there only. The
@@ -285,7 +275,7 @@ def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int
 
 
 def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
-    """Largest slope of secants between random points, in the network's dtype, less its possible rounding error."""
+    """Largest slope of secants between random points, less its possible rounding error."""
     ends = 3 * sample(model, input_shape, 2 * count)  # two ends of each secant
     if box is not None:
         # The distribution function makes normal numbers uniform.

@@ -17,12 +17,7 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     and the same with the roles of the channels exchanged; the smaller wins.
 
-    Args:
-        kernel: ``(cout, cin / groups, kh, kw)``.
-        groups: number of groups; the bound is the maximum over them.
-
-    Returns:
-        0-d float64, differentiable.
+    Arguments, result and errors are those of :func:`lipkit.bounds.lipbound`.
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
@@ -30,9 +25,6 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     Cost:
         Two autocorrelations, each of ``(kh kw)^2 / 2`` products of channel matrices.
-
-    Raises:
-        ShapeError, OptionError: a wrong kernel shape or groups.
 
     >>> 1.0 <= float(aol(torch.full((1, 1, 3, 3), 1 / 9))) < 1.0 + 1e-6
     True

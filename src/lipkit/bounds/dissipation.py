@@ -93,10 +93,13 @@ def dissipation_matrix(
         pulled = lam[:, None] * v
         h[:nw, :before] -= pulled
         h[:before, :nw] -= pulled.mT
-    error = 4 * UNIT * h.abs()  # products of at most three numbers, except in P S
-    product = gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070
-    error[before : before + nx, :before] += product
-    error[:before, before : before + nx] += product.mT
+    # Relative errors of products of at most three numbers; P S, and the first of two products below the normal range.
+    lost = [gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070, torch.zeros_like(o), 2.0**-1070 * v.abs()]
+    off = torch.cat(lost[: len(lines)])
+    error = 4 * UNIT * h.abs()
+    error[nw : nw + nx, nw : nw + nx] += 2.0**-1070 * p.abs()
+    error[before:, :before] += off
+    error[:before, before:] += off.mT
     return h, error
 
 

@@ -2,19 +2,17 @@ r"""Gram iteration: :math:`\|F\|^{2^{t+1}} = \|G_t\| \le \|G_t\|_F` with :math:`
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import check_kernel
 from lipkit.bounds.symbol_sup import on_grid
-from lipkit.conv.symbol import symbol_at
+from lipkit.conv.symbol import check_kernel, symbol_at
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.transforms import differentiated
-from lipkit.proof.norms import gram_matrix, power_of_two, scale_to
+from lipkit.proof.norms import gram_matrix, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, up
 
 _CHUNK_BYTES = 1 << 26
@@ -26,8 +24,7 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
     .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
 
     Args:
-        kernel: ``(cout, cin / groups, kh, kw)``.
-        groups: number of groups; the bound is the maximum over them.
+        kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         size: (h, w) of a circular image, whose frequencies are used. By default a grid of 8 (k - 1) points per axis,
             with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
         iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
@@ -63,8 +60,6 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
 
 
 def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
-    if not bool(torch.isfinite(kernel.detach()).all()):
-        return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
     each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)  # bytes per frequency
     step = max(1, _CHUNK_BYTES // each)
     with torch.no_grad():
@@ -92,11 +87,6 @@ def _iterated(a: Tensor, iterations: int) -> Tensor:
 
 def _proved(a: Tensor, iterations: int) -> Tensor:
     """Bounds of the norms of matrices ``(F, m, n)``, all rounding included: ``(F,)``."""
-    # A power of two (exact) brings the largest entry near 1.
-    biggest = torch.view_as_real(a).abs().flatten(1).amax(1)
-    exponent = torch.frexp(biggest)[1].clamp(-1000, 1000)
-    scale = power_of_two(-exponent)
-    a = a * scale[:, None, None]
     side, inner = min(a.shape[-2:]), max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)
     g, norms = gram_matrix(a), []
@@ -112,5 +102,4 @@ def _proved(a: Tensor, iterations: int) -> Tensor:
     for norm in reversed(norms[1:]):
         bound = up((norm * (bound + 8 * UNIT) + slack).sqrt(), 4)
     squared = norms[0] * (bound + 8 * UNIT) + 1.5 * gamma(2 * inner + 4) * frobenius
-    value = up(squared.sqrt(), 4) / scale * (1 + 4 * UNIT)
-    return torch.where(biggest > 0, value, torch.zeros_like(value))
+    return torch.where(frobenius > 0, up(squared.sqrt(), 4), 0)

@@ -14,18 +14,6 @@ from lipkit.proof.norms import scaled_back, times_power_of_two
 from lipkit.proof.roundoff import check_readable, gamma, to_double, up
 
 
-def split_groups(kernel: Tensor, groups: int) -> Tensor:
-    """``(cout, cin / g, kh, kw)`` as g kernels ``(g, cout / g, cin / g, kh, kw)``: the layer is block-diagonal."""
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or kernel.shape[0] % groups:
-        raise OptionError(f"groups: expected a divisor of the {kernel.shape[0]} output channels, got {groups}")
-    return kernel.unflatten(0, (groups, -1))
-
-
-def largest(norms: list[Tensor]) -> Tensor:
-    """The largest of the groups' norms; NaN, from infinite or undefined entries, counts as infinite."""
-    return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf).amax()
-
-
 def symbol_error(kernel: Tensor) -> Tensor:
     """Bound of the spectral norm of the rounding error of ``symbol_at(kernel, ...)`` in float64, at any frequency."""
     taps = kernel.shape[-1] * kernel.shape[-2]
@@ -50,11 +38,13 @@ def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]
     """
     check_kernel(kernel)
     check_readable(kernel)
-    kernels = split_groups(kernel, groups)
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or kernel.shape[0] % groups:
+        raise OptionError(f"groups: expected a divisor of the {kernel.shape[0]} output channels, got {groups}")
     size = float(kernel.detach().abs().amax())
     if not math.isfinite(size):
         return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
     if not size:
         return to_double(kernel).abs().sum()  # with a gradient of zeros
     exponent = torch.tensor(math.frexp(size)[1], dtype=torch.int64)
-    return scaled_back(method(times_power_of_two(to_double(kernels), -exponent)), exponent)
+    kernels = to_double(kernel).unflatten(0, (groups, -1))  # the layer is block-diagonal
+    return scaled_back(method(times_power_of_two(kernels, -exponent)), exponent)

@@ -21,8 +21,6 @@ from lipkit.errors import OptionError
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import gamma, up
 
-CORRECTIONS = ("exact", "paper")
-
 
 def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, correction: str = "exact") -> Tensor:
     r"""Upper bound of the spectral norm of a convolution, for every image size: LipBound by PolyGrid, corrected.
@@ -31,8 +29,7 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
               \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}
 
     Args:
-        kernel: ``(cout, cin / groups, kh, kw)``, as ``nn.Conv2d.weight``.
-        groups: number of groups; the bound is the maximum over them.
+        kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         points: S, points per axis (default 5 (k - 1), which is the paper's 10 for a 3 x 3 kernel: a factor 1.106).
         correction: 'exact', as above, or 'paper', the factor ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
 
@@ -58,8 +55,8 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
         [LipBound] theorem 5 and algorithm 1 (the factor of 'paper': its lemma on grids, after Pfister & Bresler 2018);
         Ehlich & Zeller, Mathematische Zeitschrift 86 (1964) for 'exact'.
     """
-    if correction not in CORRECTIONS:
-        raise OptionError(f"correction: expected one of {CORRECTIONS}, got {correction!r}")
+    if correction not in ("exact", "paper"):
+        raise OptionError(f"correction: expected 'exact' or 'paper', got {correction!r}")
     check_kernel(kernel)
     sizes = _points(kernel, points)
     kh, kw = kernel.shape[-2:]
@@ -77,12 +74,7 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
 def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> Tensor:
     r"""ESTIMATE: LipBound on a grid without correction, as printed in the paper. It can lie below the norm.
 
-    Args:
-        kernel, groups: as :func:`lipbound`.
-        points: S, points per axis (the paper's S = 10).
-
-    Returns:
-        0-d float64, differentiable.
+    Arguments and result are those of :func:`lipbound`.
 
     Guarantee:
         None: between the points of the grid the polynomials can be higher.

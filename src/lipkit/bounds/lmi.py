@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from scipy import linalg
@@ -127,71 +128,100 @@ def proves_gain(
     return _Blocks(*_checked(weights, multipliers), errors).proves(gain)
 
 
-class _Blocks:
-    r"""H without gamma, bounds of its entries' errors, and the Gram matrix of C, the rows of its first and last blocks.
+def _with_errors(
+    weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float, errors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """H, and bounds of the errors of its entries."""
+    h = lmi_matrix(weights, multipliers, gain)
+    bound = 2 * UNIT * h.abs()  # off the diagonal, Lambda W is rounded once, possibly to a subnormal
+    if errors:
+        # H is linear in the weights: the same matrix made of their errors bounds the errors of H, entry by entry.
+        off = lmi_matrix(errors, multipliers, 0.0).abs()
+        off.diagonal().zero_()
+        bound += off
+    return h, bound
 
-    Eliminating these: ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, which has fewer rows, M the blocks between them.
+
+def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
+    """The weights between hidden units, from inputs to outputs, and both couplings: (units, their rows), up to sign."""
+    starts = [0, *accumulate(map(len, multipliers))]
+    units = torch.arange(starts[-1], device=weights[0].device)
+    places = [max(0, w.shape[1] - start) for w, start in zip(weights, starts, strict=True)]  # columns that read x
+    middle = [w[:, place:] for w, place in zip(weights, places, strict=True)]
+    direct = weights[-1][:, : places[-1]]
+    reads = [k for k, place in enumerate(places[:-1]) if place]
+    first = torch.cat([multipliers[k][:, None] * weights[k][:, : places[k]] for k in reads])
+    from_x, to_y = torch.cat([units[starts[k] : starts[k + 1]] for k in reads]), units[-middle[-1].shape[1] :]
+    return [*middle[:-1], middle[-1][:0]], direct, ((from_x, first), (to_y, middle[-1].mT))
+
+
+class _Blocks:
+    r"""M, the blocks of H between its first and its last, and the Gram matrix of C, the rows of these two, with errors.
+
+    Eliminating these: ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, which has fewer rows.
     """
 
     def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
-        h = self.h = lmi_matrix(weights, multipliers, 0.0)
-        self.off: Tensor | None = None
-        if any(bool(error.any()) for error in errors):
-            # H is linear in the weights: the same matrix made of their errors bounds the errors of H, entry by entry.
-            self.off = lmi_matrix(errors, multipliers, 0.0).abs()
-            self.off.diagonal().zero_()
-        first, last = slice(weights[0].shape[1]), slice(len(h) - weights[-1].shape[0], None)
-        inner = self.inner = slice(first.stop, last.start)
-        self.gram = h.new_zeros(last.start - first.stop, last.start - first.stop)
-        for rows in (h[first, inner], h[last, inner]):
-            live = rows.any(0).nonzero()[:, 0]  # the few coupled to this end: elsewhere it is 0
-            self.gram[live[:, None], live] += rows[:, live].mT @ rows[:, live]
-        ends = (torch.cat((of(first, inner), of(last, inner))) for of in (lambda *place: h[place], self.error))
-        self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in ends)
-        apart = not bool(self.error(last, first).any())
-        self.eliminated = bool(multipliers) and apart and bool(self.gram.isfinite().all())
-
-    def error(self, *place: slice) -> Tensor:
-        """Bounds of the errors of the entries of H at a place."""
-        rounded = 2 * UNIT * self.h[place].abs()  # off the diagonal, Lambda W is rounded once, possibly to a subnormal
-        return rounded if self.off is None else rounded + self.off[place]
+        errors = errors if any(bool(error.any()) for error in errors) else ()
+        self.given = weights, multipliers, errors
+        self.eliminated = False
+        if not multipliers:
+            return
+        between, direct, ends = _parts(weights, multipliers)
+        off = _parts(errors, multipliers) if errors else ([], direct[:0], ())
+        self.middle, self.middle_errors = _with_errors(between, multipliers, 0.0, off[0])
+        count = len(self.middle)
+        self.gram, lost = self.middle.new_zeros(count, count), self.middle.new_zeros(count)
+        self.ends = []  # rows with the Gram matrix of an end, and the units coupled to it
+        for units, rows in ends:
+            live = rows.any(1)
+            units, rows = units[live], rows[live]
+            square = rows @ rows.mT
+            self.gram[units[:, None], units] += square
+            factor, info = torch.linalg.cholesky_ex(square)
+            self.ends.append((units, factor if rows.shape[1] > len(rows) and not int(info) else rows))
+        for units, rows in off[2]:
+            lost[units] += up(torch.linalg.vector_norm(rows, dim=1), rows.shape[1] + 4)
+        self.sizes = up(self.gram.diagonal().sqrt(), sum(len(rows) + rows.shape[1] for _, rows in ends)) + 2.0**-500
+        self.errors = up(2 * UNIT * self.sizes + lost, 4) + 2.0**-500  # of the columns of C, as vectors
+        self.eliminated = not bool(direct.any() | off[1].any()) and bool(self.gram.isfinite().all())
 
     def guess(self) -> float:
         """Nearly the smallest gain, the largest eigenvalue of ``C M^-1 C^T``; nan where M is close to singular."""
         live = self.gram.diagonal() > 0
         count = int(live.sum())
         order = torch.argsort(live, stable=True)  # eliminates what is not coupled to the ends, the factor's last rows
-        middle = self.h[self.inner, self.inner][order[:, None], order]
+        middle = self.middle[order[:, None], order]
         scale = middle.diagonal().rsqrt()
         lower, info = torch.linalg.cholesky_ex(scale[:, None] * middle * scale)
         if not (self.eliminated and count) or int(info) or float(lower.diagonal().amin()) < 0.01:
             return math.nan
-        some, rest, part = order[-count:], lower[-count:, -count:], scale[-count:]
-        ends = (part[:, None] * self.gram[some[:, None], some]).mul_(part)
-        for _ in range(2):  # both sides of the symmetric matrix
-            ends = torch.linalg.solve_triangular(rest, ends.mT, upper=False)
-        found = linalg.eigh(ends.cpu().numpy(), eigvals_only=True, subset_by_index=[count - 1] * 2)
-        return float(found[0])
+        ends = [lower.new_zeros(len(live), rows.shape[1]).index_copy_(0, units, rows) for units, rows in self.ends]
+        some = scale[-count:, None] * torch.cat(ends, 1)[order[-count:]]
+        half = torch.linalg.solve_triangular(lower[-count:, -count:], some, upper=False)
+        half = half.mT if some.shape[1] > count else half  # the smaller of two Gram matrices
+        values = linalg.eigh((half.mT @ half).cpu().numpy(), eigvals_only=True, subset_by_index=[half.shape[1] - 1] * 2)
+        return float(values[0])
 
     def proves(self, gain: float) -> bool:
         if not (math.isfinite(gain) and gain > 0):
             return False
         if not (self.eliminated and 1e-100 < gain < 1e100):
-            h = self.h.clone()
-            h.diagonal()[: self.inner.start] = h.diagonal()[self.inner.stop :] = gain
-            return is_positive_within(h, self.error(slice(None)))
+            weights, multipliers, errors = self.given
+            return is_positive_within(*_with_errors(weights, multipliers, gain, errors))
         # The Gram matrix is off by gamma_n |c_i| |c_j|, and column i of C by a vector of norm e_i.
         square, c, e = self.gram / gain, self.sizes, self.errors  # C^T C / gamma
-        h = self.h[self.inner, self.inner] - square
-        off = torch.outer(c, gamma(len(self.h) + 8) * c + e).addr_(e, c + e).mul_((1 + 2.0**-40) / gain)
-        off.add_(square.abs_().add_(h.abs()), alpha=4 * UNIT).add_(self.error(self.inner, self.inner))
+        terms = len(c) + sum(w.numel() for w in (self.given[0][0][0], self.given[0][-1][:, 0]))
+        off = torch.outer(c, gamma(terms + 8) * c + e).addr_(e, c + e).mul_((1 + 2.0**-40) / gain)
+        h = self.middle - square
+        off.add_(square.abs_().add_(h.abs()), alpha=4 * UNIT).add_(self.middle_errors)
         return is_positive_within(h, off)
 
 
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
     """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
 
-    Each float64 entry may have lost 1e-300 more by underflow.
+    Each float64 entry may have lost 1e-320 more by underflow.
 
     >>> is_positive_within(torch.diag(torch.tensor([1e8, 1e-8]).double()), torch.zeros(2, 2).double())
     True
@@ -253,7 +283,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
             return math.inf
         guess = float(torch.linalg.eigvalsh(joint)[-1])
     guess = max(guess, 1e-300)
-    width = len(blocks.gram if blocks.eliminated else blocks.h)
+    width = sum(len(m) for m in multipliers) + (0 if blocks.eliminated else weights[0].shape[1] + len(weights[-1]))
     # A factorisation needs an allowance of gamma_2n times the trace: smaller slacks are hopeless.
     for exponent in range(max(-13, math.ceil(math.log10(2 * UNIT * width**2))), 1):
         candidate = guess * (1 + 10.0**exponent)

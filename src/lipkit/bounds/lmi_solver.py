@@ -256,9 +256,8 @@ def minimise_gain(
 ) -> Solution:
     """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, and that gain.
 
-    Weights and errors are those of `lipkit.bounds.lmi.proves_gain`; the method stops at a relative duality gap
-    ``accuracy``. The gain is at most a rounding above the product of the norms, and never a number that
-    :func:`lipkit.bounds.lmi.proves_gain` has not proved.
+    Weights and errors are those of `lipkit.bounds.lmi.proves_gain`, which has proved the gain, at most a rounding above
+    the product of the norms; the method stops at a relative duality gap ``accuracy``.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.

@@ -23,8 +23,7 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     A convolution is that matrix on each window of the image, and at most the number under the root see one pixel.
 
     Args:
-        kernel: ``(cout, cin / groups, kh, kw)``.
-        groups: number of groups; the bound is the maximum over them.
+        kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         stride: of the convolution; with circular padding it must divide the image (else leave it at 1).
 
     Returns:
@@ -57,17 +56,6 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     return scaled_bound(kernel, groups, bound)
 
 
-def smallest_reshape(matrices: list[Tensor]) -> Tensor:
-    """The largest, over groups, of the smallest norm among the matrices of a group, differentiable."""
-    norms = torch.stack([spectral_norms(m) for m in matrices])
-    best, which = norms.min(0)  # of the four, for each group
-    group = int(best.argmax())
-    bound, chosen = best[group], matrices[int(which[group])][group]
-    if differentiated(chosen):
-        return scale_to(bound, spectral_norm(chosen))
-    return bound
-
-
 def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
     r"""Upper bound of the spectral norm of a convolution by four matrix norms, for every image size.
 
@@ -75,12 +63,7 @@ def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     R is ``(cout kh) x (cin kw)``, S ``(cout kw) x (cin kh)``, T ``cout x (cin kh kw)``, U ``(cout kh kw) x cin``.
 
-    Args:
-        kernel: ``(cout, cin / groups, kh, kw)``.
-        groups: number of groups; the bound is the maximum over them.
-
-    Returns:
-        0-d float64, differentiable.
+    Arguments, result and errors are those of :func:`reshaped`, without a stride.
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
@@ -89,9 +72,6 @@ def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
     Cost:
         Four Gram matrices, eigenvalue problems and Cholesky factorisations.
 
-    Raises:
-        ShapeError, OptionError: a wrong kernel shape or groups.
-
     >>> import torch
     >>> 1.0 <= float(fantastic_four(torch.full((1, 1, 3, 3), 1 / 9))) < 1.0 + 1e-6
     True
@@ -99,12 +79,15 @@ def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
     References:
         Singla & Feizi, ICLR 2021, "Fantastic Four", theorem 1.
     """
-    return scaled_bound(kernel, groups, _four)
 
+    def bound(kernels: Tensor) -> Tensor:
+        order = kernels.permute(0, 1, 3, 2, 4), kernels.permute(0, 1, 4, 2, 3)
+        matrices = [m.flatten(3).flatten(1, 2) for m in order]
+        matrices += [kernels.flatten(2), kernels.permute(0, 1, 3, 4, 2).flatten(1, 3)]
+        norms, which = torch.stack([spectral_norms(m) for m in matrices]).min(0)  # of the four, for each group
+        group = int(norms.argmax())
+        found, chosen = norms[group], matrices[int(which[group])][group]
+        found = scale_to(found, spectral_norm(chosen)) if differentiated(chosen) else found
+        return up(found * math.sqrt(kernels.shape[-2] * kernels.shape[-1]), 4)
 
-def _four(kernels: Tensor) -> Tensor:
-    order = kernels.permute(0, 1, 3, 2, 4), kernels.permute(0, 1, 4, 2, 3)
-    matrices = [m.flatten(3).flatten(1, 2) for m in order]
-    matrices += [kernels.flatten(2), kernels.permute(0, 1, 3, 4, 2).flatten(1, 3)]
-    taps = kernels.shape[-2] * kernels.shape[-1]
-    return up(smallest_reshape(matrices) * math.sqrt(taps), 4)
+    return scaled_bound(kernel, groups, bound)

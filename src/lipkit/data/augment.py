@@ -6,28 +6,23 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import check_integer
 
 
 def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     r"""Shift each image by its own random offset, zeros coming in from the border.
 
-    The image is padded by `padding` zeros on each side and an H x W window is cut out of it:
-
     .. math:: z_{n,c,i,j} = \mathrm{pad}(x)_{n,c,\,i + a_n,\,j + b_n}, \quad
         a_n, b_n \sim U\{0, \dots, 2\,\mathrm{padding}\}
 
     Args:
-        x: images of shape (N, C, H, W), any dtype.
-        padding: p >= 0, in pixels.
+        x: images of shape (N, C, H, W), any dtype; the result is a new tensor like it.
+        padding: an integer >= 0, in pixels.
         generator: the only source of randomness. One on the CPU gives the same numbers for `x` on any device.
 
-    Returns:
-        a new tensor of the shape, dtype and device of `x`.
-
     Raises:
-        ShapeError: if `x` is not of shape (N, C, H, W).
-        OptionError: if `padding` is not an integer >= 0.
+        ShapeError, OptionError: another shape or padding.
 
     >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
     >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
@@ -37,8 +32,7 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
         He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
     """
     _check_images(x)
-    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-        raise OptionError(f"expected padding as an integer >= 0, got {padding!r}")
+    check_integer("padding", padding, 0)
     n, _, height, width = x.shape
     # Drawn where the generator lives, then moved: two numbers per image.
     offset = torch.randint(2 * padding + 1, (2, n), generator=generator, device=generator.device).to(x.device)
@@ -48,16 +42,7 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
 
 
 def random_flip(x: Tensor, generator: Generator) -> Tensor:
-    """Mirror each image left to right with probability 1/2.
-
-    Args:
-        x, generator: as of `random_crop`.
-
-    Returns:
-        a new tensor of the shape, dtype and device of `x`.
-
-    Raises:
-        ShapeError: if `x` is not of shape (N, C, H, W).
+    """Mirror each image left to right with probability 1/2; arguments, result and errors are those of `random_crop`.
 
     >>> x = torch.arange(3.0).reshape(1, 1, 1, 3).repeat(4, 1, 1, 1)
     >>> random_flip(x, torch.Generator().manual_seed(1))[:, 0, 0, 0].unique()

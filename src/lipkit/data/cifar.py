@@ -93,9 +93,9 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
 
 
 def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
-    """Read one file of the binary version: per image its label bytes, then 1024 red, green and blue bytes each.
+    """Images and labels, uint8 (n, 3072) and (n,), of a binary file: label bytes, then 1024 red, green and blue ones.
 
-    Returns (images, labels), uint8 of shapes (n, 3072) and (n,). ``DataError`` for a missing or damaged file.
+    ``DataError`` for a missing or damaged file.
     """
     label_bytes, classes = variant.label_bytes, len(variant.classes)
     size, each = file_size(path, variant.source), label_bytes + _PIXELS
@@ -111,10 +111,7 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
 
 
 def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
-    """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list of labels.
-
-    Returns the same as `read_binary`. ``DataError`` for a missing or damaged file, or another pickle.
-    """
+    """As `read_binary`, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
     key, classes = variant.key, len(variant.classes)
     batch = read_pickle(path, source=variant.source)
     images, labels = batch.get("data"), batch.get(key)
@@ -131,7 +128,6 @@ def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
 
 
 def _to_split(parts: list[tuple[np.ndarray, np.ndarray]]) -> Split:
-    """The images and labels of several files as one split."""
     images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
     labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
     return Split(torch.from_numpy(images), torch.from_numpy(labels))

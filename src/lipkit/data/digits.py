@@ -20,11 +20,8 @@ SPLIT_SEED = 0
 def load_digits(root: Path | None = None) -> Data:
     """Load the digits: 1438 training and 359 test images of shape (1, 8, 8), float32 in {0, 1/16, ..., 1}.
 
-    The data come with scikit-learn (`root` is not used). The split, 80/20 by `stratified_split` with a fixed seed, does
-    not depend on the version of scikit-learn.
-
-    Raises:
-        DataError: scikit-learn is not installed.
+    The split, 80/20 by `stratified_split` with a fixed seed, does not depend on the version of scikit-learn. `root` is
+    not used. ``DataError`` if scikit-learn is not installed.
 
     >>> data = load_digits()
     >>> len(data.train), len(data.test), data.input_shape
@@ -61,9 +58,7 @@ def _table() -> np.ndarray:
 
 
 def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split 0..N-1 so that each class gives `test_share` of its samples, rounded, to the test part.
-
-    Returns (train, test): ascending, disjoint indices that cover 0..N-1.
+    """(train, test): ascending indices; each class gives `test_share` of its samples, rounded, to the test part.
 
     >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
     >>> len(train), len(test[test < 10]), len(test[test >= 10])

@@ -28,8 +28,7 @@ def load_folder(path: Path) -> Data:
     batch asks for them; `load` decodes a small data set at once.
 
     Raises:
-        DataError: a folder or the first image is missing or damaged; for other images when they are decoded, also if
-            they exceed MAX_PIXELS or differ from the first one in size or channels.
+        DataError: a folder or the first image is missing or damaged; others are checked when they are decoded.
     """
     train, test, classes = find_images(path, LAYOUT)
     channels, height, width = decode(Path(train[0][0])).shape

@@ -165,18 +165,12 @@ def _ndarray(*arguments: Any) -> Any:
     raise DataError("expected an array with its bytes, got a call of numpy.ndarray")
 
 
-def _reconstruct(subtype: Any, shape: Any, code: Any) -> _Array:
-    return _Array()
-
-
-def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    return _Array(_view(raw, dtype, shape, _text(order)))
-
-
 _NAMES = {("numpy", "ndarray"): _Name(_ndarray), ("numpy", "dtype"): _Name(_dtype)}
 for _package in ("numpy.core", "numpy._core"):  # before and since NumPy 2
-    _NAMES[f"{_package}.multiarray", "_reconstruct"] = _Name(_reconstruct)
-    _NAMES[f"{_package}.numeric", "_frombuffer"] = _Name(_from_buffer)
+    _NAMES[f"{_package}.multiarray", "_reconstruct"] = _Name(lambda subtype, shape, code: _Array())
+    _NAMES[f"{_package}.numeric", "_frombuffer"] = _Name(
+        lambda raw, dtype, shape, order: _Array(_view(raw, dtype, shape, _text(order)))
+    )
 
 
 def _text(value: Any) -> str:

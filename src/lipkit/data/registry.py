@@ -35,7 +35,7 @@ DATASETS: dict[str, Entry] = {
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Return `root` if given, else `$LIPKIT_DATA` if set, else `./data`.
+    """`root` if given, else `$LIPKIT_DATA` if set, else `./data`.
 
     >>> data_root("~/sets") == Path.home() / "sets"
     True

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data.images import ImageFiles
-from lipkit.errors import DataError, OptionError, ShapeError
+from lipkit.errors import DataError, ShapeError
+from lipkit.linalg.matrices import check_integer
 
 SUBSET_SEED = 20240
 
@@ -28,8 +29,7 @@ class Split:
         y: int64 labels of shape (N,), or floating-point targets of shape (N, d) for regression.
 
     Raises:
-        DataError: if a shape or dtype is not one of these, the lengths differ, there is no sample,
-            a label is negative, or a value is not finite.
+        DataError: another shape or dtype, different lengths, no sample, a negative label, a value that is not finite.
 
     >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
     >>> split.batch(torch.tensor([1, 2]))
@@ -65,22 +65,16 @@ class Split:
         return len(self.x)
 
     def batch(self, index: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return the samples at `index` as (x, y), x in float32: uint8 is divided by 255, float stays."""
+        """The samples at `index` as (x, y), x in float32: uint8 is divided by 255, float stays."""
         x, y = self.x[index], self.y[index]
-        x = x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32)
-        return x, y
+        return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32), y
 
     def take(self, limit: int) -> Split:
-        """Return a random subset of at most `limit` samples.
+        """A random subset of at most `limit` samples, in their order; ``OptionError`` unless it is a positive integer.
 
-        The subset is drawn with a fixed seed: the same call gives the same samples on every machine, in the
-        order of the original. A smaller limit gives a subset of the samples of a larger one.
-
-        Raises:
-            OptionError: if `limit` is not a positive integer.
+        Drawn with a fixed seed: the same samples on every machine; a smaller limit gives some of those of a larger one.
         """
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise OptionError(f"expected limit as an integer >= 1, got {limit!r}")
+        check_integer("limit", limit, 1)
         if limit >= len(self):
             return self
         index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))  # sorted: in order
@@ -88,15 +82,11 @@ class Split:
         return Split(x, self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
-        """Return the split with both tensors on `device`; a split of image files is returned unchanged."""
+        """The split with both tensors on `device`; one of image files as it is."""
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
-        """Return the split with image files decoded into memory if they take at most `limit` bytes there.
-
-        Raises:
-            DataError: an image is missing, damaged or of another shape.
-        """
+        """The split with image files decoded into memory if they take at most `limit` bytes there."""
         if not isinstance(self.x, ImageFiles) or self.x.nbytes > limit:
             return self
         return Split(self.x[:], self.y)
@@ -185,35 +175,27 @@ class Data:
         return len(self.classes) if self.task == "classification" else int(self.train.y.shape[1])
 
     def held(self, limit: int) -> Data:
-        """Return the data set with image files decoded into memory if each split's fit in `limit` bytes."""
+        """The data set with image files decoded into memory if each split's fit in `limit` bytes."""
         return replace(self, train=self.train.held(limit), test=self.test.held(limit))
 
     def take(self, limit: int) -> Data:
-        """Return the data set with at most `limit` samples in each split: see `Split.take`."""
+        """The data set with at most `limit` samples in each split: see `Split.take`."""
         return replace(self, train=self.train.take(limit), test=self.test.take(limit))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One data set of the table `lipkit.data.DATASETS`.
+    """One data set of the table `lipkit.data.DATASETS`."""
 
-    Args:
-        description: one line.
-        loader: takes the data root, returns the Data.
-        input_shape: the shape of one sample.
-        classes: the names of the classes, in label order; empty for regression, or if the files name them.
-        source: where to get it, and where to put it.
-    """
-
-    description: str
-    loader: Callable[[Path], Data]
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    source: str
+    description: str  # one line
+    loader: Callable[[Path], Data]  # takes the data root
+    input_shape: tuple[int, ...]  # of one sample
+    classes: tuple[str, ...]  # names in label order; empty for regression, or if the files name them
+    source: str  # where to get it, and where to put it
 
 
 def fixed_permutation(n: int, seed: int) -> np.ndarray:
-    """Return a permutation of 0..n-1 that depends on `n` and `seed` alone.
+    """A permutation of 0..n-1 that depends on `n` and `seed` alone.
 
     >>> fixed_permutation(5, 0)
     array([3, 2, 1, 0, 4])
@@ -253,14 +235,10 @@ def as_split(value: Any, name: str = "data") -> Split:
 
     Inputs may be uint8 or floating point. Grey images without a channel axis, uint8 of shape (N, H, W), get
     one. Integer targets of shape (N,) become int64 labels; floating-point targets of shape (N,) or (N, d) are
-    for regression, (N,) becoming (N, 1). A Dataset is read once, in order, into memory.
-
-    Args:
-        value: the data.
-        name: name of the data in error messages.
+    for regression, (N,) becoming (N, 1). A Dataset is read once, in order, into memory. Errors call the data ``name``.
 
     Raises:
-        DataError: if it is none of these, or the samples do not have one shape.
+        DataError: it is none of these, or the samples do not have one shape.
 
     >>> split = as_split((np.zeros((4, 2)), np.array([0, 1, 1, 0], dtype=np.uint8)))
     >>> split.x.shape, split.y.dtype
@@ -309,7 +287,6 @@ def _tensor(value: Any, name: str) -> Tensor:
 
 
 def _collect(dataset: Dataset[Any], name: str) -> tuple[Tensor, Tensor]:
-    """Read a map-style Dataset into two tensors."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(f"{name}: expected a Dataset with a length, got {type(dataset).__name__} without one")
     xs: list[Tensor] = []

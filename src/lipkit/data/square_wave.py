@@ -30,7 +30,7 @@ def square_wave(x: Tensor) -> Tensor:
 def load_square_wave(root: Path | None = None) -> Data:
     """300 training and 200 test points, uniform in [-2, 2], with the value of `square_wave`; both (N, 1) float32.
 
-    The points are the same on every machine: see `uniform_points`. `root` is not used.
+    The points are the same on every machine. `root` is not used.
 
     >>> data = load_square_wave()
     >>> len(data.train), len(data.test), data.input_shape, data.task

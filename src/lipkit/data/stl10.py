@@ -51,10 +51,7 @@ def _split(folder: Path, part: str) -> Split:
 
 
 def read_images(path: Path) -> Tensor:
-    """Map a file of images: red, green and blue planes of 96 x 96 bytes, each stored column by column.
-
-    Returns uint8 (N, 3, 96, 96), a view of the file; writing to it does not change the file.
-    """
+    """A file of images as uint8 (N, 3, 96, 96), mapped into memory; writing to it does not change the file."""
     size = file_size(path, SOURCE)
     if size == 0 or size % _PIXELS:
         raise DataError(f"{path}: expected a positive multiple of {_PIXELS} bytes, got {size}")

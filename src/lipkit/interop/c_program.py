@@ -40,9 +40,8 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
     """Write the integer program of an exported network as a C99 file, and a header of the same name beside it.
 
     The program is the one that ``certify(..., evaluator="integer")`` certifies, bit for bit, on every target with
-    integers of 32 and 64 bits. The header states how far an output can be from the exact network's: proved. It
-    computes the certified radius as well, rounded down. With ``-DLIPKIT_MAIN`` it has a ``main`` that reads inputs
-    from a file.
+    integers of 32 and 64 bits; it computes the certified radius as well, rounded down. The header states how far an
+    output can be from the exact network's: proved. With ``-DLIPKIT_MAIN``, a ``main`` reads inputs from a file.
 
     Args:
         network: with an ``input_range``; of one output, the class is always 0.

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lipkit import modules
 from lipkit.certificates import format_radius
-from lipkit.errors import OptionError, ShapeError
+from lipkit.certificates.measurement import check_network
+from lipkit.errors import ShapeError
 from lipkit.report import Record, RegressionRecord
 from lipkit.text import printable, printable_lines
 
@@ -142,7 +143,7 @@ class RobustBenchModel(nn.Module):
         network: the exported network of a classifier of images.
 
     Raises:
-        OptionError: not an exported network. ShapeError: one that does not take images.
+        NoRuleError: not an exported network. ShapeError: one that does not take images.
 
     >>> import torch
     >>> net = modules.Network([nn.Flatten(), nn.Linear(4, 3)], (1, 2, 2))
@@ -152,8 +153,7 @@ class RobustBenchModel(nn.Module):
 
     def __init__(self, network: modules.Network) -> None:
         super().__init__()
-        if not isinstance(network, modules.Network):
-            raise OptionError(f"expected an exported network (lipkit.modules.Network), got {type(network).__name__}")
+        check_network(network, "wrap")
         if len(network.input_shape) != 3:
             raise ShapeError(f"expected a network of images (C, H, W), got input shape {network.input_shape}")
         self.network = network

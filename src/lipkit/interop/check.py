@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lipkit import modules
 from lipkit.certificates import certify, format_radius, margins
-from lipkit.certificates.measurement import float64_copy
+from lipkit.certificates.measurement import float64_copy, prove
 from lipkit.errors import CertificateViolation, OptionError, ShapeError
 from lipkit.modules.network import first_floating
 
@@ -23,12 +23,9 @@ class RuntimeCheck:
     """The agreement of a runtime with the float64 network, as `check_runtime` finds it.
 
     Attributes:
-        samples: number of samples.
-        difference: largest absolute difference of an output from the float64 network's.
+        difference: largest absolute difference of an output from the float64 network's, of all ``samples``.
         same: samples with the same prediction (all, for a regression).
-        eps: l2 radii, in units of the input.
-        certified: certified accuracy at each eps by the float64 network.
-        runtime: that accuracy from the runtime's logits.
+        certified, runtime: accuracy certified at each l2 radius ``eps``, by the network and from the runtime's logits.
     """
 
     samples: int
@@ -96,23 +93,13 @@ def check_runtime(
         )
     if y is None or y.is_floating_point():
         return RuntimeCheck(len(x), difference, len(x))
-    certificate = certify(network, x, y, batch_size=batch_size)
-    constants = margins.global_constants(certificate.constant, got.shape[1])
-    last = list(network)[-1]
-    if certificate.body_constant is not None and isinstance(last, nn.Linear):
-        pairwise = margins.last_layer_constants(last.weight.double().cpu(), certificate.body_constant)
-        constants = torch.minimum(constants, pairwise)
-    labels = y.cpu()
-    radius = margins.radii(got, labels, constants)
-    correct = margins.predictions(got) == labels
-    return RuntimeCheck(
-        samples=len(x),
-        difference=difference,
-        same=int((wanted.argmax(1) == got.argmax(1)).sum()),
-        eps=tuple(eps),
-        certified=tuple(certificate.accuracy(value, large_eps=True) for value in eps),
-        runtime=tuple(float((correct & (radius > value)).double().mean()) for value in eps),
-    )
+    proof, labels = prove(network), y.cpu()
+    certificate = certify(network, x, y, batch_size=batch_size, proof=proof)
+    radius = margins.radii(got, labels, proof.pair_constants(got.shape[1])[0])
+    correct, same_class = margins.predictions(got) == labels, wanted.argmax(1) == got.argmax(1)
+    own_share = tuple(certificate.accuracy(value, large_eps=True) for value in eps)
+    other_share = tuple(float((correct & (radius > value)).double().mean()) for value in eps)
+    return RuntimeCheck(len(x), difference, int(same_class.sum()), tuple(eps), own_share, other_share)
 
 
 def module_runtime(module: nn.Module) -> Runtime:

@@ -42,20 +42,19 @@ class OnnxNetwork(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict()
         self.steps: list[Call] = []
-        self.numbers: dict[str, Tensor] = {}  # sizes, axes and limits; tensors that are computed with are buffers
+        self.numbers: dict[str, Tensor] = {}  # sizes, axes and limits
+        self.names: dict[str, str] = {}  # of stored tensors that are computed with, and of the buffers that hold them
         self.source = self.result = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        values: dict[str, Any] = {self.source: x}
+        values: dict[str, Any] = {name: getattr(self, buffer) for name, buffer in self.names.items()}
+        values |= {**self.numbers, self.source: x}
         for step in self.steps:
             node = step.node
             if node.name in self.layers:
                 made = self.layers[node.name](values[node.input[0]])
             else:
-                kept = self.numbers | {
-                    name: t for name in node.input if (t := self._buffers.get(_buffer(name))) is not None
-                }
-                made = node.row.rule(step.on([(kept | values).get(name) for name in node.input], x))
+                made = node.row.rule(step.on([values.get(name) for name in node.input], x))
             values.update(_named(node, made))
         return values[self.result]
 
@@ -63,11 +62,6 @@ class OnnxNetwork(nn.Module):
 def _named(node: Node, made: Any) -> Iterator[tuple[str, Any]]:
     several = isinstance(made, (tuple, list))
     return zip(node.output, made if several else [made], strict=several)
-
-
-def _buffer(name: str) -> str:
-    # Names of buffers have no dots; no two names become one.
-    return f"stored {name.replace('_', '__').replace('.', '_:')}"
 
 
 def load_onnx(
@@ -169,8 +163,10 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
     if network.result not in reader.values:
         raise DataError(f"{path}: expected an output that a node makes, got {network.result!r}, which none does")
     reader.finish()
+    names = {buffer: name for name, buffer in network.names.items()}
     for name, tensor in network.state_dict().items():
         if tensor.dtype != dtype:
+            name = names.get(name, name)
             raise DataError(f"{path}: expected numbers in the input's format {dtype}, got {name!r} in {tensor.dtype}")
     return network.eval()
 
@@ -331,7 +327,6 @@ class _Reader:
     def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
         self.network, self.stored, self.call = network, stored, partial(call, source=x)
         self.values = {network.source: x}  # without memory, for their sizes
-        self.sized: set[str] = set()
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
         # Paddings by copied pixels: their input, torch's name of the mode, and the pads before and after.
@@ -358,11 +353,11 @@ class _Reader:
             merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
             if takes_over(node, border, self.stored.get(node.input[1])):
                 node = merged
-        kinds: Any = (self.values, self.sized)
-        moving, sized = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
+        moving = frozenset(i for i, name in enumerate(node.input) if name in self.values)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
+        sized = frozenset(i for i, t in enumerate(given) if t is not None and not t.is_meta and holds_batch(t))
         call: Call = self.call(node=node, moving=moving, sized=sized, operands=given)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
@@ -386,10 +381,8 @@ class _Reader:
         found = dict(_named(node, made))
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self.stored.update(found)
-            holds = {name for name, t in found.items() if holds_batch(t)}
-            if holds and not row.copies:
+            if not row.copies and any(map(holds_batch, found.values())):
                 raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
-            self.sized.update(holds)
             return
         self.values.update(found)
         if layer is not None:
@@ -408,7 +401,7 @@ class _Reader:
                 continue
             for i, name in enumerate(step.node.input[: 1 if step.node.name in network.layers else None]):
                 if name in self.stored and i in step.read:
-                    network._buffers[_buffer(name)] = self.stored[name]
+                    network._buffers[network.names.setdefault(name, f"stored{len(network.names)}")] = self.stored[name]
                 elif name in self.stored:
                     network.numbers[name] = self.stored[name]
             network.steps.append(step.on([], None))  # a node without operands: forward puts them in

@@ -29,7 +29,6 @@ from lipkit.modules.storage import check_tensors
 
 SCHEMA_VERSION = 1
 CONFIG, WEIGHTS, NETWORK, CARD = "config.json", "model.safetensors", "network", "README.md"
-_LARGEST_CONFIG = 1 << 20
 
 
 def save_pretrained(
@@ -46,11 +45,9 @@ def save_pretrained(
     """Write a model of `lipkit.models` as a folder for `from_pretrained`, together with its export.
 
     Args:
-        model: what ``lipkit.models.build(name, **options)`` made, trained.
+        model: what ``lipkit.models.build(name, **options)`` made, trained; options are numbers, strings and lists.
         folder: made if needed.
-        name, options: of the architecture; plain values (numbers, strings, lists) only.
-        input_shape: of one input, without the batch.
-        input_range: (low, high) of their entries, which the exported network then asks for; (0, 1) of images.
+        input_shape, input_range: of one input; (low, high) of its entries, which the exported network then asks for.
         classes: names of the classes.
         card: text of README.md, from `model_card`.
 
@@ -103,7 +100,7 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     try:
-        config = json.loads(read_text(folder / CONFIG, _LARGEST_CONFIG))
+        config = json.loads(read_text(folder / CONFIG, 1 << 20))
         blob = read_bytes(folder / WEIGHTS)
     except OSError as error:
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got: {error}") from None

@@ -142,10 +142,8 @@ def load_program(
 ) -> Network:
     """The exported network of a .pt2 file: to be bounded, certified, attacked and saved like any other.
 
-    Args:
-        path: the file, written by ``torch.export.save`` with a batch of any size (``dynamic_shapes``).
-        input_shape: of one sample, where the file leaves it open.
-        box: the range of the inputs, see `lipkit.export`.
+    Arguments are those of `lipkit.interop.load_onnx`, of a file that ``torch.export.save`` has written with a batch of
+    any size (``dynamic_shapes``).
 
     Raises:
         DataError: the file is missing, no archive of one program, damaged, of another version of the format, or too

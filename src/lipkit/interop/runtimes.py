@@ -22,6 +22,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from lipkit import modules
+from lipkit.certificates.measurement import check_network
 from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory
 from lipkit.files import parse_json, write_atomic
 from lipkit.interop.check import Runtime, check_runtime, module_runtime
@@ -56,10 +57,10 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
     outputs for random inputs in onnxruntime (where that lacks an operator, in the reference evaluator of onnx).
 
     Raises:
-        OptionError: onnx or onnxscript is not installed, or the network is not an exported one.
+        OptionError: onnx or onnxscript is not installed. NoRuleError: the network is not an exported one.
         DataError, CertificateViolation: torch wrote a file that is not valid, or another function.
     """
-    _check_network(network)
+    check_network(network, "write")
     model = onnx_model(network)
     import onnx
 
@@ -176,23 +177,20 @@ def _portable(network: modules.Network) -> nn.Module:
         for name, child in parent.named_children():
             if type(child) is nn.AvgPool2d and child.divisor_override is not None:
                 setattr(parent, name, _without_divisor(child, _example(network).dtype))
-            elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64 and _on_patches(child):
-                setattr(parent, name, _PatchProduct(child))
+            elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64:
+                patches = len({*child.kernel_size, *child.stride}) == 1 and child.padding in ((0, 0), "valid")
+                if patches and child.groups == 1 and child.dilation == (1, 1):
+                    setattr(parent, name, _PatchProduct(child))
     return twin
-
-
-def _on_patches(conv: nn.Conv2d) -> bool:
-    sizes = {*conv.kernel_size, *conv.stride}
-    return len(sizes) == 1 and conv.padding in ((0, 0), "valid") and conv.groups == 1 and conv.dilation == (1, 1)
 
 
 def write_program(network: modules.Network, path: str | Path) -> Path:
     """Write an exported network as a ``torch.export`` program (``.pt2``) with a dynamic batch.
 
     Raises:
-        OptionError: the network is not an exported one. CertificateViolation: torch wrote another function.
+        NoRuleError: the network is not an exported one. CertificateViolation: torch wrote another function.
     """
-    _check_network(network)
+    check_network(network, "write")
 
     def check(draft: Path) -> None:
         check_runtime(network, program_runtime(draft), batch_size=3)
@@ -250,14 +248,6 @@ def program_runtime(path: str | Path) -> Runtime:
     except Exception as error:  # torch reports a broken archive by many classes
         raise DataError(f"{path}: expected a torch.export program, got {first_line(error)}") from error
     return module_runtime(module)
-
-
-def _check_network(network: object) -> None:
-    if not isinstance(network, modules.Network):
-        raise OptionError(
-            f"expected an exported network (lipkit.modules.Network), got {type(network).__name__}: "
-            "call lipkit.export(model, input_shape)"
-        )
 
 
 def _example(network: modules.Network) -> Tensor:

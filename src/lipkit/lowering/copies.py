@@ -11,10 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral_hook
-from torch.nn.utils.weight_norm import WeightNorm
-from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError, first_line
 from lipkit.lowering.attention import plain_attention
@@ -89,16 +85,6 @@ def _materialise(module: nn.Module) -> None:
     # Backward hooks change no output, and a constant copy has no derivatives.
     module._backward_hooks.clear()
     module._backward_pre_hooks.clear()
-    for hook in list(module._forward_pre_hooks.values()):
-        if type(hook) is SpectralNorm:
-            if module.training:
-                raise NoRuleError(
-                    "spectral normalisation: expected evaluation mode, got training mode, where each forward pass "
-                    "changes the weight; call .eval()"
-                )
-            remove_spectral_hook(module, hook.name)
-        elif type(hook) is WeightNorm:
-            remove_weight_hook(module, hook.name)
 
 
 _PLAIN = vars(nn.Module()).keys() - {"training"}

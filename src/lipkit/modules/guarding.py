@@ -93,7 +93,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
     if module._forward_hooks or module._forward_pre_hooks:
         raise NoRuleError(
             f"{name} has forward hooks or pre-hooks, which can change its output, expected none: remove them; those of "
-            "torch.nn.utils by prune.remove(layer, 'weight'), remove_spectral_norm(layer) or remove_weight_norm(layer)"
+            "torch.nn.utils.prune by prune.remove(layer, 'weight')"
         )
     if vars(module).get("_compiled_call_impl") is not None:
         raise NoRuleError(

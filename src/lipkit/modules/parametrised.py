@@ -1,7 +1,8 @@
-"""Modules as those of the numbers that they use now: parametrizations evaluated, options of numpy in Python's types."""
+"""Modules as those of the numbers that they use now: weights of parametrizations and hooks, options of numpy."""
 
 from __future__ import annotations
 
+import collections
 import copy
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import type_name
@@ -17,8 +20,9 @@ from lipkit.modules.guarding import type_name
 def settled(module: nn.Module) -> nn.Module:
     """The module with its own parametrised tensors (not those of its parts) as parameters of their present values.
 
-    The values have the derivatives of the parametrizations. Options that are numbers of numpy become Python's. All else
-    is shared with the module, which stays as it is and is returned itself if it has neither.
+    So are the weights that the hooks of ``nn.utils.weight_norm`` and ``nn.utils.spectral_norm`` make. The values have
+    the derivatives of the parametrizations. Options that are numbers of numpy become Python's. All else is shared with
+    the module, which stays as it is and is returned itself if it has none of these.
 
     Raises:
         NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a
@@ -28,7 +32,12 @@ def settled(module: nn.Module) -> nn.Module:
     >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)
     (<class 'torch.nn.modules.linear.Linear'>, True)
     """
-    options = options_of_python(module) if isinstance(module, nn.Module) else {}
+    if not isinstance(module, nn.Module):
+        return module
+    for key, hook in module._forward_pre_hooks.items():
+        if type(hook) in (SpectralNorm, WeightNorm):
+            return settled(_without_hook(module, key, hook))  # there may be others
+    options = options_of_python(module)
     if not parametrize.is_parametrized(module):
         if not options:
             return module
@@ -51,8 +60,35 @@ def settled(module: nn.Module) -> nn.Module:
     plain = base.__new__(base)
     vars(plain).update(vars(module) | options)
     vars(plain)["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}
-    made = {key: v if v.requires_grad else nn.Parameter(v, requires_grad=False) for key, v in values.items()}
-    vars(plain)["_parameters"] = {**made, **module._parameters}
+    vars(plain)["_parameters"] = {**{key: _parameter(v) for key, v in values.items()}, **module._parameters}
+    return plain
+
+
+def _parameter(value: Tensor) -> Tensor:
+    return value if value.requires_grad else nn.Parameter(value, requires_grad=False)
+
+
+def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
+    """The module with the weight that its hook makes in evaluation mode as a parameter."""
+    ends: tuple[str, ...]
+    if type(hook) is WeightNorm:
+        value, ends = hook.compute_weight(module), ("_g", "_v")
+    elif module.training:
+        raise NoRuleError(
+            "spectral normalisation: expected evaluation mode, got training mode, where each forward pass changes the "
+            "weight; call .eval()"
+        )
+    else:
+        value, ends = hook.compute_weight(module, do_power_iteration=False), ("_orig", "_u", "_v")
+    gone, plain, own = {hook.name, *(hook.name + end for end in ends)}, type(module).__new__(type(module)), vars(module)
+    vars(plain).update({name: v for name, v in own.items() if name not in gone})  # the hook's last weight
+    for place in ("_parameters", "_buffers"):
+        vars(plain)[place] = {name: v for name, v in own[place].items() if name not in gone}
+    vars(plain)["_parameters"][hook.name] = _parameter(value)
+    for place in ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
+        # A hook of states refers to that of the forward pass, and may be wrapped. Torch wants a dict of this type.
+        known = {k: getattr(getattr(one, "hook", one), "fn", one) for k, one in own[place].items()}
+        vars(plain)[place] = collections.OrderedDict((k, own[place][k]) for k, one in known.items() if one is not hook)
     return plain
 
 
