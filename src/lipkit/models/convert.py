@@ -78,7 +78,7 @@ def convert(
 
     =================== ================================================================================================
     forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
-                        as they are; a module that is used twice is replaced once.
+                        as they are. A module used twice is replaced once; two modules that tied a weight get two.
     forward="rebuild"   traces the forward pass and makes an ``nn.Sequential`` of it, 1-Lipschitz wherever possible.
                         The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
                         convolution before it. Sums become convex combinations with a learnable weight
@@ -200,8 +200,8 @@ def _reason(module: nn.Module) -> str | None:
         return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
     if parametrize.is_parametrized(module):
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
-    own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
-    leaf = not any(True for _ in module.children())  # a container counts only if it owns numbers
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    leaf = not [*module.children()]  # a container counts only if it owns numbers
     if (leaf or own) and not rules().get(type(module), (False, False))[0]:
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
