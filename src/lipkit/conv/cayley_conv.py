@@ -65,9 +65,8 @@ class _Solved(torch.autograd.Function):
             rows.mul_(scale)
         n = real.shape[-1]
         out = x.new_empty(h * w, len(x), n + rest_real.shape[1] if form == "tall" and rest_real is not None else n)
-        kept = [
-            t for group in _groups(h, w, rest_real, rest_pair, constants) for t in forward_rows(form, group, rows, out)
-        ]
+        groups = _groups(h, w, rest_real, rest_pair, constants)
+        kept = [t for group in groups for t in forward_rows(form, group, rows, out)]
         if scale is not None and form == "second":
             out.mul_(scale)
         if bias is not None:
