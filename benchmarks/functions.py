@@ -21,6 +21,8 @@ from torch import Tensor
 from lipkit.conv import cayley_conv, circular, phase_product, spectrum, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
+    _add_gram,
+    _AddGram,
     _Solution,
     _solution,
     factorize,
@@ -93,6 +95,15 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         return plain_solve("wide", x, bias, None, NormalMatrices(real, pair, None, None))
 
     yield Pair("solve form (cayley_conv._Solved)", size, solved, solved_plainly, (x, bias, *inputs))
+    w = leaf(n_pair, c, c, dtype=torch.complex64)
+    a = leaf(n_pair, c, c, dtype=torch.complex64)
+    yield Pair(
+        "Gram matrix (normal_matrices._AddGram)",
+        size,
+        lambda a, w: _AddGram.apply(a, w, True),
+        lambda a, w: _add_gram(a, w, True),
+        (a, w),
+    )
     rows = leaf(n_pair, c // 2, c, dtype=torch.complex64)
     well = (torch.eye(c) + 0.3 * normal.pair.detach()).requires_grad_()
     # A sandwich layer has the factors already, for its other half.

@@ -76,9 +76,36 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
+class _AddGram(torch.autograd.Function):
+    """:func:`add_gram`, where the gradient of W is one product with a Hermitian matrix, instead of two.
+
+    Gain (AMD EPYC): 1.5 to 1.65 by itself; of a training step of a sandwich layer 1.07 at 128@16, 1.0 at 64@16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.wide = wide
+        return _add_gram(a, w, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (w,) = grads, ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
+            return g, both @ w if ctx.wide else w @ both, None
+
+
+def _add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
+    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
+
+
 def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
-    return torch.baddbmm(a, *((w.conj(), w.mT) if wide else (w.mT, w.conj())))
+    if transformed() or torch.compiler.is_compiling():
+        return _add_gram(a, w, wide)
+    made: Tensor = _AddGram.apply(a, w, wide)
+    return made
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +134,7 @@ def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
 class _Solution(torch.autograd.Function):
     """``X N^-T`` for ``N^T``, its factors and X ``(F, rows, n)``: row by row the solution of ``N h = x``.
 
-    Gain over a solve without factors (AMD EPYC): 1.2 to 2.7; of a training step of a sandwich layer 1.1 at 3->32@32.
+    Gain over a solve without factors (AMD EPYC): 1.9 to 2.7; of a training step of a sandwich layer 1.08 at 64@16.
     """
 
     @staticmethod

@@ -275,30 +275,26 @@ class Builder(Converter):
         if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:  # pairs of channels
             return [MaxMin()]
         per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
-        if per_channel and name == "0":
-            # Only the translation is kept: learnt scales could raise the norm above 1.
-            self.note(name, module, "Affine", "its scales became 1")
-            scale = module.get_buffer("scale")
-            signs = torch.where(scale < 0, -1.0, 1.0).to(scale)
-            return [Affine(signs, module.get_buffer("shift") / scale.abs().clamp_min(1e-3))]
-        if per_channel:
+        if per_channel and name != "0":
             self.note(name, module, "nothing", "the layers around it have biases")
             return []
+        if per_channel:
+            # Only the translation is kept: learnt scales could raise the norm above 1.
+            self.note(name, module, "Affine", "its scales became 1")
+            scale, shift = module.get_buffer("scale"), module.get_buffer("shift")
+            return [Affine(torch.where(scale < 0, -1.0, 1.0).to(scale), shift / scale.abs().clamp_min(1e-3))]
         if kind in (Expand, EnlargeBilinear):
             self.note(name, module, kind.__name__, "divided by the root of its factor")
             return [module, _gain(math.sqrt(math.prod(shape) / math.prod(output_shape(module, shape))))]
-        pool = _window(module, shape)
-        if pool is not None:
+        if (pool := _window(module, shape)) is not None:
             self.note(name, module, "ScaledAvgPool2d", "rescaled")
             flat = [nn.Flatten()] if len(output_shape(module, shape)) == 1 else []
             return [ScaledAvgPool2d(pool), *flat]
         try:
-            constant = float(lipschitz(module, shape).detach())
+            if (constant := float(lipschitz(module, shape).detach())) > 1 + 1e-9:  # ignore what rounding up adds
+                self.keep(name, module, f"its constant is {constant:.4g}")
         except NoRuleError as error:
             self.keep(name, module, str(error))
-        else:
-            if constant > 1 + 1e-9:  # ignore what rounding up adds
-                self.keep(name, module, f"its constant is {constant:.4g}")
         return [module]
 
 
