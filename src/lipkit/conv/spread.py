@@ -87,18 +87,14 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     b, _, h, w = g.shape
     by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
     # Sum the taps, and transform the sum, in float32 at least.
-    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
-    up, left = _centre(kernel)
-    return _turned_sum(_turned_sum(at_least_float32(taps), up, -2), left, -1)
-
-
-def _turned_sum(taps: Tensor, centre: int, dim: int) -> Tensor:
-    """The taps (dimension 1) rolled to their places along ``dim`` and added, in place, to the central one."""
-    parts = taps.unbind(1)
-    for tap, part in enumerate(parts):
-        if tap != centre:
-            parts[centre].add_(part.roll(tap - centre, dim))
-    return parts[centre]
+    taps = at_least_float32(torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w))
+    for centre, dim in zip(_centre(kernel), (-2, -1), strict=True):
+        parts = taps.unbind(1)  # rolled to their places and added, in place, to the central one
+        for tap, part in enumerate(parts):
+            if tap != centre:
+                parts[centre].add_(part.roll(tap - centre, dim))
+        taps = parts[centre]
+    return taps
 
 
 def _centre(kernel: Tensor) -> tuple[int, int]:
