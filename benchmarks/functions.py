@@ -27,6 +27,7 @@ from lipkit.conv.normal_matrices import (
     _solution,
     factorize,
     normal_matrices,
+    plain_solve,
 )
 from lipkit.conv.transform import transform_matrices
 from lipkit.layers.soc import _QuickNorm
@@ -91,8 +92,7 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         return cayley_conv.solve_form("wide", x, NormalMatrices(real, pair, None, None), bias=bias)
 
     def solved_plainly(x: Tensor, bias: Tensor, real: Tensor, pair: Tensor) -> Tensor:
-        made = NormalMatrices(real, pair, None, None)
-        return cayley_conv._plain("wide", x, bias, None, made, matrices)
+        return plain_solve("wide", x, bias, None, NormalMatrices(real, pair, None, None))
 
     yield Pair("solve form (cayley_conv._Solved)", size, solved, solved_plainly, (x, bias, *inputs))
     w = leaf(n_pair, c, c, dtype=torch.complex64)

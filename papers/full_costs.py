@@ -8,7 +8,7 @@ augmentation, attack, both passes, penalty, optimiser. We measure process time o
 at the batches 2, 8, 32, and at the recipe's unless a step would take more than SLOW seconds and twice the last one. If
 a step of 2 takes more than SLOW, the batches are 2 and 16. A line through the two largest batches extrapolates to the
 recipe's, and steps and epochs multiply it. (lbdn_2_times measured eight networks of lbdn_2 at the recipe's batch.)
-Evaluations, certificates and attacks are not included. Networks that need more than MEMORY bytes are not measured.
+Evaluations, certificates and attacks are not included. Networks that need more than MEMORY bytes (8 GiB) are not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 
 import lipkit
 from lipkit.data import Data, Split
-from lipkit.errors import ShapeError, lacks_memory
+from lipkit.errors import ShapeError, first_line, lacks_memory
 from lipkit.experiments.build import build_model
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.run import training_options
@@ -71,7 +71,7 @@ def line(times: list[tuple[int, float]], batch: int) -> float:
 
 def reason(error: Exception) -> str:
     """Why a network was not measured: too little memory, or the first line of the error."""
-    return "needs more than 8 GB" if lacks_memory(error) else str(error).splitlines()[0]
+    return f"needs more than {MEMORY >> 30} GiB" if lacks_memory(error) else first_line(error)
 
 
 def cost(recipe: Recipe) -> dict[str, Any]:

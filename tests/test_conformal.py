@@ -52,6 +52,22 @@ def test_sets_are_those_of_the_definition() -> None:
     assert "probability at least 0.9" in str(moved)
 
 
+@pytest.mark.parametrize("alpha", [0.05, 0.1, 0.4])
+def test_coverage_of_exchangeable_samples_is_what_was_asked_for(alpha: float) -> None:
+    # With (n + 1)(1 - alpha) whole and continuous scores, the coverage is exactly 1 - alpha.
+    torch.manual_seed(0)
+    net, draws = Network([nn.Linear(2, 1)], (2,)), 3000
+    x = torch.randn(draws, 20, 2)
+    y = net(x.flatten(0, 1)).view(draws, 20) + torch.randn(draws, 20)
+    proof, distances = prove(net), (y - net(x.flatten(0, 1)).view(draws, 20)).abs().double()
+    scores = distances[:, :19].sort(1).values[..., None]
+    found = [conformal.Calibration(s, False, proof).quantile(alpha).item() for s in scores]
+    covered = float((distances[:, 19] <= torch.tensor(found)).double().mean())
+    assert abs(covered - (1 - alpha)) < 4 * math.sqrt(alpha * (1 - alpha) / draws)
+    one = conformal.calibrate(net, x[0, :19], y[0, :19]).predict_interval(x[:1, 19], alpha)
+    assert one.mean_width == pytest.approx(2 * found[0], rel=1e-5)
+
+
 def test_what_the_plain_set_holds_stays_under_every_move() -> None:
     net = classifier()
     torch.manual_seed(2)

@@ -218,6 +218,16 @@ def test_bad_input_gets_one_sentence(changes: dict[str, object], data: tuple[obj
         LipschitzClassifier(**SMALL | changes).fit(*data)
 
 
+def test_labels_are_strings_of_any_dtype_and_others_are_named() -> None:
+    X, y = np.arange(12.0)[:, None], np.array(["no", "yes"])[np.arange(12) // 6]
+    for labels in (y, y.astype(object), y.tolist()):
+        model = LipschitzClassifier((2,), max_iter=2).fit(X, labels)
+        assert model.certify(X, labels).label.tolist() == [0] * 6 + [1] * 6
+        for other, words in ((["maybe", "no"], r"'no', 'yes'\], got \['maybe'\]"), ([0, 1], r"got \[0, 1\]")):
+            with pytest.raises(ValueError, match=words):
+                model.certify(X[:2], other)
+
+
 def test_sets_need_a_calibration_that_is_large_enough(iris: LipschitzClassifier) -> None:
     X, y = IRIS
     with pytest.raises(NotFittedError, match=r"expected calibrate\(X, y\)"):

@@ -29,15 +29,7 @@ from torch import Tensor
 
 from lipkit.certificates import margins, sound
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import (
-    Measurement,
-    Proof,
-    Samples,
-    as_tensor,
-    check_inputs,
-    evaluate,
-    measure_by,
-)
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_inputs, evaluate, measure_by
 from lipkit.certificates.regression import columns, output_constants, reach, with_targets
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
@@ -69,11 +61,7 @@ class PredictionSets(Shown):
         return float(self.sets.double().sum(1).mean())
 
     def coverage(self, y: Samples) -> float:
-        """Fraction of the labels (N,) that are in their sets: measured, while ``1 - alpha`` is proved.
-
-        Raises:
-            ShapeError, OptionError: labels that are not (N,) whole numbers from 0 to K - 1.
-        """
+        """Fraction of the labels (N,) that are in their sets: measured, while ``1 - alpha`` is proved."""
         labels = as_tensor(y).cpu()
         labels = labels if labels.is_floating_point() else labels.long()
         margins.check_logits(self.sets.double(), labels)
@@ -89,9 +77,7 @@ class PredictionSets(Shown):
 class PredictionIntervals(Shown):
     """Intervals for N samples and d outputs that hold each target with probability at least ``1 - alpha``.
 
-    Attributes:
-        low, high: (N, d) float64.
-        alpha, eps: as of `PredictionSets`.
+    ``low`` and ``high`` are (N, d) float64; ``alpha`` and ``eps`` as of `PredictionSets`.
     """
 
     low: Tensor
@@ -206,8 +192,8 @@ class Calibration(Shown):
         """
         eps = self._checked(True, eps)
         q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
-        scores = _scores(outputs, eps, lower=True)
-        return PredictionSets(~(scores > q), alpha, float(eps))  # not <=: a NaN leaves the label in
+        sets = ~(_scores(outputs, eps, lower=True) > q)  # not <=: a NaN leaves the label in
+        return PredictionSets(sets, alpha, eps)
 
     def predict_interval(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionIntervals:
         r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
@@ -217,11 +203,10 @@ class Calibration(Shown):
         eps = self._checked(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)
         outputs = columns(measured.outputs)
-        moved = reach(output_constants(self.proof, outputs.shape[1])[0], eps)
-        half = grow(q + moved + measured.errors(0.0)[0])
+        half = grow(q + reach(output_constants(self.proof, outputs.shape[1])[0], eps) + measured.errors(0.0)[0])
         half = torch.where(outputs.isfinite(), half, math.inf)  # what overflowed may be anything
         outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, float(eps))
+        return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, eps)
 
     def coverage_curve(
         self, x: Samples, y: Samples, eps: Sequence[float], *, alpha: float = 0.1, delta: float = 0.05
@@ -245,15 +230,11 @@ class Calibration(Shown):
         if not hasattr(eps, "__iter__"):
             raise OptionError(f"eps: expected radii, such as [0, 0.1], got {eps!r}")
         q, x, y = self.quantile(alpha), as_tensor(x), as_tensor(y)
-        measured = _measured(self.proof, x)
-        found = []
-        for radius in eps:
-            radius = finite("eps", radius, least=0)
-            worst = _own(measured, y, radius) if self.labels else _distances(measured, y, radius)
-            found.append(float((worst <= q).all(1).double().mean()))
+        measured, worst = _measured(self.proof, x), _own if self.labels else _distances
+        radii = tuple(finite("eps", radius, least=0) for radius in eps)
+        found = tuple(float((worst(measured, y, radius) <= q).all(1).double().mean()) for radius in radii)
         room = math.sqrt(math.log(1 / delta) / (2 * len(x)))  # Massart's constant for one side
-        lower = tuple(max(0.0, value - room) for value in found)
-        return CoverageCurve(tuple(map(float, eps)), lower, tuple(found), alpha, delta)
+        return CoverageCurve(radii, tuple(max(0.0, value - room) for value in found), found, alpha, delta)
 
     def _checked(self, labels: bool, eps: float) -> float:
         """``eps``, refused where targets are not of this kind."""

@@ -72,10 +72,7 @@ def first_line(error: BaseException) -> str:
 
 
 def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
-    """The two ends of an interval.
-
-    Raises:
-        OptionError: anything but two numbers, the smaller one first, both finite if ``finite``.
+    """The two ends of an interval; ``OptionError`` unless the smaller comes first, and both are finite if ``finite``.
 
     >>> interval("box", [0, 1])
     (0.0, 1.0)
@@ -93,10 +90,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
 
 
 def finite(name: str, value: Any, *, positive: bool = False, least: float = -math.inf) -> float:
-    """A finite number as a float.
-
-    Raises:
-        OptionError: anything else, a truth value included; a number that is not positive, or below ``least``.
+    """A finite number as a float; ``OptionError`` for anything else, truth values too, and for a number out of range.
 
     >>> finite("eps", 1, positive=True)
     1.0

@@ -22,10 +22,7 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file for reading; ``OSError`` unless it is regular, since a device may have no end and a pipe may block.
-
-    Links are followed.
-    """
+    """Open a file (links are followed); ``OSError`` unless regular: a device may have no end, a pipe may block."""
     # Without O_NONBLOCK, opening a pipe waits for a writer; it does nothing to a regular file.
     patient = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | patient))  # noqa: SIM115
@@ -86,10 +83,9 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
-    r"""Write ``content`` to ``path`` so that no reader, and no crash, ever sees a part of it.
+    r"""Write ``content`` to ``path``, replacing a file, so that no reader, and no crash, ever sees a part of it.
 
-    An existing file is replaced; the folder must exist. An ``OSError`` (a missing folder, a full disk) names ``path``
-    and leaves it unchanged.
+    An ``OSError`` (a missing folder, a full disk) names ``path`` and leaves it unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,10 +110,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Append one line to a text file, creating it if absent, with a single write that is synced to disk.
-
-    ``ValueError`` if ``line`` holds a line break.
-    """
+    """Append one line (else ``ValueError``) to a text file, made if absent, with one write that is synced to disk."""
     if "\n" in line or "\r" in line:
         raise ValueError(f"expected one line, got {line!r}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)

@@ -15,11 +15,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for the next tensor of this process; returns whether glibc agreed.
 
-    Each step of a training run allocates the same large tensors. By default glibc returns them to the system when they
-    are freed, and the system zeroes and maps every page of 4 KiB anew: about a tenth of the time of a step
-    (``docs/lab/performance.md``). The price: a process keeps its peak of memory. ``lipkit train`` and
-    ``python -m papers`` call this for their own process; a library must not. It does not affect a preloaded allocator,
-    although glibc agrees.
+    By default glibc returns freed tensors to the system, which zeroes and maps every page anew: about a tenth of the
+    time of a training step (``docs/lab/performance.md``). The price: a process keeps its peak of memory. Programs call
+    this for their own process; a library must not. It does not affect a preloaded allocator, although glibc agrees.
 
     >>> isinstance(keep_freed_memory(), bool)
     True

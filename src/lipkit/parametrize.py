@@ -105,8 +105,8 @@ class NormBound(nn.Module):
         self.gamma, self.always = finite("gamma", gamma, positive=True), always
         # Only its geometry; in a tuple, so that it is not registered as a submodule.
         self.bare, self.groups = (_with_weight(layer, weight.to("meta")),), getattr(layer, "groups", 1)
-        if input_shape is not None and len(input_shape) != max(weight.ndim - 1, 1):
-            raise ShapeError(f"input_shape: expected {max(weight.ndim - 1, 1)} numbers, got {input_shape}")
+        if input_shape is not None and len(input_shape) != (numbers := max(weight.ndim - 1, 1)):
+            raise ShapeError(f"input_shape: expected {numbers} numbers, got {input_shape}")
         kernel = self._kernel(weight)
         sides = [1 if k == 1 else max(_SIDE, k) for k in kernel.shape[2:]]
         if input_shape is not None and getattr(layer, "padding_mode", "") == "circular":
@@ -167,8 +167,7 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
     Args:
         module: ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, a transposed convolution, or a network with no other
             matrices. It is returned with a :class:`NormBound` on each weight.
-        input_shape: of one sample, for a single layer with circular padding: the norm is then exact for this size;
-            otherwise it holds for images of every size.
+        input_shape: of one sample, for a single layer with circular padding, whose norm is then exact.
 
     Guarantee:
         In evaluation and in exports the norm is at most 1, rounding of the weights included, for inputs of every size

@@ -69,7 +69,7 @@ class _LipschitzEstimator(BaseEstimator):
 
     def _fit(self, X: Array, y: Array, weights: Array, outputs: int) -> None:
         """Train and export. ``y`` are class indices or targets; ``weights`` are positive."""
-        sizes = [*np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()]
+        sizes = np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()
         for name in ("lipschitz", "learning_rate_init"):
             finite(name, getattr(self, name), positive=True)
         for name in ("batch_size", "max_iter", "n_iter_no_change"):
@@ -168,12 +168,10 @@ class _LipschitzEstimator(BaseEstimator):
         return self
 
     def _calibration(self) -> Calibration:
-        check_is_fitted(self)
         if not hasattr(self, "conformity_scores_"):
             raise NotFittedError("expected calibrate(X, y) on data that were not trained on, before sets or intervals")
-        return Calibration(
-            torch.from_numpy(self.conformity_scores_), isinstance(self, ClassifierMixin), prove(self.export_)
-        )
+        scores = torch.from_numpy(self.conformity_scores_)
+        return Calibration(scores, isinstance(self, ClassifierMixin), prove(self.export_))
 
     def feature_gains(self) -> Array:
         r"""Proved bounds (features,) on the l2 change of the outputs if one feature changes by one scaled unit."""
@@ -252,13 +250,10 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         return self
 
     def _targets(self, y: Any) -> Tensor:
-        y = column_or_1d(y)
-        numbers = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)  # unknown labels: refused next
-        if (self.classes_[numbers] != y).any():
-            raise OptionError(
-                f"expected labels among {self.classes_.tolist()}, got {np.setdiff1d(y, self.classes_).tolist()}"
-            )
-        return torch.from_numpy(numbers)
+        labels, numbers = column_or_1d(y).tolist(), {label: k for k, label in enumerate(self.classes_.tolist())}
+        if unknown := [label for label in dict.fromkeys(labels) if label not in numbers]:
+            raise OptionError(f"expected labels among {list(numbers)}, got {unknown}")
+        return torch.tensor([numbers[label] for label in labels])
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities (n, classes): the softmax of the logits."""
@@ -266,7 +261,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def predict(self, X: Any) -> Array:
         """The most probable class (n,)."""
-        best = self._outputs(X).argmax(1).numpy()
+        best = self._outputs(X).argmax(1).numpy()  # first: it refuses an estimator that was not fitted
         found: Array = self.classes_[best]
         return found
 
@@ -289,11 +284,11 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         """Proved lower and upper bounds (n, classes, 2) of the probabilities of all inputs within eps."""
         z, distance = self._near(X, eps)
         measured = measure_by(self.export_, z, None)
-        logits = measured.logits
+        logits, classes = measured.logits, measured.outputs.shape[1]
         assert logits is not None  # the proof includes rounding
-        constants, rows = measured.proof.pair_constants(logits.values.shape[1])
+        constants, rows = measured.proof.pair_constants(classes)
         ends = []
-        for k in range(logits.values.shape[1]):
+        for k in range(classes):
             at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
             over = logits.values - logits.values[:, [k]]
             # 2^-40 and 2^-50 are far above the rounding of these few operations in float64.
@@ -315,7 +310,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
     Guarantee:
         ``lipschitz_`` is proved from the numbers of ``export_``, in units of the target, and at most ``lipschitz``
-        times the target's standard deviation.
+        times the target's standard deviation (times 1 for a constant target).
 
     >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
@@ -363,11 +358,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
 
 class _Trained(nn.Module):
-    """The function f of the module docstring, with free parameters.
-
-    ``sizes``: features, hidden units, outputs (one for two classes and regressions); ``signs`` of monotone features, 0
-    for the others; ``gain``: L; ``labels``: whether outputs are logits.
-    """
+    """The function f of the module docstring, with free parameters; one output for two classes and regressions."""
 
     def __init__(self, sizes: list[int], signs: Array, gain: float, labels: bool) -> None:
         super().__init__()

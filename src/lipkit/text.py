@@ -75,10 +75,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: boo
         cells = [c.rjust(w) if i and header else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip())
     if header:
-        rules = [
-            ":" + "-" * (widths[0] + 1),
-            *("-" * (width + 1) + ":" for width in widths[1:]),
-        ]  # ":" aligns
+        rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]  # ":" aligns
         lines.insert(1, f"|{'|'.join(rules)}|" if markdown else "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

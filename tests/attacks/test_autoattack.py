@@ -164,3 +164,9 @@ def test_without_the_package_one_sentence_says_how_to_install_it(monkeypatch: py
     net, x = network(), images(3)
     with pytest.raises(OptionError, match=r"expected the package pyautoattack .*pip install lipkit\[attack\]"):
         run_attack("autoattack", net, x, net(x).argmax(1), eps=0.1)
+
+
+@pytest.mark.skipif(not installed, reason="needs the extra attack")
+def test_ties_that_the_package_stumbles_over_give_one_sentence() -> None:
+    with pytest.raises(OptionError, match="expected logits that pyautoattack can attack, got an error of it: cannot"):
+        autoattack(lambda x: x.new_zeros(len(x), 5), images(2), torch.zeros(2).long(), eps=0.1, parts=["square"])

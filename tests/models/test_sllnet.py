@@ -64,7 +64,7 @@ def test_refusals() -> None:
         sllnet("huge")
     with pytest.raises(OptionError, match="channels: expected at least the 3 of the images, got 2"):
         sllnet(channels=2)
-    with pytest.raises(OptionError, match="as many features as the 100 classes, got 12"):
+    with pytest.raises(OptionError, match="at least 100 features, one for each class, got 12"):
         sllnet(channels=3, input_shape=(3, 8, 8), classes=100)
     with pytest.raises(ShapeError, match="multiples of 4"):
         sllnet(input_shape=(3, 30, 30))

@@ -155,7 +155,7 @@ def test_a_cost_is_that_of_the_recipe() -> None:
     assert pages.price({"a": missing(10.04), "b": missing(2410.0)}) == "about 2,400 core hours"
     assert pages.price({"a": missing(0.456), "b": missing(None)}) == "more than 0.46 core hours"
     assert pages.price({"a": missing(None, "STL-10")}) == "cost not measured; STL-10 not at hand"
-    assert pages.price({"a": missing(None, None, "needs more than 8 GB")}) == "needs more than 8 GB"
+    assert pages.price({"a": missing(None, None, "needs more than 8 GiB")}) == "needs more than 8 GiB"
 
 
 def test_a_measurement_costs_in_proportion_to_its_batch() -> None:

@@ -55,8 +55,7 @@ def apgd(
         restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
 
     Returns:
-        (N, ...), the best point found for each sample: a misclassified one if there was one, else the one of largest
-        margin loss. Same dtype and device as ``x``.
+        (N, ...), as of `lipkit.attacks.pgd`; the best point is the one of largest margin loss.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.
@@ -126,9 +125,7 @@ def apgd_then_targeted(
 
 def _keep(state: SimpleNamespace, rows: Tensor) -> None:
     """Keep only these rows of all tensors."""
-    for name, values in vars(state).items():
-        if values is not None:
-            setattr(state, name, values[rows])
+    vars(state).update({name: values[rows] for name, values in vars(state).items() if values is not None})
 
 
 def climb(

@@ -16,7 +16,7 @@ from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclass
 from lipkit.attacks.balls import ball
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import correct_samples, rivals
-from lipkit.errors import OptionError
+from lipkit.errors import LipkitError, OptionError, first_line, lacks_memory
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
 _STEPS, _LOOK, _TARGETS = 100, 10, 9
@@ -177,16 +177,9 @@ class _Isolated(torch.autograd.Function):
 
 
 def _run(
-    parts: Sequence[str],
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    eps: float,
-    norm: str,
-    seed: int,
-    classes: int,
+    parts: Sequence[str], model: Model, x: Tensor, y: Tensor, eps: float, norm: str, seed: int, classes: int,
     batch_size: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Points of pyautoattack, which computes in float32 and uses the global random state; both are shielded here."""
     from pyautoattack import AutoAttack
 
@@ -200,7 +193,7 @@ def _run(
     attack: Any = AutoAttack(isolated, norm={"l2": "L2", "linf": "Linf"}[norm], eps=eps, seed=seed, device=x.device)  # type: ignore[arg-type]
     # The default version "standard" has set one start for each attack.
     attack.attacks_to_run = list(parts)
-    attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(9, classes - 1)
+    attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(_TARGETS, classes - 1)
     silent = logging.Logger("lipkit.autoattack")
     silent.addHandler(logging.NullHandler())
     attack.logger = attack.apgd.logger = attack.apgd_targeted.logger = silent
@@ -208,6 +201,13 @@ def _run(
     try:
         with torch.random.fork_rng():
             points, _ = attack.run_standard_evaluation(x.float(), y, batch_size=batch_size)
+    except (RuntimeError, AssertionError) as error:  # it cannot take infinite logits, nor a tie in every sample
+        if lacks_memory(error) or isinstance(error, LipkitError):
+            raise
+        raise OptionError(
+            f"expected logits that pyautoattack can attack, got an error of it: {first_line(error)}; the attack 'apgd' "
+            "takes any"
+        ) from error
     finally:
         sys.settrace(trace)
     return points.detach().to(x)

@@ -37,10 +37,7 @@ class Ball:
 
 
 def ball(norm: str) -> Ball:
-    """The ball of this norm.
-
-    Raises:
-        OptionError: another name than ``"l2"`` or ``"linf"``.
+    """The ball of this norm, ``"l2"`` or ``"linf"``; ``OptionError`` for another.
 
     >>> ball("linf").distance(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)).tolist()
     [4.0]
@@ -57,14 +54,7 @@ def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
     """
     if point.device.type == "mps":
         return norms(point.cpu(), centre.cpu(), order).float().to(point.device)
-    return _lengths(point.double() - centre.double(), order)
-
-
-def _lengths(difference: Tensor, order: float = 2) -> Tensor:
-    """(N,) norms, computed in float64."""
-    if difference.device.type == "mps":
-        return _lengths(difference.cpu(), order).float().to(difference.device)
-    return torch.linalg.vector_norm(difference.flatten(1), order, dim=1, dtype=torch.float64)
+    return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), order, dim=1)
 
 
 def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
@@ -82,13 +72,13 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     """
     aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)  # usually keeps the rounded sum inside
     step = point - centre
-    scale = (aim / _lengths(step).clamp_min(1e-30)).clamp_max(1.0)
+    scale = (aim / norms(point, centre).clamp_min(1e-30)).clamp_max(1.0)
     result = torch.addcmul(centre, step, like(scale, step))
     if box is not None and bool((scale < 1).any()):
         square, size, squares = scale.square(), aim.square(), step.square()
         for _ in range(12):  # two or three usually suffice
             clipped = result.clamp(*box)
-            missing = size - _lengths(clipped - centre).square()
+            missing = size - norms(clipped, centre).square()
             if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
                 break
             held = result != clipped  # entries at the box's faces: they cannot grow
@@ -108,9 +98,6 @@ def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     True
     """
     result = nearest_l2(point, centre, radius, box)
-    once = 1 + torch.finfo(result.dtype).eps  # a difference of two numbers is rounded once
-    if not bool((_lengths(result - centre) * once > radius).any()):
-        return result
     # Shrinking towards a centre inside the box stays in it. Shrink a little more, to cover the rounding of the sum.
     for attempt in range(8):
         length = norms(result, centre)

@@ -81,8 +81,7 @@ def carlini_wagner(
         return best
     centre, label = x[index], y[index]
     order = nearest_rivals(model, centre, label, logits, norms)
-    near = centre
-    distance = torch.full((len(index),), torch.inf, dtype=torch.float64, device=x.device)
+    near, distance = centre, torch.full((len(index),), torch.inf, dtype=torch.float64, device=x.device)
     for target in order[:, :targets].unbind(dim=1):
         near, distance = _search(
             model, centre, label, target, near, distance, steps, searches, rate, weight, confidence, box

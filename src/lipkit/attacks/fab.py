@@ -22,14 +22,12 @@ def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: in
     that holds both ends, up to one rounding of the sum.
 
     Args:
-        model: any callable from (N, ...) to logits (N, K) that treats samples independently.
+        model, y: see `lipkit.attacks.pgd`.
         x, adversarial: (N, ...) of one shape and dtype.
-        y: (N,) int64 labels.
         steps: number of halvings; after 20 the point is within a millionth of the distance from the boundary.
 
     Raises:
-        ShapeError: the shapes differ.
-        OptionError: ``steps`` is below 1.
+        ShapeError: the shapes differ. OptionError: ``steps`` is below 1.
 
     >>> x, far = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
     >>> near = shrink(lambda x: torch.stack([0.25 - x[:, 0], x[:, 0] - 0.25], 1), x, far, torch.tensor([0]))
@@ -177,12 +175,10 @@ def fab(
         for start in range(restarts):
             point = centre.clone()
             if start:
-                reach = distance[index] / 2
-                reach = torch.where(reach.isfinite(), reach, 0.0)
+                reach = (distance[index] / 2).nan_to_num(posinf=0.0)  # infinity: nothing found yet
                 point = clip(centre + space.random(centre, generator) * like(reach, centre), box)
             for _ in range(steps):
-                value, _, slope = value_and_gradient(model, point, label, "margin", target)
-                here, origin = _project(point, centre, value, slope, norm, box)
+                here, origin = _project(model, point, centre, label, target, norm, box)
                 near = space.distance(point + here, point)
                 both = near + space.distance(centre + origin, centre)
                 a = like((near / both.clamp_min(1e-30)).clamp_max(_MOST_ORIGINAL), point)
@@ -197,15 +193,17 @@ def fab(
         near = shrink(model, centre, best[index], label)
         keep(near)
         if turn < polish:
-            value, _, slope = value_and_gradient(model, best[index], label, "margin")
-            _, origin = _project(best[index], centre, value, slope, norm, box)
+            _, origin = _project(model, best[index], centre, label, None, norm, box)
             ahead = centre + origin * (1 + 1e-4)  # a little beyond the face, so that it is misclassified
             keep(clip(torch.where(ahead.isfinite(), ahead, centre), box))
     return best
 
 
-def _project(point: Tensor, centre: Tensor, value: Tensor, slope: Tensor, norm: str, box: Box) -> tuple[Tensor, Tensor]:
+def _project(
+    model: Model, point: Tensor, centre: Tensor, label: Tensor, target: Tensor | None, norm: str, box: Box
+) -> tuple[Tensor, Tensor]:
     """Steps from the point and from the sample to the hyperplane where the linearised loss at the point is 0."""
+    value, _, slope = value_and_gradient(model, point, label, "margin", target)
     normal = slope.flatten(1)
     value = value.nan_to_num(posinf=0.0, neginf=0.0).to(normal)
     flat, origin = point.flatten(1), centre.flatten(1)

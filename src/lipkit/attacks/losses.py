@@ -57,14 +57,14 @@ def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
 
     >>> check_loss("dlr", 3, targeted=True)
     Traceback (most recent call last):
-        ...
     lipkit.errors.OptionError: expected at least 4 classes for the targeted loss 'dlr', got 3
     """
     check_choice("loss", loss, LOSSES)
-    least = {"dlr": 4 if targeted else 3}.get(loss, 2)
+    least = (4 if targeted else 3) if loss == "dlr" else 2
     if classes < least:
-        kind = "targeted loss" if targeted else "loss"
-        raise OptionError(f"expected at least {least} classes for the {kind} {loss!r}, got {classes}")
+        raise OptionError(
+            f"expected at least {least} classes for the {'targeted ' * targeted}loss {loss!r}, got {classes}"
+        )
 
 
 def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:

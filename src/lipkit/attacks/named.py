@@ -28,8 +28,7 @@ class Named:
     """One attack of the table.
 
     Attributes:
-        function: (model, x, y, *, box, ...) -> (N, ...) points. It is passed the options of `run_attack` that its
-            signature names and the caller gave.
+        function: (model, x, y, *, box, ...) -> (N, ...) points; gets the options of `run_attack` in its signature.
         words: name shown to the user.
         package: package that it needs, whose version ``ran`` states.
     """
@@ -68,12 +67,7 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class AttackResult:
-    """The points that an attack returns, and its name.
-
-    Attributes:
-        points: (N, ...) within ``eps``: an adversarial example, else the best point found.
-        ran: which attack it was, in words.
-    """
+    """Points (N, ...) of an attack within ``eps``, adversarial or the best found; which attack ``ran``, in words."""
 
     points: Tensor
     ran: str
@@ -104,9 +98,6 @@ def run_attack(
         eps: radii, see `lipkit.attacks.pgd`; None for the closest example of ``fab`` and ``cw``, whatever its distance.
         steps: see the attack; None for its default. AutoAttack has its own.
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).
-
-    Returns:
-        `AttackResult`: the points, and which attack ran.
 
     Raises:
         OptionError: an unknown name, no sample, cw in l_inf, or see the attack.

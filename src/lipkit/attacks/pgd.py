@@ -61,8 +61,8 @@ def pgd(
         restarts: number of starts, at least 1.
         box: smallest and largest value of an input entry, or None.
         loss: ``"margin"`` or ``"ce"``.
-        generator: source of random starts and directions; None is a CPU generator with seed 0. The global random state
-            is never used. A CPU generator gives the same start on every device.
+        generator: source of random starts and directions, never the global one; None is a CPU generator with seed 0. A
+            CPU generator gives the same start on every device.
         stop_early: leave a sample alone once it is misclassified (at the start this costs a single evaluation);
             False keeps raising the loss, as adversarial training needs it.
         random_start: whether the first start is a random point of the ball too.

@@ -24,14 +24,8 @@ from lipkit.linalg.matrices import check_matrix
 def block_convolve(a: Tensor, b: Tensor) -> Tensor:
     r"""The kernel of "first b, then a": :math:`(A \square B)[s] = \sum_t A[t]\, B[s - t]`, a product at each tap.
 
-    Args:
-        a: ``(m, n, ha, wa)``. b: ``(n, p, hb, wb)``.
-
-    Returns:
-        ``(m, p, ha + hb - 1, wa + wb - 1)``.
-
-    Raises:
-        ShapeError: the channels in between differ.
+    From ``(m, n, ha, wa)`` and ``(n, p, hb, wb)`` follows ``(m, p, ha + hb - 1, wa + wb - 1)``; ``ShapeError`` if the
+    channels in between differ.
 
     >>> import torch
     >>> a = torch.tensor([[[[1.0, 2.0]]]])
@@ -81,10 +75,7 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     Args:
         h: ``(m, n)``, semi-orthogonal.
         v: ``(kh + kw - 2, max(m, n), r)``, each with orthonormal columns; r may be 0 (a pure shift).
-        kernel_size: kh, kw; any sizes.
-
-    Returns:
-        ``(m, n, kh, kw)``.
+        kernel_size: kh, kw of the result ``(m, n, kh, kw)``.
 
     Guarantee:
         Orthonormal inputs give a convolution with all singular values 1, on a circular image of any size.
@@ -111,10 +102,8 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     kh, kw = kernel_size
     expected = (kh + kw - 2, max(h.shape))
     if h.ndim != 2 or v.ndim != 3 or tuple(v.shape[:2]) != expected:
-        raise ShapeError(
-            f"h and v: expected shapes (m, n) and ({expected[0]}, {expected[1]}, r), "
-            f"got {tuple(h.shape)} and {tuple(v.shape)}"
-        )
+        wanted, got = f"(m, n) and ({expected[0]}, {expected[1]}, r)", f"{tuple(h.shape)} and {tuple(v.shape)}"
+        raise ShapeError(f"h and v: expected shapes {wanted}, got {got}")
     if h.shape[0] < h.shape[1]:
         return bcop_kernel(h.mT, v, kernel_size).transpose(0, 1)
     kernel = h[:, :, None, None]

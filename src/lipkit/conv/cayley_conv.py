@@ -20,23 +20,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.conv.cayley_rounded import backward_rounded, forward_rounded, rounded_symbol
+from lipkit.conv.cayley_rounded import RoundedSolve, rounded_symbol
 from lipkit.conv.normal_matrices import (
     Form,
     Group,
     NormalMatrices,
     backward_rows,
     forward_rows,
+    gradients,
     normal_matrices,
+    plain_solve,
     prepare,
     second_half,
 )
 from lipkit.conv.spectrum import Symbol, apply_symbol
 from lipkit.conv.spread import spread_cayley, spread_pays
-from lipkit.conv.transform import count_real, pure_images, pure_rows, to_images, to_rows, transform_matrices
+from lipkit.conv.transform import count_real, to_images, to_rows, transform_matrices
 from lipkit.errors import OptionError
 from lipkit.linalg.cayley import Factors
-from lipkit.linalg.transforms import plain_gradients, transformed
+from lipkit.linalg.transforms import transformed
 
 
 class Rounded(NamedTuple):
@@ -47,7 +49,7 @@ class Rounded(NamedTuple):
 
 
 class _Solved(torch.autograd.Function):
-    """A form of the layer on images, with a hand-written derivative; second derivatives use :func:`_plain`.
+    """A form of the layer on images, with a hand-written derivative; second derivatives use :func:`plain_solve`.
 
     Gain over it (AMD EPYC): 1.7 at 64@32, 1.5 at 128@16, 1.1 at 256@8, where the products dominate.
     """
@@ -63,9 +65,8 @@ class _Solved(torch.autograd.Function):
             rows.mul_(scale)
         n = real.shape[-1]
         out = x.new_empty(h * w, len(x), n + rest_real.shape[1] if form == "tall" and rest_real is not None else n)
-        kept = [
-            t for group in _groups(h, w, rest_real, rest_pair, constants) for t in forward_rows(form, group, rows, out)
-        ]
+        groups = _groups(h, w, rest_real, rest_pair, constants)
+        kept = [t for group in groups for t in forward_rows(form, group, rows, out)]
         if scale is not None and form == "second":
             out.mul_(scale)
         if bias is not None:
@@ -85,7 +86,7 @@ class _Solved(torch.autograd.Function):
         none = (None,) * len(constants)
         matrices = _transform(constants)
         if torch.is_grad_enabled() or transformed(g):
-            return None, *_differentiable_gradients(ctx.form, inputs, g, matrices), *none
+            return None, *gradients(ctx.form, inputs, g), *none
         h, w = x.shape[-2:]
         for_bias, for_scale, for_x = None, None, None
         with torch.autocast(g.device.type, enabled=False):
@@ -114,53 +115,6 @@ class _Solved(torch.autograd.Function):
         return None, for_x, for_bias, for_scale, for_real, for_pair, for_rest_real, for_rest_pair, *none
 
 
-class _Rounded(torch.autograd.Function):
-    """:class:`_Solved` on features of half precision, with the rounded inverses of N.
-
-    Gain over it in float32 (AMD EPYC with products in bfloat16): 1.5 at 64@32, 64@16, 128@16 and 256@8.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, form: Form, *inputs: Any) -> Tensor:
-        x, bias, scale, _, _, rest_real, rest_pair, *inverse = inputs
-        used = rest_real is not None and form != "first adjoint"
-        rest = rounded_symbol(rest_real.mT, rest_pair.mT, x.dtype) if used else None
-        matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
-        y, *kept = forward_rounded(form, x, bias, scale, Symbol(*inverse), rest, matrices)
-        ctx.form = form
-        ctx.save_for_backward(*inputs, *(rest or (None, None)), *kept)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
-        *inputs, m_real, m_pair, w_real, w_pair, solved, further = ctx.saved_tensors
-        x, _, scale, real = inputs[:4]
-        size = x.shape[-2:]
-        if torch.is_grad_enabled() or transformed(g):
-            matrices = transform_matrices(*size, dtype=real.dtype, device=x.device)
-            inputs = (x.to(real.dtype), *inputs[1:])
-            for_x, *others = _differentiable_gradients(ctx.form, inputs, g.to(real.dtype), matrices)
-            return None, None if for_x is None else for_x.to(x.dtype), *others, None, None
-        with torch.autocast(g.device.type, enabled=False):
-            matrices = transform_matrices(*size, dtype=x.dtype, device=x.device)
-            rest = None if w_real is None else Symbol(w_real, w_pair)
-            asked, inverse = ctx.needs_input_grad[1:8], Symbol(m_real, m_pair)
-            found = backward_rounded(ctx.form, asked, x, scale, inverse, rest, (solved, further), g, matrices)
-        return None, *found, None, None
-
-
-def _differentiable_gradients(
-    form: Form, inputs: Sequence[Any], g: Tensor, matrices: list[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs of :class:`_Solved`, of which N counts as independent of W_2."""
-
-    def plain(x: Tensor, bias: Tensor | None, scale: Tensor | None, *normal: Any) -> Tensor:
-        return _plain(form, x, bias, scale, NormalMatrices(*normal), matrices)
-
-    return plain_gradients(plain, inputs, g)
-
-
 def _transform(constants: Sequence[Any]) -> list[Tensor]:
     return [t for t in constants[4:] if t is not None]
 
@@ -172,41 +126,6 @@ def _groups(
     n = count_real(h, w)
     groups = [Group(Factors(real, real_pivots), rest_real, slice(0, n))]
     return [*groups, Group(Factors(pair, pair_pivots), rest_pair, slice(n, None))] if h * w > n else groups
-
-
-def _plain(
-    form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None, normal: NormalMatrices, matrices: list[Tensor]
-) -> Tensor:
-    """The function of :class:`_Solved`, by operations that every tracer and every derivative of torch knows."""
-    h, w = x.shape[-2:]
-    channels = None if scale is None else scale[:, None, None]
-    if form == "first adjoint" and channels is not None:
-        x = x * channels
-    n_real = count_real(h, w)
-    rows = pure_rows(x, matrices)
-
-    def one(transposed: Tensor, rest: Tensor | None, z: Tensor) -> Tensor:
-        n = transposed.shape[-1]
-        if form == "first adjoint":
-            # A* = 2 N^-* - I, and the conjugate of N^T is N^*.
-            return 2 * torch.linalg.solve(transposed.conj(), z.mT).mT - z
-        if form == "second":
-            assert rest is not None
-            return -2 * torch.linalg.solve(transposed.mT, rest @ z.mT).mT
-        t = z[..., :n] if form == "tall" or rest is None else z[..., :n] - z[..., n:] @ rest.mT
-        solved = torch.linalg.solve(transposed.mT, t.mT).mT
-        top = 2 * solved - z[..., :n]
-        return top if form == "wide" or rest is None else torch.cat((top, -2 * solved @ rest.mT), -1)
-
-    out = [one(normal.real, normal.rest_real, rows[:n_real])]
-    if len(rows) > n_real:
-        pair = rows[n_real:].reshape(-1, 2, *rows.shape[1:])
-        z = one(normal.pair, normal.rest_pair, torch.complex(pair[:, 0], pair[:, 1]))
-        out.append(torch.stack((z.real, z.imag), 1).flatten(0, 1))
-    y = pure_images(torch.cat(out), h, w, matrices)
-    if form == "second" and channels is not None:
-        y = y * channels
-    return y if bias is None else y + bias[:, None, None]
 
 
 def solve_form(
@@ -239,11 +158,11 @@ def solve_form(
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
             half = Symbol(*(part.to(x.dtype) for part in _scaled_half(normal, factors.factors, scale)))
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
-        rounded: Tensor = _Rounded.apply(form, x, bias, scale, *normal, *factors.inverse)
+        rounded: Tensor = RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed():
-        return _plain(form, x, bias, scale, normal, matrices)
+        return plain_solve(form, x, bias, scale, normal)
     # Rounded factors no longer fit if a user's function between two maps has widened x.
     factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Rounded) else factors
     if form == "second" and x.shape[1] < len(x):

@@ -15,13 +15,15 @@ Everything is real: a complex matrix is the pair of its parts (:class:`lipkit.co
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipkit.conv.normal_matrices import Form
+from lipkit.conv.normal_matrices import Form, gradients
 from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows
-from lipkit.conv.transform import to_images, to_rows
+from lipkit.conv.transform import to_images, to_rows, transform_matrices
+from lipkit.linalg.transforms import transformed
 
 
 def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
@@ -55,107 +57,101 @@ def _sum_of_rows(t: Tensor) -> Tensor:
     return torch.bmm(t.new_ones(len(t), 1, t.shape[1]), t).sum((0, 1), dtype=torch.float32)
 
 
-def forward_rounded(
-    form: Form,
-    x: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    inverse: Symbol,
-    rest: Symbol | None,
-    t: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The outputs, then what the derivative needs: h, and the rows that W_2 multiplied.
+class RoundedSolve(torch.autograd.Function):
+    """The solve form on features of half precision, with the rounded inverses of N.
 
-    M (``inverse``), W_2 (``rest``) and the matrices ``t`` of the transform are in the dtype of x.
+    Gain over float32 (AMD EPYC with products in bfloat16): 1.8 at 64@32, 1.5 at 64@16, 1.4 at 128@16, 1.3 at 256@8.
     """
-    h, w = x.shape[-2:]
-    rows = to_rows(x, t)
-    n = inverse.real.shape[1]
-    kept: Tensor | None = None
-    if form == "first adjoint":
-        rows = rows if scale is None else rows.mul_(scale.to(x.dtype))
-        solved = _times(inverse, rows, h, w, adjoint=True)
-        out = torch.lerp(rows, solved, 2.0)
-    elif form == "second":
-        assert rest is not None
-        kept = rows
-        solved = _times(inverse, _times(rest, rows, h, w), h, w)
-        out = solved * (-2 if scale is None else (-2 * scale).to(x.dtype))
-    elif form == "tall":
-        solved = _times(inverse, rows, h, w)
-        out = torch.lerp(rows, solved, 2.0)
-        if rest is not None:
-            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)  # y = [2 h - x; -2 W_2 h]
-    else:
-        own = rows[..., :n]
-        moved = own
-        if rest is not None:
-            kept = rows[..., n:]
-            moved = own - _times(rest, kept, h, w)
-        solved = _times(inverse, moved, h, w)
-        out = torch.lerp(own, solved, 2.0)
-    if bias is not None:
-        # A constant image is the coefficient of frequency 0, the first row.
-        out[0].add_(bias, alpha=math.sqrt(h * w))
-    return to_images(out, h, w, t), solved, kept
 
+    @staticmethod
+    def forward(ctx: Any, form: Form, *inputs: Any) -> Tensor:
+        x, bias, scale, _, _, rest_real, rest_pair, *parts = inputs
+        (h, w), inverse, rest = x.shape[-2:], Symbol(*parts), None
+        if rest_real is not None and form != "first adjoint":
+            rest = rounded_symbol(rest_real.mT, rest_pair.mT, x.dtype)
+        matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+        rows = to_rows(x, matrices)
+        n = inverse.real.shape[1]
+        kept: Tensor | None = None  # the rows that W_2 multiplied
+        if form == "first adjoint":
+            rows = rows if scale is None else rows.mul_(scale.to(x.dtype))
+            solved = _times(inverse, rows, h, w, adjoint=True)
+            out = torch.lerp(rows, solved, 2.0)
+        elif form == "second":
+            assert rest is not None
+            kept = rows
+            solved = _times(inverse, _times(rest, rows, h, w), h, w)
+            out = solved * (-2 if scale is None else (-2 * scale).to(x.dtype))
+        elif form == "tall":
+            solved = _times(inverse, rows, h, w)
+            out = torch.lerp(rows, solved, 2.0)
+            if rest is not None:
+                out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)  # y = [2 h - x; -2 W_2 h]
+        else:
+            own = moved = rows[..., :n]
+            if rest is not None:
+                kept = rows[..., n:]
+                moved = own - _times(rest, kept, h, w)
+            solved = _times(inverse, moved, h, w)
+            out = torch.lerp(own, solved, 2.0)
+        if bias is not None:
+            # A constant image is the coefficient of frequency 0, the first row.
+            out[0].add_(bias, alpha=math.sqrt(h * w))
+        ctx.form = form
+        ctx.save_for_backward(*inputs, *(rest or (None, None)), solved, kept)
+        return to_images(out, h, w, matrices)
 
-def backward_rounded(
-    form: Form,
-    needed: tuple[bool, ...],
-    x: Tensor,
-    scale: Tensor | None,
-    inverse: Symbol,
-    rest: Symbol | None,
-    kept: tuple[Tensor, Tensor | None],
-    g: Tensor,
-    t: list[Tensor],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), as far as ``needed``, from ``g``.
-
-    ``kept`` are the values that :func:`forward_rounded` returned after the outputs.
-    """
-    h, w = x.shape[-2:]
-    rows, (solved, multiplied_rows) = to_rows(g, t), kept
-    n = inverse.real.shape[1]
-    for_x: Tensor | None = None
-    for_bias = rows[0].sum(0, dtype=torch.float32).mul_(math.sqrt(h * w)) if needed[1] else None
-    for_scale: Tensor | None = None
-    for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
-    # k carries the factor 2 of 2 h - x (or -2): scaling it once, in place, saves a pass over each gradient.
-    if form == "first adjoint":
-        k = _times(inverse, rows, h, w).mul_(2)
-        out = k - rows
-    elif form == "second":
-        assert rest is not None
-        if scale is not None:
-            # y = -2 s h, and the transform keeps inner products, so those of the coefficients serve.
-            for_scale = -2 * _sum_of_rows(rows * solved)
-            rows = rows * scale.to(rows.dtype)
-        k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)
-        if multiplied_rows is not None:
-            for_rest = _outer(k, multiplied_rows, h, w, 1)
-        out = _times(rest, k, h, w, adjoint=True)
-    elif form == "tall":
-        own, other = rows[..., :n], rows[..., n:]
-        top = own if rest is None else own - _times(rest, other, h, w, adjoint=True)
-        k = _times(inverse, top, h, w, adjoint=True).mul_(2)
-        if rest is not None:
-            for_rest = _outer(other, solved, h, w, -2)
-        out = k - own
-    else:
-        k = _times(inverse, rows, h, w, adjoint=True).mul_(2)
-        out = k - rows
-        if rest is not None and multiplied_rows is not None:
-            for_rest = _outer(k, multiplied_rows, h, w, -1)
-            out = torch.cat((out, _times(rest, k, h, w, adjoint=True).neg_()), -1)
-    # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory: -conj(h k^*).
-    one, two = (k, solved) if form == "first adjoint" else (solved, k)
-    for_normal = _outer(one, two, h, w, -1, conjugate=True)
-    scaled = scale is not None and form == "first adjoint"
-    if needed[0] or scaled:
-        for_x = to_images(out, h, w, t)
-    if scaled and for_x is not None and scale is not None:
-        for_scale = _sum_of_rows((for_x * x).flatten(2).mT)
-        for_x = for_x * scale.to(x.dtype)[:, None, None]
-    return for_x, for_bias, for_scale, *for_normal, *for_rest
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), form = grads, ctx.form
+        *inputs, m_real, m_pair, w_real, w_pair, solved, kept = ctx.saved_tensors
+        x, _, scale, real = inputs[:4]
+        if torch.is_grad_enabled() or transformed(g):
+            inputs = (x.to(real.dtype), *inputs[1:])
+            for_x, *others = gradients(form, inputs, g.to(real.dtype))
+            return None, None if for_x is None else for_x.to(x.dtype), *others, None, None
+        with torch.autocast(g.device.type, enabled=False):
+            for_x, for_bias, for_scale, needed = None, None, None, ctx.needs_input_grad[1:4]
+            for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
+            (h, w), inverse = x.shape[-2:], Symbol(m_real, m_pair)
+            rest = None if w_real is None else Symbol(w_real, w_pair)
+            matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+            rows, n = to_rows(g, matrices), inverse.real.shape[1]
+            if needed[1]:
+                for_bias = rows[0].sum(0, dtype=torch.float32).mul_(math.sqrt(h * w))
+            # k carries the factor 2 of 2 h - x (or -2): scaling it once, in place, saves a pass over each gradient.
+            if form == "first adjoint":
+                k = _times(inverse, rows, h, w).mul_(2)
+                out = k - rows
+            elif form == "second":
+                assert rest is not None
+                if scale is not None:
+                    # y = -2 s h, and the transform keeps inner products, so those of the coefficients serve.
+                    for_scale = -2 * _sum_of_rows(rows * solved)
+                    rows = rows * scale.to(rows.dtype)
+                k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)
+                for_rest = _outer(k, kept, h, w, 1)
+                out = _times(rest, k, h, w, adjoint=True)
+            elif form == "tall":
+                own, other = rows[..., :n], rows[..., n:]
+                top = own if rest is None else own - _times(rest, other, h, w, adjoint=True)
+                k = _times(inverse, top, h, w, adjoint=True).mul_(2)
+                if rest is not None:
+                    for_rest = _outer(other, solved, h, w, -2)
+                out = k - own
+            else:
+                k = _times(inverse, rows, h, w, adjoint=True).mul_(2)
+                out = k - rows
+                if rest is not None:
+                    for_rest = _outer(k, kept, h, w, -1)
+                    out = torch.cat((out, _times(rest, k, h, w, adjoint=True).neg_()), -1)
+            # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory -conj(h k^*).
+            one, two = (k, solved) if form == "first adjoint" else (solved, k)
+            for_normal = _outer(one, two, h, w, -1, conjugate=True)
+            scaled = scale is not None and form == "first adjoint"
+            if needed[0] or scaled:
+                for_x = to_images(out, h, w, matrices)
+                if scaled:
+                    for_scale = _sum_of_rows((for_x * x).flatten(2).mT)
+                    for_x = for_x * scale.to(x.dtype)[:, None, None]
+        return None, for_x, for_bias, for_scale, *for_normal, *for_rest, None, None

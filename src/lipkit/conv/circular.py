@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,23 +29,17 @@ def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
     tensor([[[[3., 3., 6.]]]])
     """
     left, right, top, bottom = pads
-    rows, cols = _strips(g.shape[-2], top, bottom), _strips(g.shape[-1], left, right)
-    parts = [(g[..., r, c], to_row, to_col) for r, to_row in rows for c, to_col in cols]
-    folded = parts[0][0].clone()  # the image itself
-    for part, to_row, to_col in parts[1:]:
-        if part.numel():
-            folded[..., to_row, to_col].add_(part)
+    h, w = g.shape[-2] - top - bottom, g.shape[-1] - left - right
+    # Along each axis (from, to, how many) of the image itself, the border before it, and the border behind it.
+    rows, cols = (
+        [(before, 0, n), (0, n - before, before), (before + n, 0, after)]
+        for before, n, after in ((top, h, bottom), (left, w, right))
+    )
+    folded = g[..., top : top + h, left : left + w].clone()
+    for (i, to_i, a), (j, to_j, b) in list(product(rows, cols))[1:]:
+        if a and b:
+            folded[..., to_i : to_i + a, to_j : to_j + b].add_(g[..., i : i + a, j : j + b])
     return folded
-
-
-def _strips(padded: int, before: int, after: int) -> list[tuple[slice, slice]]:
-    """Along one axis the slices (from, to) of the image itself, the border before it, and the border behind it."""
-    n = padded - before - after
-    return [
-        (slice(before, before + n), slice(0, n)),
-        (slice(0, before), slice(n - before, n)),
-        (slice(before + n, None), slice(0, after)),
-    ]
 
 
 class _Pad(torch.autograd.Function):

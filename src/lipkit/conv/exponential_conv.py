@@ -51,12 +51,9 @@ def adjoint(kernel: Tensor) -> Tensor:
 
 
 def skew(kernel: Tensor) -> Tensor:
-    r"""The skew part, without the half: :math:`K[s] = M[s] - M[-s]^\top`.
+    r"""The skew part, without the half, of M ``(c, c, kh, kw)``: :math:`K[s] = M[s] - M[-s]^\top`.
 
     The result is skew to the last bit: each tap and its partner are one rounded difference with two signs.
-
-    Args:
-        kernel: M, ``(c, c, kh, kw)`` with odd kh and kw.
 
     Raises:
         ShapeError: channels differ, or a size is even.
@@ -113,9 +110,7 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
     if not angle + error <= 100:  # in this form NaN is caught, too
         return math.inf
     gain = taylor_range(angle, terms)[1]
-    if error == 0:
-        return gain
-    return (gain + error * math.exp(angle + error)) * (1 + 1e-12)
+    return gain if error == 0 else (gain + error * math.exp(angle + error)) * (1 + 1e-12)
 
 
 Way = Literal["features", "frequencies", "symbol"]
@@ -150,12 +145,9 @@ def exponential_conv2d(
         kernel: K, ``(c, c, kh, kw)`` of the dtype of x; larger than the image is allowed.
         x: ``(B, n, h, w)`` with n <= c; missing channels are zeros.
         terms: T, the highest power.
-        outputs: how many channels of the result are kept, by default c.
+        outputs: how many channels of the result ``(B, outputs, h, w)`` are kept, by default c.
         way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast, products of features
             run in its dtype, the polynomial of the symbol in that of the kernel, and 'frequencies' is not chosen.
-
-    Returns:
-        ``(B, outputs, h, w)``.
 
     Raises:
         ShapeError: the kernel is not square in its channels, or has fewer than x.
@@ -179,18 +171,18 @@ def exponential_conv2d(
     if way is None:
         counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
         if autocast_on(x):
-            counts = {name: counts[name] for name in counts if name != "frequencies"}
+            counts.pop("frequencies", None)
             counts["features"] /= HALF_GAIN  # their convolutions run in the dtype of autocast
-        way = sorted(counts, key=counts.__getitem__)[0]
+        way = min(counts, key=counts.__getitem__)
     if way == "features":
         folded = fold(kernel, h, w)
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
         return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
     with autocast_off(x):
         raw = kernel_symbol(kernel, h, w)
-        if way == "symbol":
-            raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
     if way == "symbol":
+        with autocast_off(x):
+            raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
         return apply_symbol(raw, x)
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     spectrum = analyse(x, matrices)

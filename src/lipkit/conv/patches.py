@@ -36,10 +36,7 @@ def check_divides(height: int, width: int, stride: int) -> None:
 def downsample(x: Tensor, stride: int) -> Tensor:
     """Move each ``stride x stride`` patch into the channels: ``(B, C, H, W) -> (B, s^2 C, H/s, W/s)``.
 
-    A permutation of the entries (pixel-unshuffle), so every norm is kept exactly.
-
-    Raises:
-        ShapeError: ``stride`` does not divide both sides.
+    A permutation (pixel-unshuffle), so every norm is kept exactly; ``ShapeError`` unless the stride divides both sides.
 
     >>> import torch
     >>> downsample(torch.arange(4.0).reshape(1, 1, 2, 2), 2).flatten().tolist()
@@ -87,7 +84,7 @@ def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
     (torch.Size([4, 12, 4, 4]), torch.Size([4, 12, 1, 1]))
 
     References:
-        The polyphase decomposition of multirate filters; derived here for kernels of many channels.
+        The polyphase decomposition of multirate filters.
     """
     check_kernel(kernel)
     if min(stride) < 1:
@@ -99,26 +96,10 @@ def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
     return split.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)  # (o, c, i, j, a, b): the channel order of pixel-unshuffle
 
 
-def kernel_to_matrix(kernel: Tensor) -> Tensor:
-    """The kernel ``(cout, cin, kh, kw)`` as the matrix ``(cout, cin kh kw)`` that acts on patches.
-
-    >>> import torch
-    >>> kernel_to_matrix(torch.zeros(4, 2, 3, 3)).shape
-    torch.Size([4, 18])
-    """
-    check_kernel(kernel)
-    return kernel.flatten(1)
-
-
 def contraction_from_matrix(matrix: Tensor, kh: int, kw: int) -> Tensor:
     r"""The kernel ``matrix / sqrt(kh kw)``, whose convolution has at most the norm of ``matrix``.
 
-    Args:
-        matrix: ``(cout, cin kh kw)``.
-        kh, kw: kernel size.
-
-    Returns:
-        Kernel ``(cout, cin, kh, kw)``.
+    The matrix is ``(cout, cin kh kw)``, the kernel ``(cout, cin, kh, kw)``.
 
     Guarantee:
         :math:`\|K\|_2 \le \|\text{matrix}\|_2` for circular padding on an image of **any** size, kernels larger than

@@ -46,8 +46,7 @@ def apply_phases(
 
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
-        small transforms and two copies. Backward takes twice the products; for it, real matrices on a CPU keep
-        no features but ``x``.
+        small transforms and two copies. Backward, real matrices on a CPU keep no features but ``x``.
 
     Raises:
         ShapeError: the kernel does not divide the image.
@@ -116,10 +115,7 @@ def _images_per_piece(x: Tensor, channels: int, kernel_size: Size, buffer: int) 
 
 
 def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Tensor:
-    """``matrix`` times the phase images of ``phases`` (kh, kw, b, dh, dw, c): ``(kh kw, pixels, c)``, in ``out``.
-
-    ``room`` and ``out`` are flat buffers; the first is overwritten with a copy.
-    """
+    """``matrix`` times ``phases`` (kh, kw, b, dh, dw, c): ``(kh kw, pixels, c)``. Both flat buffers are overwritten."""
     n, size = len(matrix), phases.numel()
     copy = room[:size]
     copy.view(phases.shape).copy_(phases)
@@ -137,11 +133,8 @@ def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     torch.bmm(rows[:n_real], real.mT, out=made[:n_real])
     if n_pair:
         # The two coefficients of a pair are rows of one product.
-        torch.bmm(
-            rows[n_real:].view(n_pair, 2 * pixels, -1),
-            pair[:, 0].mT,
-            out=made[n_real:].view(n_pair, 2 * pixels, -1),
-        )
+        both, out = (t[n_real:].view(n_pair, 2 * pixels, -1) for t in (rows, made))
+        torch.bmm(both, pair[:, 0].mT, out=out)
     return made
 
 

@@ -42,10 +42,8 @@ def check_fits(height: int, width: int, kernel_size: Size, name: str = "kernel_s
     kh, kw = kernel_size
     if height % kh or width % kw:
         fitting = ", ".join(map(str, fitting_sizes(height, width)))
-        raise ShapeError(
-            f"{name}: expected sizes that divide the image, got {kh} x {kw} for {height} x {width}; "
-            f"these fit: {fitting}"
-        )
+        got = f"{kh} x {kw} for {height} x {width}; these fit: {fitting}"
+        raise ShapeError(f"{name}: expected sizes that divide the image, got {got}")
 
 
 def distinct_frequencies(kernel_size: Size) -> tuple[int, int]:

@@ -140,8 +140,7 @@ def _turned(s: Tensor, sign: int) -> Tensor:
 
 def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
     """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates, in the layout of a :class:`Symbol`."""
-    made = torch.bmm(g.real.mT, s.real)
-    made = made if scale == 1 else made.mul_(scale)
+    made = torch.bmm(g.real.mT, s.real).mul_(scale)
     rows, columns = g.pair.flatten(1, 2).mT, s.pair.flatten(1, 2)
     # g s^* = (a + ib)(c - id) = (ac + bd) + i (bc - ad): rows (a; b), then (b; -a), by the columns (c; d).
     pairs = made.new_empty(2, len(g.pair), *made.shape[1:])
@@ -219,12 +218,7 @@ class _Apply(torch.autograd.Function):
 def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
     """Circular convolution of ``x`` ``(B, cin, h, w)`` with the layer of this ``symbol``: ``(B, cout, h, w)``.
 
-    Args:
-        symbol: of ``h x w`` images.
-        x: ``(B, cin, h, w)``.
-        matrices: ``transform_matrices(h, w)``, made here if not given.
-        bias: ``(cout,)``, added to every pixel.
-
+    ``matrices`` are ``transform_matrices(h, w)``, made here if not given; ``bias`` ``(cout,)`` is added to every pixel.
     Under autocast, products are made in its dtype, and so is the result.
 
     >>> from lipkit.conv import kernel_symbol

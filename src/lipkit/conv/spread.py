@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d, circular_pads
-from lipkit.conv.spectrum import Symbol, kernel_symbol
-from lipkit.conv.symbol import centred, check_kernel, symbol
+from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
+from lipkit.conv.symbol import centred, check_kernel
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import autocast_off
@@ -63,11 +63,6 @@ def _identity(kernel: Tensor) -> Tensor:
     return F.pad(eye_like(kernel, kernel.shape[1])[:, :, None, None], circular_pads(*kernel.shape[2:]))
 
 
-def _solution(kernel: Tensor, h: int, w: int) -> Tensor:
-    """The symbol ``(cin, cin, h, w // 2 + 1)`` that maps x to t, with the frequencies last, as in ``rfft2(x)``."""
-    return 2 * torch.linalg.inv(symbol(normal_kernel(kernel), h, w)).permute(2, 3, 0, 1).contiguous()
-
-
 def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
     """The symbol that maps x to t, and the kernel ``(cout, cin, kh, kw)`` that maps t to ``y + [x; 0]``.
 
@@ -79,16 +74,10 @@ def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
     return solution, torch.cat((_identity(kernel), -kernel[kernel.shape[1] :]))
 
 
-def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:
-    """``solution`` by ``spectrum`` ``(B, 1, cin, ...)``: with few channels, passes over images beat tiny products."""
-    return (solution * spectrum).sum(2)
-
-
 def _plain(kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The function of :class:`_Convolved`, by operations that every tracer and every derivative of torch knows."""
-    solution, cin = _solution(kernel, *x.shape[-2:]), kernel.shape[1]
-    t = torch.fft.irfft2(_multiplied(solution, torch.fft.rfft2(x[:, None])), s=x.shape[-2:])
-    y = circular_conv2d(t, torch.cat((_identity(kernel), -kernel[cin:])), bias)
+    solution, outputs = spread_parts(kernel, *x.shape[-2:])
+    y = circular_conv2d(apply_symbol(solution, x), outputs, bias)
     return y - F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))
 
 
@@ -98,18 +87,14 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     b, _, h, w = g.shape
     by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
     # Sum the taps, and transform the sum, in float32 at least.
-    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
-    up, left = _centre(kernel)
-    return _turned_sum(_turned_sum(at_least_float32(taps), up, -2), left, -1)
-
-
-def _turned_sum(taps: Tensor, centre: int, dim: int) -> Tensor:
-    """The taps (dimension 1) rolled to their places along ``dim`` and added, in place, to the central one."""
-    parts = taps.unbind(1)
-    for tap, part in enumerate(parts):
-        if tap != centre:
-            parts[centre].add_(part.roll(tap - centre, dim))
-    return parts[centre]
+    taps = at_least_float32(torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w))
+    for centre, dim in zip(_centre(kernel), (-2, -1), strict=True):
+        parts = taps.unbind(1)  # rolled to their places and added, in place, to the central one
+        for tap, part in enumerate(parts):
+            if tap != centre:
+                parts[centre].add_(part.roll(tap - centre, dim))
+        taps = parts[centre]
+    return taps
 
 
 def _centre(kernel: Tensor) -> tuple[int, int]:
@@ -146,7 +131,8 @@ class _Convolved(torch.autograd.Function):
         inverse = torch.linalg.inv_ex(normal).inverse
         solution = (2 * inverse).view(h, -1, n, n).permute(2, 3, 0, 1).contiguous()
         spectrum = torch.fft.rfft2(x[:, None])
-        t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
+        # With few channels, passes over images beat tiny products.
+        t = torch.fft.irfft2((solution * spectrum).sum(2), s=(h, w))
         # One kernel maps t to both parts [t; -W_2 t] of the outputs; x is subtracted from the first part below.
         outputs = -kernel
         outputs[:n].zero_()[:, :, up, left].fill_diagonal_(1)

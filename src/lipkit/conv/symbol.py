@@ -55,7 +55,7 @@ def half_grid(h: int, w: int) -> tuple[Tensor, Tensor]:
 
 
 def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
-    r"""The matrices :math:`F(f_1, f_2)` of ``kernel`` at a list of frequencies.
+    r"""The matrices :math:`F(f_1, f_2)` of ``kernel`` at a list of frequencies, by two small real products.
 
     Args:
         kernel: ``(cout, cin, kh, kw)``, real. May be larger than the image: taps then wrap around.
@@ -65,16 +65,12 @@ def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     Returns:
         Complex ``(F, cout, cin)``: the imaginary part is exactly 0 at self-conjugate frequencies.
 
-    Cost:
-        Two real products of F x (kh kw) by (kh kw) x (cout cin).
-
     >>> identity = torch.zeros(1, 1, 3, 3)
     >>> identity[0, 0, 1, 1] = 1.0
     >>> symbol_at(identity, torch.tensor([0, 1]), torch.tensor([0, 2]), 5, 5).flatten().tolist()
     [(1+0j), (1+0j)]
     """
-    re, im = symbol_parts(kernel, f1, f2, h, w)
-    return torch.complex(re, im)
+    return torch.complex(*symbol_parts(kernel, f1, f2, h, w))
 
 
 def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -98,16 +94,9 @@ def wave_table(f1: Tensor, f2: Tensor, h: int, w: int, size: tuple[int, int], li
 
 
 def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
-    r"""The symbol at the ``h x (w // 2 + 1)`` frequencies of a real 2-D transform.
+    r"""The symbol ``(h, w // 2 + 1, cout, cin)`` of a kernel ``(cout, cin, kh, kw)`` at the frequencies of ``rfft2``.
 
     Equal to ``conj(rfft2(K, (h, w))) * exp(-2 pi i (c1 f1 / h + c2 f2 / w))`` for kernels that fit the image.
-
-    Args:
-        kernel: ``(cout, cin, kh, kw)``, real.
-        h, w: size of the circular image.
-
-    Returns:
-        Complex ``(h, w // 2 + 1, cout, cin)``.
 
     >>> symbol(torch.ones(2, 3, 1, 1), 4, 6).shape
     torch.Size([4, 4, 2, 3])
@@ -125,13 +114,11 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
     """
     check_kernel(kernel)
     for dim, n in ((2, h), (3, w)):
-        k = kernel.shape[dim]
-        if k <= n:
-            continue
-        # A tap's offset from the centre, modulo n, then counted from the new centre (n - 1) // 2.
-        taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
-        target = torch.remainder(taps + (n - 1) // 2, n)
-        kernel = torch.zeros_like(kernel.narrow(dim, 0, n)).index_add(dim, target, kernel)
+        if (k := kernel.shape[dim]) > n:
+            # A tap's offset from the centre, modulo n, then counted from the new centre (n - 1) // 2.
+            taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
+            target = torch.remainder(taps + (n - 1) // 2, n)
+            kernel = torch.zeros_like(kernel.narrow(dim, 0, n)).index_add(dim, target, kernel)
     return kernel
 
 

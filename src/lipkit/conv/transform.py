@@ -126,13 +126,13 @@ class _Stages(NamedTuple):
 
     def split_width(self, along: Tensor) -> tuple[Tensor, ...]:
         """Rows of the width's transform ``(w, ...)``: those of self-conjugate f2, cosines, sines."""
-        w = len(self.width)
-        return along.split((len(self_conjugate(w)), (w - 1) // 2, (w - 1) // 2))
+        m = (len(self.width) - 1) // 2
+        return along.split((len(self.width) - 2 * m, m, m))
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
         """Rows ``(h w, n)`` of the transform as three views ``(frequencies f2, rows of f1, n)``."""
-        w = len(self.width)
-        own, m = len(self_conjugate(w)), (w - 1) // 2
+        m = (len(self.width) - 1) // 2
+        own = len(self.width) - 2 * m
         sizes = (own, len(self.own_real)), (own, len(self.own_pair)), (m, len(self.cosine))
         parts = rows.split([math.prod(size) for size in sizes])
         return [part.view(*size, rows.shape[1]) for part, size in zip(parts, sizes, strict=True)]

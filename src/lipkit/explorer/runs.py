@@ -101,7 +101,7 @@ class ExploredRun:
         size = float(difference.abs().max())
         result |= {
             "found": broken,
-            "norm": float(norms(found.double(), x.double())[0]),
+            "norm": float(norms(found, x)[0]),
             "largest_change": size,
             "verdict": "broken" if broken else "certified" if certified else "unknown",
         }
@@ -167,11 +167,10 @@ def open_runs(opened: Sequence[tuple[Path, Split, Sequence[str]]]) -> list[Explo
     """
     if not 1 <= len(opened) <= 2:
         raise OptionError(f"expected one run, or two to compare, got {len(opened)}")
-    runs = [open_run(folder, split, classes) for folder, split, classes in opened]
-    if len(runs) == 2:
-        data = [(run.record.data.name, run.record.data.input_shape, len(run)) for run in runs]
-        if data[0] != data[1]:
-            raise OptionError(f"expected two runs on the same test samples, got {data[0]} and {data[1]}")
+    runs = [open_run(*one) for one in opened]
+    first, last = ((run.record.data.name, run.record.data.input_shape, len(run)) for run in (runs[0], runs[-1]))
+    if first != last:
+        raise OptionError(f"expected two runs on the same test samples, got {first} and {last}")
     return runs
 
 

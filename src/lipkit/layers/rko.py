@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lipkit.bounds import circular, reshaped, symbol_sup
-from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
+from lipkit.conv.patches import contraction_from_matrix
 from lipkit.errors import finite
 from lipkit.layers import definitions
 from lipkit.layers.base import Constrained, ConstrainedLinear, Family, KernelConv2d
@@ -54,7 +54,7 @@ class RkoConv2d(KernelConv2d):
         self.free = orthogonal_free(self.shape, device, dtype)  # as a matrix (c_out, the rest)
 
     def kernel(self) -> Tensor:
-        matrix = orthogonalized(self.orthogonalize, kernel_to_matrix(self.free))
+        matrix = orthogonalized(self.orthogonalize, self.free.flatten(1))
         return contraction_from_matrix(matrix, *self.kernel_size)
 
 
@@ -132,7 +132,7 @@ class CholeskyConv2d(Divided, KernelConv2d):
     """
 
     def kernel(self) -> Tensor:
-        return contraction_from_matrix(cholesky(kernel_to_matrix(self.free), self.ridge), *self.kernel_size)
+        return contraction_from_matrix(cholesky(self.free.flatten(1), self.ridge), *self.kernel_size)
 
 
 register_one_lipschitz(CholeskyLinear, CholeskyConv2d)

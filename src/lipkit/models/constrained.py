@@ -69,8 +69,7 @@ class Converter:
 
     def layer(self, name: str, module: nn.Module, sizes: set[tuple[int, int]]) -> nn.Module:
         """The family's layer near a linear layer or a convolution on images of ``sizes``; the old one if none fits."""
-        reason = self._obstacle(module, sizes)
-        if reason is not None:
+        if (reason := self._obstacle(module, sizes)) is not None:
             return self.keep(name, module, reason)
         new, weight, note = self._made(module), module.get_parameter("weight").detach(), ""
         if isinstance(module, nn.Conv2d):
@@ -182,9 +181,10 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
             return NEAREST
         if isinstance(layer, SvcmConv2d):
             layer.free.copy_(weight)
-            if size is not None:
-                layer.project_(size)
-            return NEAREST if size is not None else UNPROJECTED
+            if size is None:
+                return UNPROJECTED
+            layer.project_(size)
+            return NEAREST
         exact = type(layer) is BjorckLinear or (
             type(layer) in (OrthogonalLinear, LotConv2d, RkoConv2d) and layer.orthogonalize in _POLAR
         )
@@ -219,15 +219,12 @@ def obstacle(conv: nn.Conv2d) -> str | None:
         return f"stride={conv.stride}, expected the same on both axes"
     step = conv.stride[0]
     if isinstance(conv.padding, str):
-        return (
-            None if conv.padding == "same" or conv.kernel_size == (1, 1) else "padding='valid' changes the image size"
-        )
+        keeps = conv.padding == "same" or conv.kernel_size == (1, 1)
+        return None if keeps else "padding='valid' changes the image size"
     for k, p in zip(conv.kernel_size, conv.padding, strict=True):
         if (2 * p - k) // step != -1:  # see the docstring
-            return (
-                f"padding {p} with kernel_size {k} and stride {step} changes the image size, "
-                f"expected padding {max(0, (k - step + 1) // 2)}"
-            )
+            fits = f"expected padding {max(0, (k - step + 1) // 2)}"
+            return f"padding {p} with kernel_size {k} and stride {step} changes the image size, {fits}"
     return None
 
 
@@ -251,11 +248,9 @@ def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
     ((5, 5), (1, 1))
     """
     step = conv.stride[0]
-    if step == 1:
-        rows, cols = conv.kernel_size
-        return rows, cols
     rows, cols = (
-        2 * max(-(-p // step), (k - 1 - p) // step) + 1  # patches before the centre (rounded up) and after it
+        # patches before the centre (rounded up) and after it
+        k if step == 1 else 2 * max(-(-p // step), (k - 1 - p) // step) + 1
         for k, p in zip(conv.kernel_size, left_padding(conv), strict=True)
     )
     return rows, cols

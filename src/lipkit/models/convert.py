@@ -78,7 +78,7 @@ def convert(
 
     =================== ================================================================================================
     forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
-                        as they are; a module that is used twice is replaced once.
+                        as they are. A module used twice is replaced once; two modules that tied a weight get two.
     forward="rebuild"   traces the forward pass and makes an ``nn.Sequential`` of it, 1-Lipschitz wherever possible.
                         The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
                         convolution before it. Sums become convex combinations with a learnable weight
@@ -200,8 +200,8 @@ def _reason(module: nn.Module) -> str | None:
         return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
     if parametrize.is_parametrized(module):
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
-    own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
-    leaf = not any(True for _ in module.children())  # a container counts only if it owns numbers
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    leaf = not [*module.children()]  # a container counts only if it owns numbers
     if (leaf or own) and not rules().get(type(module), (False, False))[0]:
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
@@ -275,30 +275,26 @@ class Builder(Converter):
         if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:  # pairs of channels
             return [MaxMin()]
         per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
-        if per_channel and name == "0":
-            # Only the translation is kept: learnt scales could raise the norm above 1.
-            self.note(name, module, "Affine", "its scales became 1")
-            scale = module.get_buffer("scale")
-            signs = torch.where(scale < 0, -1.0, 1.0).to(scale)
-            return [Affine(signs, module.get_buffer("shift") / scale.abs().clamp_min(1e-3))]
-        if per_channel:
+        if per_channel and name != "0":
             self.note(name, module, "nothing", "the layers around it have biases")
             return []
+        if per_channel:
+            # Only the translation is kept: learnt scales could raise the norm above 1.
+            self.note(name, module, "Affine", "its scales became 1")
+            scale, shift = module.get_buffer("scale"), module.get_buffer("shift")
+            return [Affine(torch.where(scale < 0, -1.0, 1.0).to(scale), shift / scale.abs().clamp_min(1e-3))]
         if kind in (Expand, EnlargeBilinear):
             self.note(name, module, kind.__name__, "divided by the root of its factor")
             return [module, _gain(math.sqrt(math.prod(shape) / math.prod(output_shape(module, shape))))]
-        pool = _window(module, shape)
-        if pool is not None:
+        if (pool := _window(module, shape)) is not None:
             self.note(name, module, "ScaledAvgPool2d", "rescaled")
             flat = [nn.Flatten()] if len(output_shape(module, shape)) == 1 else []
             return [ScaledAvgPool2d(pool), *flat]
         try:
-            constant = float(lipschitz(module, shape).detach())
+            if (constant := float(lipschitz(module, shape).detach())) > 1 + 1e-9:  # ignore what rounding up adds
+                self.keep(name, module, f"its constant is {constant:.4g}")
         except NoRuleError as error:
             self.keep(name, module, str(error))
-        else:
-            if constant > 1 + 1e-9:  # ignore what rounding up adds
-                self.keep(name, module, f"its constant is {constant:.4g}")
         return [module]
 
 

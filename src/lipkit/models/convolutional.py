@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Unpack
 
 from torch import nn
@@ -136,13 +137,11 @@ def lbdn_conv(
     check_flag(last_layer_normalization=last_layer_normalization)
     made, pixels = Layers(layer, options), image.pixels(2**blocks)
     layers: list[nn.Module] = []
-    current = image.channels
-    for block in range(blocks):
-        target = width * 2**block  # half the sides, twice the channels
+    widths = [image.channels, *(width * 2**block for block in range(blocks))]  # half the sides, twice the channels
+    for current, target in pairwise(widths):
         layers += made.conv(current, target, kernel_size)
         layers += made.conv(target, target, made.strided(kernel_size), 2)
-        current = target
-    sizes = [current * pixels, *hidden]
+    sizes = [widths[-1] * pixels, *hidden]
     last = NormalizedLinear if last_layer_normalization else made.last
     return [*layers, nn.Flatten(), *made.dense(*sizes), last(sizes[-1], image.classes)]
 
@@ -281,9 +280,7 @@ def sllnet(
     if width < image.channels:
         raise OptionError(f"channels: expected at least the {image.channels} of the images, got {width}")
     if features < image.classes:
-        raise OptionError(
-            f"channels: expected at least as many features as the {image.classes} classes, got {features}"
-        )
+        raise OptionError(f"channels: expected at least {image.classes} features, one for each class, got {features}")
     inputs = [image.channels, *[width] * (convolutions - 1)]  # the first layer adds channels of zeros
     layers: list[nn.Module] = [SllConv2d(n, width, 3, hidden=inner, **options) for n in inputs]
     # Of norm 1: sixteen weights of a quarter.

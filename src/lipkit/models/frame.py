@@ -21,6 +21,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
 from lipkit.layers.base import check_positive
+from lipkit.linalg.matrices import check_integer
 from lipkit.modules import GroupSort, HalfAbs, Shape
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
@@ -79,10 +80,8 @@ def architecture(
     (Scale(gamma=2, learnable=False), <Parameter "classes: int = 2">)
     """
     defaults = {"input_shape": input_shape, "classes": classes, "lipschitz": 1.0, "mean": None, "std": None}
-    common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
-        for name, kind in get_type_hints(Common).items()
-    ]
+    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    common = [keyword(name, default=defaults[name], annotation=t) for name, t in get_type_hints(Common).items()]
 
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
         given = inspect.signature(layers).parameters.values()
@@ -96,7 +95,7 @@ def architecture(
             values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
             shape, outputs, gain, mean, std = values  # in the order of `defaults`
             image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
-            check_classes(outputs)
+            check_integer("classes", outputs, 2)
             check_options(options)
             return bounded(layers(image, *args, **options), gain, mean, std, image.channels)
 
@@ -115,12 +114,6 @@ def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int
         sides = f"with H and W multiples of {multiple}" if multiple > 1 else "of positive integers"
         raise ShapeError(f"{model}: expected an input shape (C, H, W) {sides}, got {input_shape}")
     return shape[0], shape[1], shape[2]
-
-
-def check_classes(classes: int) -> None:
-    """Raise ``OptionError`` unless there are at least two classes."""
-    if type(classes) is not int or classes < 2:
-        raise OptionError(f"classes: expected an integer of at least 2, got {classes!r}")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -214,8 +207,7 @@ def make_activation(activation: str | nn.Module | None) -> nn.Module:
     >>> make_activation(None), make_activation("relu")
     (MaxMin(), ReLU())
     """
-    if activation is None:
-        return MaxMin()
+    activation = "maxmin" if activation is None else activation
     if isinstance(activation, str) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation]()
     sorting = type(activation) in (MaxMin, GroupSort, HalfAbs)  # 1-Lipschitz, though not scalar
@@ -236,9 +228,8 @@ def plain_conv2d(
     """
     if kernel_size % 2 == 0:
         raise OptionError(f"kernel_size: expected an odd number for plain convolutions, got {kernel_size}")
-    return nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, kernel_size // 2, padding_mode=padding_mode, **named
-    )
+    named |= {"padding": kernel_size // 2, "padding_mode": padding_mode}
+    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, **named)
 
 
 _plain = partial(Family, paper="", equation="", claim="none", sizes="odd kernels, any image")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,16 +99,14 @@ class LBDN(nn.Module):
         check_sizes(sizes=sizes)
         gamma = finite("gamma", gamma, positive=True)
         hidden = len(sizes) - 2
-        if isinstance(activation, str) or not isinstance(activation, Sequence):
-            activation = [activation] * hidden
-        each = list(activation)
+        one = isinstance(activation, str) or not isinstance(activation, Sequence)
+        each: list[Any] = [activation] * hidden if one else list(activation)  # type: ignore[arg-type]
         if len(each) != hidden:
             raise OptionError(f"activation: expected one for each of {hidden} hidden layers, got {len(each)}")
         make: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.sizes, self.fixed_gamma = sizes, gamma
-        self.hidden = nn.ModuleList(
-            SandwichLinear(p, q, activation=a, **make) for p, q, a in zip(sizes[:-2], sizes[1:-1], each, strict=True)
-        )
+        pairs = zip(pairwise(sizes[:-1]), each, strict=True)
+        self.hidden = nn.ModuleList(SandwichLinear(p, q, activation=a, **make) for (p, q), a in pairs)
         self.output = ContractionLinear(sizes[-2], sizes[-1], **make)
         log_gamma = nn.Parameter(torch.tensor(math.log(gamma), device=device, dtype=dtype)) if learnable_gamma else None
         self.register_parameter("log_gamma", log_gamma)
@@ -287,12 +286,9 @@ def from_network(
         learnable_gamma: whether gamma is trained.
         dtype: of the parameters; by default that of the weights. They are computed in float64.
 
-    Returns:
-        :class:`LBDN`, behind an ``nn.Flatten`` if the network has one.
-
     Guarantee:
-        The result is gamma-Lipschitz, as every LBDN. Its weights are those of ``network`` up to a relative 1e-6 (about
-        1e-15 where H is positive definite), or an error is raised.
+        The result, an :class:`LBDN` (behind an ``nn.Flatten`` if the network has one), is gamma-Lipschitz. Its weights
+        are those of ``network`` up to a relative 1e-6 (1e-15 where H is positive definite), or an error is raised.
 
     Raises:
         OptionError: modules that are not as above, no multipliers, or an LMI that does not hold at ``gamma``.
@@ -325,7 +321,7 @@ def from_network(
     with torch.no_grad():
         for layer, linear in zip((*result.hidden, result.output), linears, strict=True):
             if layer.bias is not None:
-                layer.bias.copy_(torch.zeros_like(layer.bias) if linear.bias is None else linear.bias)
+                layer.bias.copy_(layer.bias.new_zeros(()) if linear.bias is None else linear.bias)
         allowed = max(1e-6, 16 * max(sizes) * torch.finfo(dtype).eps)  # or the rounding of the dtype
         for k, (made, given) in enumerate(zip(copy.deepcopy(result).double().weights(), weights, strict=True)):
             gap = float((made - given).norm() / given.norm().clamp_min(1e-300))  # 1e-300: a layer may be all zeros
@@ -349,7 +345,7 @@ def _taken_apart(
     start = 1 if modules and type(modules[0]) is nn.Flatten else 0  # then Linear, activation, Linear, ...
     linears, activations = modules[start::2], modules[start + 1 :: 2]
     fits = len(linears) == len(activations) + 1 and all(type(m) is nn.Linear for m in linears)
-    if not fits or not all(slope_restricted(m) for m in activations):
+    if not fits or not all(map(slope_restricted, activations)):
         kinds = ", ".join(type(m).__name__ for m in modules)
         raise OptionError(f"expected Linear, activation with slope in [0, 1], Linear, ..., Linear, got {kinds}")
     given = chain.multipliers() if multipliers is None else multipliers

@@ -40,9 +40,9 @@ def mlp(
         gamma: the gain (behind the normalisation), positive and finite.
         input_shape: shape of one input, flattened by the network.
         classes: number of outputs.
-        activation: between the layers: 'maxmin' (the default), a name such as 'relu', or a 1-Lipschitz module. For
-            layers with an inner activation it sets that one, if they have the option.
-        learnable_gamma: whether gamma is trained: one factor before the first and one before the last layer.
+        activation: between the layers: None for MaxMin, a name such as 'relu', or a 1-Lipschitz module; for layers with
+            an inner activation, that one.
+        learnable_gamma: whether both factors are trained.
         bias: whether the layers have biases.
         mean, std: input normalisation per channel, part of the network.
         options: options of the family's dense layer, in the hidden layers.

@@ -105,22 +105,16 @@ def patchnet(
 
 
 def backbone(
-    image: Image,
-    block: Callable[[int], list[nn.Module]],
-    patch: int,
-    width: int,
-    blocks: int,
-    neck: int | None,
+    image: Image, block: Callable[[int], list[nn.Module]], patch: int, width: int, blocks: int, neck: int | None,
     dense: Sequence[int],
-) -> list[nn.Module]:
+) -> list[nn.Module]:  # fmt: skip
     """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows."""
     check_sizes(patch=patch, width=width, blocks=blocks, neck=2 if neck is None else neck, dense=dense)
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
     pixels = image.pixels(patch if neck is None else 2 * patch)
     layers: list[nn.Module] = [CholeskyConv2d(image.channels, width, 1, patch), MaxMin()]  # 1 x 1 on whole patches
-    for _ in range(blocks):
-        layers += block(width)
+    layers += [m for _ in range(blocks) for m in block(width)]
     if neck is None:
         layers.append(L2NormPool2d())
     else:

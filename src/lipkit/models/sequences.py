@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
-from lipkit.models.frame import check_classes, check_sizes, sizes_of
+from lipkit.linalg.matrices import check_integer
+from lipkit.models.frame import check_sizes, sizes_of
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.registry import export_plain, output_shape
@@ -110,7 +111,7 @@ def sequence_classifier(
     >>> sequence_classifier(8, 16, input_shape=(20, 3), classes=4, lipschitz=2.0)(torch.zeros(2, 20, 3)).shape
     torch.Size([2, 4])
     """
-    check_classes(classes)
+    check_integer("classes", classes, 2)
     head, outputs = _head("sequence_classifier", input_shape, mean, std), features or max(states, classes)
     core = _layer(layer, input_shape[1], outputs, states, units, {"gamma": lipschitz, **options})
     return SequenceModel(*head, core, SumOverTime(), CayleyLinear(outputs, classes))
@@ -143,23 +144,23 @@ lipschitz_rule(SumOverTime)(1.0)
 lipschitz_rule(SequenceModel)(chain_constant)
 
 
-def _sum(steps: int, like: Tensor) -> list[nn.Module]:
-    """The plain modules of `SumOverTime` for ``steps`` steps. The root is rounded down: their constant is below 1."""
+def _sum(steps: int, like: Tensor) -> nn.Module:
+    """The plain form of `SumOverTime` for ``steps`` steps. The root is rounded down: its constant is below 1."""
     root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # root * mean = sum / root
-    return [Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root))]
+    return nn.Sequential(Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root)))
 
 
 @export_rule(SumOverTime)
 def _export_sum(module: SumOverTime, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    return nn.Sequential(*_sum(input_shape[0], torch.zeros(1)))
+    return _sum(input_shape[0], torch.zeros(1))
 
 
 @export_rule(SequenceModel)
 def _export(model: SequenceModel, input_shape: Shape) -> nn.Module:
     parts, like = list[nn.Module](), next(model.parameters())
     for module in model:
-        one = nn.Sequential(*_sum(input_shape[0], like)) if type(module) is SumOverTime else module
+        one = _sum(input_shape[0], like) if type(module) is SumOverTime else module
         parts.append(export_plain(one, input_shape))
         input_shape = output_shape(parts[-1], input_shape)  # of the next module
     return nn.Sequential(*parts)

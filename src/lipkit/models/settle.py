@@ -22,7 +22,7 @@ from lipkit.modules.network import first_floating
 from lipkit.modules.parametrised import settled as settled_module
 from lipkit.modules.plain import rules
 
-PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+PLAIN, OWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d), {"bias", "device", "dtype"}
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
@@ -103,8 +103,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
 def _rebuilt(base: type[Any], module: Any) -> nn.Module:
     """The torch layer of type ``base`` with the options and present weight of ``module``, a subclass."""
     weight, bias = module.weight.detach(), module.bias
-    names = inspect.signature(base).parameters.keys() - {"bias", "device", "dtype"}
-    sizes = {name: getattr(module, name) for name in names}
+    sizes = {name: getattr(module, name) for name in inspect.signature(base).parameters.keys() - OWN}
     plain = base(**sizes, bias=bias is not None, device=weight.device, dtype=weight.dtype)
     if plain.weight.shape != weight.shape:
         raise NoRuleError(

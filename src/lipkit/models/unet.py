@@ -130,8 +130,7 @@ def autoencoder(
         raise OptionError("stages: expected the channels of at least one stage, got none")
     check_sizes(code=code, kernel_size=kernel_size, stages=stages)
     made, current = _layers(layer, options, activation), check_image(input_shape, 2 ** len(stages), "autoencoder")[0]
-    down: list[nn.Module] = []
-    up: list[nn.Module] = []
+    down, up = list[nn.Module](), list[nn.Module]()
     for i, width in enumerate(stages):
         down += [nn.PixelUnshuffle(2), *made.conv(4 * current, width, kernel_size)]
         back = made.conv(width, 4 * current, kernel_size)
@@ -174,9 +173,7 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
         Hilbert Spaces", 2nd ed., propositions 4.4 and 5.16.
     """
     if "lipschitz" in options:
-        raise OptionError(
-            f"denoiser: expected no option lipschitz, which is fixed, got lipschitz={options['lipschitz']}"
-        )
+        raise OptionError(f"denoiser: expected no option lipschitz, which is fixed, got {options['lipschitz']}")
     body = unet(channels, depth, blocks, lipschitz=1 - SLACK, **{"mean": 0.5, **options})
     return Graph([body, Blend(torch.tensor(0.5))], [[0], [1, 0]])  # value 0 is x, value 1 is N(x)
 
@@ -186,8 +183,6 @@ def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.M
     check_options(options or {})
     made = Layers(name, options or {}, activation)
     if made.family.own_activation:
-        raise OptionError(
-            f"layer: expected a family of linear convolutions, got {name!r}, which contains its activation: the "
-            "last layer must be affine"
-        )
+        why = "which contains its activation: the last layer must be affine"
+        raise OptionError(f"layer: expected a family of linear convolutions, got {name!r}, {why}")
     return made

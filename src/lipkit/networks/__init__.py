@@ -28,10 +28,7 @@ def names() -> tuple[str, ...]:
 
 
 def folder(name: str) -> Path:
-    """The folder of a network of the package.
-
-    Raises:
-        OptionError: there is none of this name.
+    """The folder of a network of the package; ``OptionError`` if there is none of this name.
 
     >>> folder("digits-caley")
     Traceback (most recent call last):

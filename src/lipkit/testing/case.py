@@ -36,12 +36,12 @@ def require(condition: bool, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A documented bad argument: the call, the error that it raises, and parts of the message.
+    """A documented bad argument.
 
     Attributes:
         what: the bad argument in words, for the report.
         call: makes the wrong call, given ``make`` (a factory that takes keywords).
-        error: the documented error class.
+        error: the error that it raises.
         words: parts of the message, including the actual value; "expected" and "got" are always required.
     """
 
@@ -151,10 +151,7 @@ class Case:
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: a new one in training mode and a moved one in evaluation mode.
-
-    With ``train_gap`` also a moved one in training mode.
-    """
+    """The layers on which bounds are tested: new and training; moved and in evaluation (if they differ, training)."""
     found = [case.layer(), case.moved(case.layer()).eval()]  # initial weights can be special
     return [*found, case.moved(case.layer())] if case.train_gap else found
 
@@ -168,11 +165,10 @@ def distance(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double().cpu(), b.detach().double().cpu()  # subtract in float64
-    gap = float(torch.linalg.vector_norm(a - b))
-    size = max(float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b)))
+    gap, *sizes = (float(torch.linalg.vector_norm(t)) for t in (a - b, a, b))
     if not math.isfinite(gap):
         return math.inf
-    return gap / size if size else gap  # 0 for two tensors of zeros
+    return gap / max(sizes) if gap else 0.0
 
 
 def require_same(a: Tensor, b: Tensor, allowed: float, what: str) -> float:
@@ -201,11 +197,7 @@ def _input(what: str, verb: Callable[[nn.Module, Shape], Any], shape: Shape, *si
 
 
 def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, ...]:
-    """Bad arguments of every constrained convolution, for a factory that takes them as keywords.
-
-    Args:
-        in_channels, height, width: of an input that the layer accepts.
-    """
+    """Bad arguments of a constrained convolution that accepts inputs of this shape, for a factory with keywords."""
     wrong = (in_channels + 1, height, width)
     return (
         _argument("kernel_size", 0),

@@ -26,9 +26,7 @@ class Law(NamedTuple):
 
 
 LAWS: dict[int, Law] = {
-    1: Law(
-        "sound", "the true norm is at most the bound of the exported layer, and that at most the claimed one", sound
-    ),
+    1: Law("sound", "the true norm is at most the bound of the export, and that at most the claimed one", sound),
     2: Law("attained", "the claimed constant is reached, from both sides for an orthogonal layer", attained),
     3: Law("export", "the exported layer computes the same with constant plain modules", exported),
     4: Law("complete at birth", "a forward pass makes no parameters, and each one gets a gradient", complete),
@@ -46,11 +44,7 @@ LAWS: dict[int, Law] = {
 
 
 def run_law(number: int, case: Case) -> dict[str, float]:
-    """Test one law; see :func:`check_layer`.
-
-    Raises:
-        LawBroken: the layer breaks it, or an error of another kind stopped the test.
-    """
+    """Test one law, see :func:`check_layer`; ``LawBroken`` if the layer breaks it, or an error stops the test."""
     if number not in LAWS:
         raise OptionError(f"laws: expected numbers from {min(LAWS)} to {max(LAWS)}, got {number!r}")
     law = LAWS[number]
@@ -111,7 +105,6 @@ def check_layer(
     if unknown:
         raise OptionError(f"expected fields of lipkit.testing.Case, got {unknown}")
     given = {name: value for name, value in promises.items() if value is not None}  # None: the default
-    if "attained" not in given:
-        given["attained"] = 0.9 if given.get("claim") == "none" else 0.1
+    given.setdefault("attained", 0.9 if given.get("claim") == "none" else 0.1)
     case = Case(make=make, input_shapes=shapes, **given)  # type: ignore[arg-type]
     return {number: run_law(number, case) for number in (LAWS if laws is None else laws)}

@@ -14,12 +14,7 @@ from lipkit.modules import Shape
 
 
 def tolerance(n: int, dtype: torch.dtype, c: float = 4.0) -> float:
-    r"""Relative rounding allowance :math:`c \, n \, \varepsilon` of an operation on ``n`` numbers.
-
-    Args:
-        n: size of the operation, usually the number of inputs or outputs of the layer.
-        dtype: of the arithmetic; :math:`\varepsilon` is ``torch.finfo(dtype).eps``.
-        c: constant of the operation.
+    r"""Relative rounding allowance :math:`c \, n \, \varepsilon` of an operation on ``n`` numbers of this dtype.
 
     >>> tolerance(1, torch.float64, c=1.0) == 2.0**-52
     True
@@ -32,15 +27,9 @@ Matrix = NDArray[np.float64]
 
 
 def dense_matrix(f: Function, input_shape: Shape, dtype: torch.dtype = torch.float64) -> Matrix:
-    """The matrix of an affine map, column by column: ``f(e_i) - f(0)`` for every unit vector ``e_i``.
+    """The matrix ``(outputs, inputs)`` of an affine map, column by column: ``f(e_i) - f(0)`` for each unit vector.
 
-    Args:
-        f: maps ``(B, *input_shape)`` to ``(B, ...)``.
-        input_shape: without the batch.
-        dtype: of the inputs; the matrix is returned in float64.
-
-    Returns:
-        ``(outputs, inputs)`` in float64.
+    ``f`` maps ``(B, *input_shape)`` of this dtype to ``(B, ...)``; the matrix is float64.
 
     >>> dense_matrix(lambda x: 2 * x + 1, (2,)).tolist()
     [[2.0, 0.0], [0.0, 2.0]]

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.layers import MaxMin, families
+from lipkit.layers import families
 from lipkit.models import mlp
+from lipkit.models.frame import Layers
 from lipkit.modules import Shape
 
-HIDDEN = (64, 64)
-CHANNELS = (16, 32)
-UNITS = 128
+HIDDEN, CHANNELS, UNITS = (64, 64), (16, 32), 128
 
 
 def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Sequential:
@@ -33,22 +32,19 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
     >>> [type(m).__name__ for m in critic((1, 8, 8), "rko")]
     ['RkoConv2d', 'MaxMin', 'RkoConv2d', 'MaxMin', 'Flatten', 'BjorckLinear', 'MaxMin', 'BjorckLinear']
     """
-    made = families.get(family)
+    made = Layers(families.get(family).name, options)
     if len(input_shape) != 3 or input_shape[1] % 2 or input_shape[2] % 2 or not math.prod(input_shape):
         return mlp(HIDDEN, family, input_shape=input_shape, classes=1, **options)
     channels, height, width = input_shape
-    between: list[type[nn.Module]] = [] if made.own_activation else [MaxMin]
     wide, deep = CHANNELS
     # The largest kernel up to 3 x 3 that the family accepts at each size.
-    first, second = (next(k for k in (3, 2, 1) if made.accepts(k, height // s, width // s) or k == 1) for s in (1, 2))
+    fits = made.family.accepts
+    first, second = (next(k for k in (3, 2, 1) if fits(k, height // s, width // s) or k == 1) for s in (1, 2))
     return nn.Sequential(
-        made.conv(channels, wide, first, **options),
-        *(kind() for kind in between),
-        made.conv(wide, deep, second, stride=2, **options),
-        *(kind() for kind in between),
+        *made.conv(channels, wide, first),
+        *made.conv(wide, deep, second, 2),
         nn.Flatten(),
-        made.linear(deep * height * width // 4, UNITS),  # the stride halved both sides
-        *(kind() for kind in between),
+        *made.dense(deep * height * width // 4, UNITS),  # the stride halved both sides
         made.last(UNITS, 1),
     )
 

@@ -163,8 +163,7 @@ def distance(
         _check_diameter(x, y, finite("diameter", diameter, positive=True))
     if steps == 0 and not isinstance(critic, nn.Module):
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
-    where = torch.device(device)
-    shape = tuple(x.shape[1:])
+    where, shape = torch.device(device), tuple(x.shape[1:])
     parts = _parts(len(x), len(y), folds if steps else 0, seed)  # 0: hold out all samples
 
     exported: list[Network] = []
@@ -174,8 +173,7 @@ def distance(
     curves: list[list[float]] = []
     for k, (train, test) in enumerate(parts):
         with own_random_state(where, derived_seed(seed, k, 1)):
-            model = critics.instance(critic, shape)
-            model.to(where)
+            model = critics.instance(critic, shape).to(where)
             if steps:
                 generator = torch.Generator().manual_seed(derived_seed(seed, k, 2))
                 curves.append(fit(model, x[train[0]], y[train[1]], steps, batch_size, lr, loss, generator, where))

@@ -45,8 +45,7 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
     be too small by a factor of :math:`\sqrt2`.
 
     Guarantee:
-        None for a finite sample: the coverage is at least c in the limit of large samples (central limit theorem), if
-        g has a finite variance.
+        None for a finite sample: the coverage is at least c in the limit of large samples, if g has a finite variance.
 
     >>> round(student([(Moments(100, 1.0, 1.0), Moments(100, 0.0, 1.0))], 0.95), 4)
     0.2789
@@ -56,17 +55,14 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
         Biometrika 34 (1947).
     """
     check_confidence(confidence)
-    return sum(_welch(first, second, confidence) for first, second in pairs) / len(pairs)
-
-
-def _welch(first: Moments, second: Moments, confidence: float) -> float:
-    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]  # squared error, degrees of freedom
-    total = sum(t for t, _ in terms)
-    if total == 0:
-        return 0.0
-    # Divide by the total first, so that no square under- or overflows.
-    freedom = 1 / sum((t / total) ** 2 / df for t, df in terms)
-    return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(total)
+    half = 0.0
+    for pair in pairs:
+        terms = [(m.variance / m.count, m.count - 1) for m in pair]  # squared error, degrees of freedom
+        if (total := sum(t for t, _ in terms)) != 0:
+            # Divide by the total first, so that no square under- or overflows.
+            freedom = 1 / sum((t / total) ** 2 / df for t, df in terms)
+            half += float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(total)
+    return half / len(pairs)
 
 
 def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: float) -> float:
@@ -93,9 +89,6 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     check_confidence(confidence)
     width = finite("width", width, positive=True)
     log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))  # union bound: K folds, two means, two sides
-    each = (
-        math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1))
-        for pair in pairs
-        for m in pair
-    )
+    means = [m for pair in pairs for m in pair]
+    each = (math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1)) for m in means)
     return sum(each) / len(pairs)

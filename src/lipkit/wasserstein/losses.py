@@ -1,6 +1,6 @@
 r"""The losses that a critic f minimises, from its values on samples of the two distributions.
 
-Notation: ``fx`` and ``fy`` are f on samples of P and of Q; the critic is high on P and low on Q.
+``fx`` and ``fy``, of any shape, are f on samples of P and of Q; the critic is high on P and low on Q.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
 
     Over all L-Lipschitz f the infimum of its expectation is :math:`-L\, W_1(P, Q)`.
 
-    Args:
-        fx, fy: of any shape.
-
     >>> import torch
     >>> kr_loss(torch.tensor([2.0, 4.0]), torch.tensor([1.0])).item()
     -2.0
@@ -37,15 +34,10 @@ def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float 
     .. math:: \mathrm{mean}\, f(y) - \mathrm{mean}\, f(x)
               + \tfrac\alpha2 \big(\mathrm{mean}\, (m - f(x))_+ + \mathrm{mean}\, (m + f(y))_+\big)
 
-    With ``alpha = 0`` it is `kr_loss`. P and Q have the weight 1/2 each in the hinge, whatever the numbers of samples.
-
-    Args:
-        fx, fy: of any shape.
-        alpha: weight of the hinge; not negative.
-        margin: m, in units of f; positive.
+    P and Q have the weight 1/2 each in the hinge, whatever the numbers of samples.
 
     Raises:
-        OptionError: ``alpha`` or ``margin`` outside these ranges.
+        OptionError: ``alpha`` (the weight of the hinge) is negative, or ``margin`` (m, in units of f) is not positive.
 
     >>> import torch
     >>> hinge_kr_loss(torch.tensor([2.0]), torch.tensor([-0.5]), alpha=10.0).item()

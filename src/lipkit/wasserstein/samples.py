@@ -1,6 +1,4 @@
-"""Checks of a user's samples and options, and the exact distance of two small samples by optimal assignment.
-
-The exact distance checks the dual estimate independently."""
+"""Checks of a user's samples, and the exact distance of two small samples by optimal assignment."""
 
 from __future__ import annotations
 
@@ -64,8 +62,7 @@ def assignment(x: Any, y: Any) -> float:
         :math:`O(n^3)` time and :math:`8 n^2` bytes; one second for n = 2000.
 
     Args:
-        x: samples of P, tensor or array (n, *shape) with n <= MAX_SAMPLES, as in `distance`.
-        y: samples of Q, of the same shape.
+        x, y: n <= MAX_SAMPLES samples each of P and of Q, as in `distance`.
 
     Raises:
         ShapeError: the shapes differ. OptionError: too many samples. DataError: none, or see `as_samples`.

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,13 +32,9 @@ HIDDEN = 256
 
 @dataclass(frozen=True)
 class Wgan:
-    """A trained generator.
+    """A trained generator, which maps (n, latent) to samples (n, *shape), and its last critic.
 
-    Attributes:
-        generator: maps (n, latent) to samples (n, *shape).
-        critic: the critic it was trained against, after the last step.
-        latent: dimension of z.
-        history: for each generator step, the critic's mean on data minus that on generated samples, on one batch.
+    ``history`` has for each generator step the critic's mean on data minus that on generated samples, on one batch.
     """
 
     generator: nn.Module
@@ -60,9 +57,9 @@ def generator(shape: Shape, latent: int) -> nn.Sequential:
     >>> generator((1, 8, 8), 4)(torch.zeros(2, 4)).shape
     torch.Size([2, 1, 8, 8])
     """
-    layers = [nn.Linear(latent, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()]
-    layers += [nn.Linear(HIDDEN, math.prod(shape))]
-    return nn.Sequential(*layers, *([nn.Sigmoid()] if len(shape) == 3 else []), nn.Unflatten(1, tuple(shape)))
+    sizes = [latent, HIDDEN, HIDDEN, math.prod(shape)]
+    layers = [m for p, q in pairwise(sizes) for m in (nn.Linear(p, q), nn.ReLU())]
+    return nn.Sequential(*layers[:-1], *([nn.Sigmoid()] if len(shape) == 3 else []), nn.Unflatten(1, tuple(shape)))
 
 
 def train(
@@ -123,8 +120,8 @@ def train(
         # globals(): the argument hides the function `generator`.
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
         judge = critics.instance(critic, shape)
-        maker.to(where).train()
-        judge.to(where).train()
+        for net in (maker, judge):
+            net.to(where).train()
         drawn = torch.Generator().manual_seed(derived_seed(seed, 4))
         making, judging = (torch.optim.Adam(net.parameters(), betas=(0.5, 0.9)) for net in (maker, judge))
 

@@ -57,10 +57,8 @@ def sound(case: Case) -> dict[str, float]:
             found = check_bounds(layer, case, shape)
             measured = {key: max(value, measured.get(key, 0.0)) for key, value in found.items()}
             if case.claim != "none":
-                what = (
-                    f"input {shape} (training={layer.training}): expected lipschitz(layer) of at most the claimed gamma"
-                )
-                require_bound(found["claimed"], case.gamma * (1 + case.slack), case.eps(shape), what)
+                what = f"input {shape} (training={layer.training}): expected lipschitz(layer) of at most the gamma"
+                require_bound(found["claimed"], case.gamma * (1 + case.slack), case.eps(shape), f"{what} claimed")
     return measured
 
 

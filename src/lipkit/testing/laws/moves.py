@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,12 +108,8 @@ def _another_device(layer: nn.Module, x: Tensor, y: Tensor, case: Case) -> None:
         require_same(forward(there, x.cuda()), y, 4 * case.eps(), "device cuda")  # sums in another order
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of torch's tracers about their own deprecated code and the speed of complex operators."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+# Warnings of torch's tracers are about their own deprecated code and the speed of complex operators.
+_quiet = partial(warnings.catch_warnings, action="ignore")
 
 
 def _waves(like: Tensor) -> Tensor:

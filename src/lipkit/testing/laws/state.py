@@ -26,11 +26,8 @@ def complete(case: Case) -> dict[str, float]:
     layer = case.layer()
     lazy = [name for name, t in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(t)]
     require(not lazy, f"expected every parameter in its final shape after __init__, got uninitialised {lazy}")
-    if case.claim != "none":
-        require(
-            "weight" not in dict(layer.named_parameters(recurse=False)),
-            "expected the free parameter of a constrained layer to have another name, got 'weight'",
-        )
+    named = case.claim != "none" and "weight" in dict(layer.named_parameters(recurse=False))
+    require(not named, "expected the free parameter of a constrained layer to have another name, got 'weight'")
     before = _inventory(layer)
     forward(layer, case.x())
     after = _inventory(layer)
@@ -58,9 +55,8 @@ _OWN = ("_parameters", "_buffers", "_modules", "training")
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    return {
-        f"{name}.{key}": value for name, m in layer.named_modules() for key, value in vars(m).items() if key not in _OWN
-    }
+    modules = layer.named_modules()
+    return {f"{name}.{key}": value for name, m in modules for key, value in vars(m).items() if key not in _OWN}
 
 
 def pure(case: Case) -> dict[str, float]:
@@ -154,9 +150,7 @@ def _data(case: Case, layer: nn.Module) -> None:
 
 CHANGES: dict[str, Callable[[Case, nn.Module], object]] = {
     "an optimiser step": _optimiser_step,
-    "load_state_dict": lambda case, layer: layer.load_state_dict(
-        case.moved(case.layer(extra=19), extra=19).state_dict()
-    ),
+    "load_state_dict": lambda case, layer: layer.load_state_dict(case.moved(case.layer(extra=19), 19).state_dict()),
     "an in-place edit": lambda case, layer: case.moved(layer, extra=23),
     "an assignment of .data": _data,
 }
