@@ -27,6 +27,7 @@ from lipkit.modules import (
     FourierConv2d,
     Graph,
     GroupSort,
+    LayerCenter,
     MaxMin,
     Network,
     export_rule,
@@ -831,3 +832,10 @@ def test_parameters_beyond_rounding_are_refused_by_size() -> None:
         layer.scale.fill_(3e30)  # beside a skew matrix of this size, of odd order and so singular, I is rounded away
     with pytest.raises(OptionError, match=r"CayleyLinear .* of size 3e\+30: expected about 1e6 or less"):
         export(layer, (3,))
+
+
+def test_modules_of_lipkit_are_not_called_those_of_torch() -> None:
+    with pytest.raises(ShapeError, match=r"^LayerCenter: expected at least 2 dimensions without the batch, got \(3,\)"):
+        lipschitz(LayerCenter(2), (3,))
+    with pytest.raises(ShapeError, match=r"^nn\.AvgPool1d: expected 2 dimensions"):
+        lipschitz(nn.AvgPool1d(2), (4,))

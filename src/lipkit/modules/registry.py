@@ -101,7 +101,8 @@ def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: i
     """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
     if input_shape is not None and not least <= len(input_shape) <= most:
         dims = f"{least}" if least == most else f"at least {least}"
-        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
+        name = "nn." * type(module).__module__.startswith("torch.nn.") + type(module).__name__
+        raise ShapeError(f"{name}: expected {dims} dimensions without the batch, got {input_shape}")
 
 
 def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
