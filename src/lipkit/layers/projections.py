@@ -21,12 +21,9 @@ class AfterStep(ABC):
     """A layer whose weights need work after an optimiser step, such as a projection: a base beside ``nn.Module``.
 
     Most layers need none: they make their constrained weights at each forward pass.
-
-    Attributes:
-        interval: steps between two calls, above 1 if the work costs much more than a step.
     """
 
-    interval: ClassVar[int] = 1
+    interval: ClassVar[int] = 1  # steps between two calls, above 1 if the work costs much more than a step
 
     @abstractmethod
     def after_step(self, input_shape: Shape) -> None:

@@ -139,7 +139,6 @@ class SvcmConv2d(KernelConv2d, AfterStep):
         self.free.copy_(project(self.free, *size, rounds, orthogonal=self.orthogonal))
 
     def after_step(self, input_shape: Shape) -> None:
-        """`project_` for inputs (C, H, W)."""
         self.project_((input_shape[-2], input_shape[-1]))
 
 

@@ -65,10 +65,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
 
     Args:
         v: ``(..., n, m)`` with n >= m.
-        rows, columns: of the block, at most n; n by default. With all rows or all columns it is semi-orthogonal.
-
-    Returns:
-        ``(..., rows, columns)``.
+        rows, columns: of the result, at most n; n by default. With all rows or all columns it is semi-orthogonal.
 
     Guarantee:
         Norm at most 1 up to rounding, for every ``v``: the Gram matrix is shifted by :math:`e = 4 \epsilon\,
