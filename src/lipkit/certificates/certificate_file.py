@@ -154,19 +154,18 @@ def read_certificate(path: str | Path) -> CertificateFile:
         with open_regular(path) as file, gzip.open(file) if path.suffix == ".gz" else file as stream:
             header = _parse(f"{path}, line 1", stream.readline(_LONGEST_HEADER + 1), _LONGEST_HEADER)
             _check_header(path, header)
-            rows = _rows(path, stream, header["data"]["samples"])
-            columns = list(zip(*rows, strict=True))
+            columns = list(zip(*_rows(path, stream, header["data"]["samples"]), strict=True))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
     local = header["method"] == "local"
     limits = header["input_range"] if local else None
-    tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
+    read = dict(zip(COLUMNS, (torch.tensor(column, dtype=torch.float64) for column in columns), strict=True))
     certificate = Certificate(
-        label=tensors[1].long(),
-        prediction=tensors[2].long(),
-        radius=tensors[3],
-        radius_ignored=tensors[4],
-        margin=tensors[5],
+        label=read["label"].long(),
+        prediction=read["prediction"].long(),
+        radius=read["radius"],
+        radius_ignored=read["radius_ignored"],
+        margin=read["margin"],
         evaluator=_evaluator(path, header.get("evaluator")),
         input_shape=tuple(header["input_shape"]),
         input_range=(limits[0], limits[1]) if limits else None,

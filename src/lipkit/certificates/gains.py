@@ -58,9 +58,7 @@ def tight(network: Network, *, units: int = 2048) -> Network:
     Guarantee:
         As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
 
-    >>> from itertools import pairwise
-    >>> layers = [nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)]
-    >>> net = Network(layers, (3,))
+    >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> bool(lipschitz(tight(net)) <= lipschitz(net))
     True
     """

@@ -115,7 +115,7 @@ def _asked(
 
 
 # What no function of a plain module depends on: its mode, hooks of gradients, the line of the code that it stands for.
-_IDLE = ("training", "_is_full_backward_hook", "where", "_reversed_padding_repeated_twice")  # of the last, see `guard`
+_IDLE = ("training", "_is_full_backward_hook", "where")
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
@@ -146,12 +146,14 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
         if hasattr(module, "inplace"):
             setattr(twin, "inplace", module.inplace)  # noqa: B010
         own, made = _switches(module), _switches(twin)
+        if own.get("padding_mode") == "zeros":  # what torch noted of the padding counts only in other modes
+            own.pop("_reversed_padding_repeated_twice")
         for key, value in own.items():
             expected = made.get(key, getattr(type(module), key, value))  # what neither has is read by no forward pass
             if value != expected and key not in _IDLE:
                 raise OptionError(
                     f"expected the module {name!r} as its stored form gives it, with {key} = {expected!r}, got "
-                    f"{value!r}: export or load it again"
+                    f"{value!r}: make it anew"
                 )
     _check_transforms(network, exact)
     return exact.to(float64_device(device))

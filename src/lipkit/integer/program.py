@@ -156,11 +156,7 @@ Operation = Move | Sort | Fold | IntBlend | IntLinear
 
 
 def rounded(sums: Tensor, shift: int) -> Tensor:
-    """``floor(2^-shift sums + 1/2)`` in int64.
-
-    >>> rounded(torch.tensor([-6, -5, 5, 6]), 2).tolist()
-    [-1, -1, 1, 2]
-    """
+    """``floor(2^-shift sums + 1/2)`` in int64."""
     return (sums + (1 << shift >> 1)) >> shift
 
 

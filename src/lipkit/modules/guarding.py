@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
@@ -73,7 +72,6 @@ def guard(*modules: nn.Module) -> None:
         name, alike = type_name(kind), [module for module in modules if type(module) is kind]
         for module in alike:
             _refuse_hooks(module, name)
-            _refuse_padding(module, name)
             _refuse_weights(module, name)
         for attribute in dict.fromkeys(key for module in alike for key in vars(module)):
             if callable(getattr(kind, attribute, None)):
@@ -104,19 +102,6 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         raise NoRuleError(
             f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
         )
-
-
-def _refuse_padding(module: nn.Module, name: str) -> None:
-    # Except for zeros, torch pads by what it has noted at birth, not by the padding that the module shows.
-    if not isinstance(module, _ConvNd) or module.padding_mode == "zeros":
-        return
-    spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    pads = [(n // 2, n - n // 2) for n in spans] if module.padding == "same" else [(0, 0) for _ in spans]
-    pads = pads if isinstance(module.padding, str) else [(n, n) for n in module.padding]
-    noted, expected = list(module._reversed_padding_repeated_twice), [n for pair in reversed(pads) for n in pair]
-    if noted != expected:
-        shown = f"{name} with padding={module.padding!r}"
-        raise NoRuleError(f"{shown}: expected borders of {expected}, got {noted} from when it was made: make it anew")
 
 
 def _refuse_methods(kind: type[nn.Module], name: str) -> None:
