@@ -242,10 +242,5 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster. Steps s
     count from 1.
-
-    >>> a = [torch.zeros(1)]
-    >>> update(a, [torch.ones(1)], 0.9, step=8)
-    >>> a
-    [tensor([0.5000])]
     """
     get_ema_multi_avg_fn(min(decay, (1 + step) / (10 + step)))(list(average), list(parameters), step)
