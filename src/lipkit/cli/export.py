@@ -82,11 +82,25 @@ def _write(
 ) -> tuple[Path, Runtime]:
     """Write one form; return its path and a runtime that evaluates it."""
     from lipkit import interop, modules
+    from lipkit.errors import OptionError
+    from lipkit.files import write_atomic
+    from lipkit.report import Record, read_record
 
     place = click.get_current_context().with_resource(tempfile.TemporaryDirectory())  # of the compiled C program
 
     def hub(_: Network, path: Path) -> Path:
         return _write_hub(run, path, licence, recipe, data)
+
+    def robustbench(network: Network, path: Path) -> Path:
+        """The network's folder with model_info.json, the facts that RobustBench lists."""
+        record = read_record(run)
+        if not isinstance(record, Record):
+            raise OptionError("expected a run of a classification for robustbench, got a regression")
+        folder = modules.save(network, path)
+        write_atomic(
+            folder / "model_info.json", json.dumps(interop.robustbench_info(record), indent=1).encode() + b"\n"
+        )
+        return folder
 
     # form -> (name in RUN/export, writer, runtime)
     forms: dict[str, tuple[str, Callable[[Network, Path], Path], Callable[[Path], Runtime]]] = {
@@ -97,29 +111,13 @@ def _write(
         "hub": ("hub", hub, lambda path: interop.module_runtime(modules.load(path / "network"))),
         "robustbench": (
             "robustbench",
-            lambda network, path: _write_robustbench(run, network, path),
+            robustbench,
             lambda path: interop.module_runtime(interop.RobustBenchModel(modules.load(path))),
         ),
     }
     name, write, runtime = forms[form]
     path = write(network, out or run / "export" / name)
     return path, runtime(path)
-
-
-def _write_robustbench(run: Path, network: Network, folder: Path) -> Path:
-    """The network's folder with model_info.json, the facts that RobustBench lists."""
-    from lipkit import interop, modules
-    from lipkit.errors import OptionError
-    from lipkit.files import write_atomic
-    from lipkit.report import Record, read_record
-
-    record = read_record(run)
-    if not isinstance(record, Record):
-        raise OptionError("expected a run of a classification for robustbench, got a regression")
-    path = modules.save(network, folder)
-    info = json.dumps(interop.robustbench_info(record), indent=1)
-    write_atomic(path / "model_info.json", (info + "\n").encode())
-    return path
 
 
 def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, data: Data) -> Path:

@@ -33,9 +33,9 @@ class ClassRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation(Shown):
-    """The findings of `evaluate`. ``eps`` and ``certified`` run in parallel; ``times`` are seconds.
+    """The findings of `evaluate`; ``times`` are seconds.
 
-    ``certified_ignored``, also in parallel, ignores the rounding of logits, as is usual in the literature.
+    ``eps`` runs in parallel with ``certified`` and with ``certified_ignored``, which ignores the rounding of logits.
     """
 
     certificate: Certificate
@@ -139,11 +139,7 @@ def evaluate(
 def per_class(
     certificate: Certificate, eps: Sequence[float], classes: Sequence[str] = (), *, confidence: float = 0.95
 ) -> tuple[ClassRow, ...]:
-    """Clean and certified accuracy of each class; without ``classes``, of the labels 0 to the largest one.
-
-    Raises:
-        OptionError: fewer names than classes that occur.
-    """
+    """Clean and certified accuracy of each class; without ``classes`` (or OptionError: too few) of each label."""
     top = int(certificate.label.max()) + 1
     if classes and len(classes) < top:
         raise OptionError(f"expected at least {top} class names, got {len(classes)}")

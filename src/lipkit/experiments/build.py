@@ -35,14 +35,13 @@ def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
     if large_eps is not None:
         certify, adversary = recipe.certify, recipe.adversary
-        radii: dict[str, Sequence[float]] = {"certify.delta": [certify.delta]}
+        radii: list[tuple[str, Sequence[float], str]] = [("certify.delta", [certify.delta], "l2")]
         if recipe.task == "classification":
-            radii = {"certify.eps": certify.eps, "certify.attack_eps": certify.attack_eps or ()}
-        for name, eps in radii.items():
-            check_radii(eps, data.input_shape, data.input_range, name=name, large=large_eps)
+            radii = [("certify.eps", certify.eps, "l2"), ("certify.attack_eps", certify.attack_eps or (), "l2")]
         if adversary is not None:
-            eps, norm = [adversary.eps], adversary.norm
-            check_radii(eps, data.input_shape, data.input_range, name="adversary.eps", norm=norm, large=large_eps)
+            radii.append(("adversary.eps", [adversary.eps], adversary.norm))
+        for name, eps, norm in radii:
+            check_radii(eps, data.input_shape, data.input_range, name=name, norm=norm, large=large_eps)
     return data
 
 

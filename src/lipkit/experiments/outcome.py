@@ -128,10 +128,7 @@ def _local_radii(display: Display) -> Callable[[int, int], None]:
 
 
 def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
-    """The folder and name of a new certification; earlier ones are never replaced.
-
-    The first one goes into the run's folder, a later one into a subfolder with its recipe, ``certify-001`` and so on.
-    """
+    """The folder and name of a new certification: the run's; of a later one ``certify-001`` in it, with its recipe."""
     if not (folder / RECORD).exists():  # the record is what a certification writes last
         return folder, folder.name
     target = create(folder, AGAIN)

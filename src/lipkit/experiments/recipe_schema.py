@@ -218,11 +218,7 @@ Path = tuple[str, ...]
 
 
 def keys(model: type[Section] = Recipe, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo, type[Section] | None]]:
-    """Every key of a recipe, a section before its keys: (path, field, its section or None).
-
-    >>> [path for path, *_ in keys()][:3]
-    [('name',), ('description',), ('task',)]
-    """
+    """Every key of a recipe, a section before its keys: (path, field, its section or None)."""
     for name, field in model.model_fields.items():
         kinds = typing.get_args(field.annotation) or (field.annotation,)  # several if it may be null
         section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

@@ -253,7 +253,6 @@ def read_recipe(
 
 
 def _ended(folder: Path, display: Display) -> Outcome:
-    """The outcome of a run that has ended, from its record."""
     display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
     record = read_record(folder)
     if not (folder / REPORT).exists():

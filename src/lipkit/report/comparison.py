@@ -89,10 +89,7 @@ def rows(found: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
 
 
 def _cell(name: str, values: Sequence[float]) -> str:
-    """
-    >>> _cell("clean", [0.97, 0.99]), _cell("test_mse", [0.12345678]), _cell("lipschitz", [1.0, 1.00000001])
-    ('98.00 ± 1.41 %', '0.12346', '1.0000001')
-    """
+    """Such as 98.00 ± 1.41 %."""
     if not values or name == "lipschitz":  # the largest bound holds for all runs
         return upper(max(values)) if values else ""
     per_cent = name == "clean" or name.startswith(("certified(", "pgd("))

@@ -32,11 +32,7 @@ GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wron
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
-    """True if inputs of this shape can be shown as images: (H, W), (1, H, W) or (3, H, W).
-
-    >>> is_image((3, 32, 32)), is_image((1, 8, 8)), is_image((12,))
-    (True, True, False)
-    """
+    """True if inputs of this shape can be shown as images: (H, W), (1, H, W) or (3, H, W)."""
     return len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))
 
 

@@ -199,28 +199,26 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", accuracies)) if names]
     if all(len(series[name]) < 2 for _, names in panels for name in names):
         return ""
-    return both(lambda narrow: _training(panels, series, narrow), "training")
 
+    def draw(narrow: bool) -> Figure:
+        figure, axes = figure_of(len(panels), narrow)
+        for axis, (title, names) in zip(axes, panels, strict=True):
+            for number, name in enumerate(names):
+                epochs, values = zip(*series[name], strict=True)
+                marker = "o" if len(epochs) == 1 else None  # a line of one point is invisible
+                axis.plot(epochs, values, marker=marker, **_look(number, name.replace("_", " ")))
+            axis.set(xlabel="epoch", ylabel=title)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if title == "accuracy":
+                axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+            elif all(value > 0 for name in names for _, value in series[name]):
+                # Plain numbers as ticks: the exponents of powers would be too small on a phone.
+                seen = [value for name in names for _, value in series[name]]
+                axis.set_yscale("log")
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(seen) < 30 * min(seen) else (1,)))
+                axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+                axis.yaxis.set_minor_formatter(NullFormatter())
+            legend(axis)
+        return figure
 
-def _training(
-    panels: Sequence[tuple[str, Sequence[str]]], series: Mapping[str, Sequence[tuple[float, float]]], narrow: bool
-) -> Figure:
-    figure, axes = figure_of(len(panels), narrow)
-    for axis, (title, names) in zip(axes, panels, strict=True):
-        for number, name in enumerate(names):
-            epochs, values = zip(*series[name], strict=True)
-            marker = "o" if len(epochs) == 1 else None  # a line of one point is invisible
-            axis.plot(epochs, values, marker=marker, **_look(number, name.replace("_", " ")))
-        axis.set(xlabel="epoch", ylabel=title)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if title == "accuracy":
-            axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-        elif all(value > 0 for name in names for _, value in series[name]):
-            # Plain numbers as ticks: the exponents of powers would be too small on a phone.
-            seen = [value for name in names for _, value in series[name]]
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(seen) < 30 * min(seen) else (1,)))
-            axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.yaxis.set_minor_formatter(NullFormatter())
-        legend(axis)
-    return figure
+    return both(draw, "training")

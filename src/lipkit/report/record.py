@@ -191,24 +191,15 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results.
-
-    >>> sorted(versions())
-    ['lipkit', 'numpy', 'python', 'scipy', 'torch']
-    """
-    found = {"python": platform.python_version()}
-    for name in ("numpy", "scipy"):
-        found[name] = importlib.metadata.version(name)
+    """Versions of Python and of the packages that affect results."""
+    found = {name: importlib.metadata.version(name) for name in ("numpy", "scipy")}
+    found["python"] = platform.python_version()
     # From the modules: torch's metadata lack +cpu and +cu, and lipkit may not be installed.
     return found | {"torch": str(torch.__version__), "lipkit": lipkit.__version__}
 
 
 def hardware(device: str = "cpu") -> HardwareRecord:
-    """This machine, as seen by a run on ``device``.
-
-    >>> hardware().cores >= 1
-    True
-    """
+    """This machine, as seen by a run on ``device``."""
     index = torch.device(device)  # cuda or cuda:1
     cuda = index.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(index) if cuda else index.type

@@ -22,10 +22,7 @@ NETWORK, CERTIFICATE = "network", "certificate.jsonl"
 
 
 def certificate_in(folder: Path) -> Certificate | None:
-    """The certificate of a run folder, or of a packaged network, which has it compressed; None if there is none.
-
-    ``DataError`` for a damaged one. Its claims are taken as they are written: `lipkit check` proves them.
-    """
+    """The certificate of a run folder, or of a packaged network (compressed), as it is written; None without one."""
     for path in (folder / CERTIFICATE, folder / f"{CERTIFICATE}.gz"):
         if path.exists():
             return read_certificate(path).certificate

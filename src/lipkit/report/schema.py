@@ -100,10 +100,7 @@ class DataRecord(_Model):
 
 
 class HardwareRecord(_Model):
-    """The machine, as seen by the process that wrote the record: processor, usable cores, accelerator (or cpu).
-
-    ``threads`` of torch are None in old records.
-    """
+    """The machine, as seen by the process that wrote the record; ``threads`` of torch are None in old records."""
 
     cpu: str
     cores: int
@@ -219,8 +216,7 @@ class RegressionRecord(RunRecord):
     def metrics(self) -> dict[str, float]:
         """Flat numbers by name: ``test_mse``, ``lipschitz``, ``lower``, ``tightness``.
 
-        If the model claims a constant, also ``reached``, ``lower / lipschitz.claimed``: the used fraction of a
-        prescribed gain. An export may prove a smaller constant, so ``tightness`` is the larger one.
+        If the model claims a constant, also ``reached``, the used fraction of the claim; an export may prove less.
         """
         computed, claimed = self.lipschitz.computed, self.lipschitz.claimed
         found = {"test_mse": self.mse, "lipschitz": computed, "lower": self.lower, "tightness": self.tightness}

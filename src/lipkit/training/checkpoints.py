@@ -39,13 +39,7 @@ _FORMAT = 1
 
 
 def create(parent: Path, name: str) -> Path:
-    """Make a new folder ``parent/name-001``, or with the next free number, and return it.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [create(Path(folder) / "runs", "digits").name for _ in range(2)]
-    ['digits-001', 'digits-002']
-    """
+    """Make a new folder ``parent/name-001``, or with the next free number, and return it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         taken = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))]

@@ -103,10 +103,7 @@ def device_here(name: str) -> torch.device:
 
 
 def on_first(fabric: Any, act: Callable[[], T]) -> T:
-    """Call ``act()`` in the first process and return its result in all.
-
-    Its LipkitError is raised in all processes, so that none waits; in the others as a RunError with the same message.
-    """
+    """Call ``act()`` in the first process and return its result in all; its LipkitError is raised in all, too."""
     if fabric.world_size == 1:
         return act()
     result, failure = None, None

@@ -183,11 +183,7 @@ class Together(Optimizer):
         return {"state": {}, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every part; the groups stay shared objects.
-
-        Raises:
-            OptionError: the state of another number of optimisers.
-        """
+        """Load the state of every part (OptionError: of another number of them); the groups stay shared objects."""
         states = state_dict.get("parts", [])
         if len(states) != len(self.parts):
             raise OptionError(f"expected the states of {len(self.parts)} optimisers, got {len(states)}")
@@ -210,18 +206,16 @@ def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer
         raise OptionError(f"expected {wanted}, got {options.optimizer if inner else type(model).__name__}")
     parts: list[Optimizer] = []
     if options.optimizer == "spectral":  # its rate is in radians a step, whatever lr is
-        parts = [SpectralDescent(inner, 0.02 if options.manifold_lr is None else options.manifold_lr)]
+        parts = [SpectralDescent(inner, options.manifold_lr or 0.02)]
     elif options.optimizer == "riemannian_adam":
-        parts = [RiemannianAdam(inner, lr if options.manifold_lr is None else options.manifold_lr)]
+        parts = [RiemannianAdam(inner, options.manifold_lr or lr)]
     if outer:  # torch refuses an empty optimiser
         # On a CPU one call for all parameters; torch's default makes a dozen calls for each.
         fused = True if device.type == "cpu" and all(p.is_floating_point() for p in outer) else None
-        common: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, "fused": fused}
-        if options.optimizer == "sgd":
-            parts.append(torch.optim.SGD(outer, momentum=options.momentum, **common))
-        else:
-            adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-            parts.append(adam(outer, **common))
+        kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+        more = {"momentum": options.momentum} if options.optimizer == "sgd" else {}
+        make = kinds.get(options.optimizer, torch.optim.Adam)
+        parts.append(make(outer, lr=lr, weight_decay=options.weight_decay, fused=fused, **more))
     return Together(parts) if along else parts[0]
 
 

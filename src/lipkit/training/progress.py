@@ -150,10 +150,7 @@ def peak_memory(device: torch.device) -> float | None:
 
 
 def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
-    """Fabric's logger of TensorBoard events, in the run's ``folder``; nothing is written before the first numbers.
-
-    Events of epochs after ``epochs_done``, which a resumed run repeats, are hidden.
-    """
+    """Fabric's logger of TensorBoard events in ``folder``; events that a resumed run repeats are hidden."""
     from lightning_fabric.loggers import TensorBoardLogger
 
     try:

@@ -240,12 +240,6 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     .. math:: a_s = d_s \, a_{s-1} + (1 - d_s) \, \theta_s, \qquad d_s = \min(d, (1 + s) / (10 + s))
 
-    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), the average forgets its start faster. Steps s
-    count from 1.
-
-    >>> a = [torch.zeros(1)]
-    >>> update(a, [torch.ones(1)], 0.9, step=8)
-    >>> a
-    [tensor([0.5000])]
+    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), it forgets its start faster. Steps count from 1.
     """
     get_ema_multi_avg_fn(min(decay, (1 + step) / (10 + step)))(list(average), list(parameters), step)
