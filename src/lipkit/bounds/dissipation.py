@@ -104,13 +104,10 @@ def dissipation_matrix(
 
 
 def proves_dissipation(system: System, metric: Tensor, multiplier: Tensor, gain: float, rate: float) -> bool:
-    """True if ``H >= 0`` is proved in floating point, for the numbers as they are stored.
+    """True if one Cholesky factorisation proves ``H >= 0`` in floating point, for the numbers as they are stored.
 
     Guarantee:
         True is a proof of the inequalities of the module docstring, in exact arithmetic. False says nothing.
-
-    Cost:
-        One Cholesky factorisation of the side of H.
 
     >>> half = System(torch.tensor([[0.5, 1.0], [1.0, 0.0]]), 1, (0, 0), 1)
     >>> [proves_dissipation(half, torch.eye(1), torch.ones(0), gain, 1.0) for gain in (2.001, 1.999)]
@@ -197,7 +194,6 @@ class _Barrier:
         self.free[before : before + nx] = 0
 
     def at(self, rate: float) -> _Barrier:
-        """Barrier of the same system at another rate."""
         return _Barrier(self.system, rate)
 
     def parts(self, z: Tensor) -> tuple[float, Tensor, Tensor]:

@@ -110,7 +110,7 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
 def proves_gain(
     weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float, errors: Sequence[Tensor] = ()
 ) -> bool:
-    """True if ``H >= 0`` (see `lmi_matrix`) is proved in floating point for these weights, multipliers and ``gain``.
+    """True if ``H >= 0`` (see `lmi_matrix`) is proved in floating point, by one Cholesky factorisation.
 
     ``errors`` bound, entry by entry, how far each weight may be from the exact one, such as a product before its
     rounding; none for stored weights.
@@ -118,9 +118,6 @@ def proves_gain(
     Guarantee:
         True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is
         ``gain``-Lipschitz in l2, in exact arithmetic. False says nothing.
-
-    Cost:
-        One Cholesky factorisation of the total width.
 
     >>> proves_gain([0.9 * torch.eye(2)], [], 1.0), proves_gain([1.1 * torch.eye(2)], [], 1.0)
     (True, False)
@@ -260,10 +257,8 @@ def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple
 def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
     r"""A nearly smallest gain that these multipliers prove; ``inf`` if they prove none. Arguments: see `proves_gain`.
 
-    An eigenvalue proposes gamma, then :func:`proves_gain` decides.
-
     Guarantee:
-        Upper bound, proved in floating point.
+        Upper bound, proved in floating point: an eigenvalue proposes gamma, then :func:`proves_gain` decides.
 
     >>> 1.0 <= gain_bound([torch.eye(2), torch.eye(2)], [torch.ones(2)]) < 1.0 + 1e-9
     True

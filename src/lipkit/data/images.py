@@ -85,12 +85,9 @@ class ImageFiles:
         # Silence Pillow's warning of huge images: lipkit's limit is lower and raises an error.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
-            if len(files) < 4:
-                for i in range(len(files)):
-                    put(i)
-            else:  # the decoders release the interpreter's lock
-                with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-                    list(pool.map(put, range(len(files)), chunksize=8))  # list() raises the errors of the threads
+            # The decoders release the interpreter's lock.
+            with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+                list(pool.map(put, range(len(files))))  # list() raises the errors of the threads
         return images
 
     def subset(self, index: Tensor) -> ImageFiles:

@@ -36,6 +36,7 @@ def model_card(
         load: the loading example, Markdown, in place of the one for ``folder``.
     """
     rows = _rows(record)
+    shown = [(_text(name), f"{100 * v:.2f} %" if kind.endswith("accuracy") else f"{v:.6g}") for name, kind, v in rows]
     results = [
         {
             "task": {"type": "image-classification" if isinstance(record, Record) else "tabular-regression"},
@@ -63,7 +64,7 @@ def model_card(
         "",
         "| figure | value |",
         "|---|---|",
-        *(f"| {_text(name)} | {_value(kind, value)} |" for name, kind, value in rows),
+        *(f"| {name} | {value} |" for name, value in shown),
         f"| proved l2 Lipschitz constant | {bound.computed:.9g} |",
         "",
         f"The constant is proved in {_text(bound.dtype)} from the stored numbers (method: {_text(bound.method)}),",
@@ -109,10 +110,6 @@ def _rows(record: Record | RegressionRecord) -> list[tuple[str, str, float]]:
     return rows
 
 
-def _value(kind: str, value: float) -> str:
-    return f"{100 * value:.2f} %" if kind.endswith("accuracy") else f"{value:.6g}"
-
-
 def _text(value: object) -> str:
     """One line of text that Markdown shows as it is.
 
@@ -126,8 +123,7 @@ def _text(value: object) -> str:
 
 
 def _line(value: object) -> str:
-    """One line: a name with line breaks could end the front matter."""
-    return printable(" ".join(str(value).split()))
+    return printable(" ".join(str(value).split()))  # a name with line breaks could end the front matter
 
 
 def _yaml(content: Mapping[str, Any]) -> str:
@@ -160,8 +156,7 @@ class RobustBenchModel(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> RobustBenchModel:
-        """Stay in evaluation mode: an exported network has no other."""
-        return super().train(False)
+        return super().train(False)  # an exported network has no other mode
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.network(x)
