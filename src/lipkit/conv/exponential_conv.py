@@ -173,7 +173,7 @@ def exponential_conv2d(
         if autocast_on(x):
             counts.pop("frequencies", None)
             counts["features"] /= HALF_GAIN  # their convolutions run in the dtype of autocast
-        way = min(counts, key=counts.__getitem__)
+        way = sorted(counts, key=counts.__getitem__)[0]
     if way == "features":
         folded = fold(kernel, h, w)
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
