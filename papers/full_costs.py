@@ -8,7 +8,7 @@ augmentation, attack, both passes, penalty, optimiser. We measure process time o
 at the batches 2, 8, 32, and at the recipe's unless a step would take more than SLOW seconds and twice the last one. If
 a step of 2 takes more than SLOW, the batches are 2 and 16. A line through the two largest batches extrapolates to the
 recipe's, and steps and epochs multiply it. (lbdn_2_times measured eight networks of lbdn_2 at the recipe's batch.)
-Evaluations, certificates and attacks are not included, nor are networks that need more than MEMORY bytes (8 GiB).
+Evaluations, certificates and attacks are not included. Networks that need more than MEMORY (8 GiB) are not measured.
 """
 
 from __future__ import annotations

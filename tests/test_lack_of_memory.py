@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.attacks.losses import first_logits
+from lipkit.data.split import Data, Split
 from lipkit.errors import ShapeError
 from lipkit.experiments import build
+from lipkit.experiments.recipe import load_recipe
 from lipkit.layers.projections import seen_shapes
 from lipkit.modules import output_shape
 from lipkit.modules.graph import Graph, value_shapes
@@ -35,7 +37,10 @@ def _checked(module: nn.Module) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "lipschitz", lambda model, shape: 1.0)
         patch.setattr(build, "export", lambda model, shape: model)
-        build._check_model(module, "mine", (3,), 1)
+        patch.setattr(build, "network_of", lambda name, factory, options: module)
+        split = Split(torch.zeros(2, 3), torch.tensor([0, 1]))
+        data = Data("mine", split, split, ("a", "b"))
+        build.build_model(load_recipe("digits_cayley"), data)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,7 @@ def _checked(module: nn.Module) -> None:
         lambda module: first_logits(module, torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)),
         _checked,
     ],
-    ids=["output_shape", "value_shapes", "seen_shapes", "first_logits", "_check_model"],
+    ids=["output_shape", "value_shapes", "seen_shapes", "first_logits", "build_model"],
 )
 def test_a_lack_of_memory_is_let_through(ask: Callable[[nn.Module], object]) -> None:
     with pytest.raises(RuntimeError, match="allocate memory"):

@@ -137,10 +137,7 @@ class CoverageCurve(Shown):
 class Calibration(Shown):
     """Conformity scores of a network on data that it was not trained on.
 
-    Attributes:
-        scores: (n, 1) of a classifier, (n, d) of a regression, float64, each column sorted; rounded up.
-        labels: whether it is a classifier.
-        proof: of the network.
+    ``scores`` are (n, 1) of a classifier (``labels``), (n, d) of a regression; float64, rounded up, sorted by column.
     """
 
     scores: Tensor

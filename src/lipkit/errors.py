@@ -63,11 +63,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type if it has none.
-
-    >>> first_line(ValueError("expected 1, got 2\\nat line 3")), first_line(KeyError())
-    ('expected 1, got 2', 'KeyError')
-    """
+    """The first line of an error's message, or the name of its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -46,11 +46,7 @@ def screen(text: str) -> str:
 
 
 def preformatted(text: str) -> str:
-    """The text as HTML, for notebooks.
-
-    >>> preformatted("L <= 1")
-    '<pre>L &lt;= 1</pre>'
-    """
+    """The text as HTML, for notebooks."""
     return f"<pre>{html.escape(text)}</pre>"
 
 

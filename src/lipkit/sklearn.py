@@ -28,6 +28,7 @@ from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
 from lipkit.interop import write_onnx
 from lipkit.layers.aol import aol_matrix
+from lipkit.layers.export import filled
 from lipkit.lowering import lipschitz
 from lipkit.modules import Affine, MaxMin, Network
 from lipkit.proof.roundoff import UNIT, grow, next_down, next_up
@@ -178,12 +179,9 @@ class _LipschitzEstimator(BaseEstimator):
         check_is_fitted(self)
         first, *rest = self.export_
         assert isinstance(first, nn.Linear)
-        gains = []
-        for column in first.weight.split(1, 1):
-            alone = nn.Linear(1, len(column), bias=False)  # as if no other feature changed
-            alone.weight = nn.Parameter(column.clone(), requires_grad=False)
-            gains.append(float(lipschitz(Network([alone, *rest], (1,)))))
-        return np.array(gains)
+        # Each column by itself, as if no other feature changed.
+        alone = [filled(nn.Linear(1, len(w), bias=False), w, None) for w in first.weight.split(1, 1)]
+        return np.array([float(lipschitz(Network([one, *rest], (1,)))) for one in alone])
 
     def plot_gains(self, ax: Any = None) -> Any:
         """Draw `feature_gains` as bars, the largest first; returns the axes of matplotlib."""
@@ -406,15 +404,10 @@ class _Trained(nn.Module):
     @torch.no_grad()
     def exported(self, unit: float, middle: float) -> Network:
         """The network in float32, its outputs multiplied by ``unit``, plus ``middle``."""
+        *hidden, (weight, bias) = self.layers()
         modules: list[nn.Module] = []
-        layers = self.layers()
-        for i, (weight, bias) in enumerate(layers):
-            if i == len(layers) - 1:
-                weight, bias = weight * (unit * (1 - _SLACK)), bias * unit + middle
-            layer = nn.Linear(weight.shape[1], len(weight))
-            layer.weight.copy_(weight)
-            layer.bias.copy_(bias)
-            modules += [layer, MaxMin()]
+        for w, b in (*hidden, (weight * (unit * (1 - _SLACK)), bias * unit + middle)):
+            modules += [filled(nn.Linear(w.shape[1], len(w)), w, b), MaxMin()]
         return Network(modules[:-1], (self.free[0].shape[1],))  # without MaxMin at the end
 
 

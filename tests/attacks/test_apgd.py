@@ -201,5 +201,5 @@ def test_refusals_by_name() -> None:
         run_attack("cw", linear(), x, y, eps=0.1, norm="linf")
     with pytest.raises(OptionError, match="labels from 0 to 3"):
         run_attack("pgd", linear(), x, y + 9, eps=0.1)
-    with pytest.raises(OptionError, match="rate > 0"):
+    with pytest.raises(OptionError, match="rate: expected a positive finite number"):
         carlini_wagner(linear(), x, y, rate=0.0)

@@ -70,20 +70,12 @@ def like(values: Tensor, tensor: Tensor) -> Tensor:
 
 
 def clip(points: Tensor, box: Box) -> Tensor:
-    """The points with every entry moved into the box, if one is given.
-
-    >>> clip(torch.tensor([-1.0, 0.5, 2.0]), (0, 1)).tolist()
-    [0.0, 0.5, 1.0]
-    """
+    """The points with every entry moved into the box, if one is given."""
     return points if box is None else points.clamp(*box)
 
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
-    """The generator; None gives the default of every attack, a CPU generator with seed 0.
-
-    >>> seeded(None).initial_seed()
-    0
-    """
+    """The generator; None gives the default of every attack, a CPU generator with seed 0."""
     return torch.Generator().manual_seed(0) if generator is None else generator
 
 

@@ -9,7 +9,7 @@ from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclass
 from lipkit.attacks.balls import norms
 from lipkit.attacks.fab import shrink
 from lipkit.attacks.losses import correct_samples, nearest_rivals, rise, warn_where_flat
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
 
 # The search starts inside this fraction of the box, because atanh(1) is infinite.
 _INSIDE = 1 - 1e-6
@@ -67,9 +67,7 @@ def carlini_wagner(
     Kingma & Ba, "Adam", ICLR 2015, algorithm 1.
     """
     check_inputs(x, y, 0.0, steps, 1, box)
-    for name, value in (("rate", rate), ("weight", weight)):
-        if not 0 < value < float("inf"):
-            raise OptionError(f"expected {name} > 0, got {value}")
+    rate, weight = finite("rate", rate, positive=True), finite("weight", weight, positive=True)
     if searches < 1 or targets < 1 or not confidence >= 0:
         raise OptionError(
             f"expected searches >= 1, targets >= 1 and confidence >= 0, got {searches}, {targets} and {confidence}"

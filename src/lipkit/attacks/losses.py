@@ -122,8 +122,7 @@ def nearest_rivals(
 
     Compares the ``count`` largest wrong logits; ``size`` is the dual norm, as a distance (gradient, 0) -> (N,).
     """
-    order = rivals(logits, y, count)
-    distance = []
+    order, distance = rivals(logits, y, count), []
     for target in order.unbind(dim=1):
         value, _, slope = value_and_gradient(model, x, y, "margin", target)
         distance.append(-value / size(slope, torch.zeros_like(slope)).to(value).clamp_min(1e-30))

@@ -70,8 +70,8 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    ``image`` is the first parameter, with one line in the docstring. An architecture without ``**options`` ends in
-    ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes`` are defaults.
+    ``image`` has one line in the docstring. An architecture without ``**options`` ends in ``**common: Unpack[Common]``,
+    for type checkers only. ``input_shape`` and ``classes`` are defaults.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):
@@ -135,16 +135,14 @@ def bounded(
     The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
     by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
-    head: list[nn.Module] = []  # normalisation, then gain: L is the constant behind the normalisation
-    if (mean is None) != (std is None):
+    gain = [] if lipschitz == 1.0 else [Scale(lipschitz)]  # the constant behind the normalisation
+    if mean is None and std is None:
+        return nn.Sequential(*gain, *layers)
+    if mean is None or std is None:
         raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
-    if mean is not None and std is not None:
-        if channels is not None and len(mean) != channels:
-            raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
-        head.append(Normalize(mean, std))
-    if lipschitz != 1.0:
-        head.append(Scale(lipschitz))
-    return nn.Sequential(*head, *layers)
+    if channels is not None and len(mean) != channels:
+        raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
+    return nn.Sequential(Normalize(mean, std), *gain, *layers)
 
 
 def split_gain(model: nn.Module) -> nn.Module:

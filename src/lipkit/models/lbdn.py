@@ -197,8 +197,7 @@ def _provable(
     """
     steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]  # 1e-13, 2e-13, 5e-13, 1e-12, ..., 0.05
     for delta in steps:
-        # A reduction below the rounding of the weights has no effect.
-        if delta < torch.finfo(dtype).eps / 8:
+        if delta < torch.finfo(dtype).eps / 8:  # below the rounding of the weights: without effect
             continue
         stored = [((1 - delta) * w).to(dtype) for w in weights]
         # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run. Of
@@ -230,8 +229,7 @@ def lbdn(
 
     Args:
         sizes, gamma, activation, learnable_gamma, bias, device, dtype: as of :class:`LBDN`, which is the result.
-        hidden, input_shape, classes: instead of ``sizes``; inputs are flattened, and the result is a chain that ends
-            in an :class:`LBDN`. ``classes`` is the number of outputs.
+        hidden, input_shape, classes: instead of ``sizes``, for flattened inputs and a chain that ends in an `LBDN`.
         mean, std: input normalisation per channel, part of the network; the gain is that of the rest.
 
     Raises:
@@ -248,8 +246,7 @@ def lbdn(
     options: dict[str, Any] = {"learnable_gamma": learnable_gamma, "bias": bias, "device": device, "dtype": dtype}
     if sizes is not None:
         given = {"hidden": hidden, "input_shape": input_shape, "classes": classes, "mean": mean, "std": std}
-        extra = [name for name, value in given.items() if value is not None]
-        if extra:
+        if extra := [name for name, value in given.items() if value is not None]:
             raise OptionError(f"sizes: expected no {', '.join(extra)} beside it, got sizes={sizes!r}")
         return LBDN(sizes, gamma, activation, **options)
     if hidden is None or input_shape is None or classes is None:
@@ -257,8 +254,7 @@ def lbdn(
             "expected sizes, or hidden, input_shape and classes, got "
             f"hidden={hidden!r}, input_shape={input_shape!r}, classes={classes!r}"
         )
-    inputs = flat_size(input_shape)
-    network = LBDN([inputs, *hidden, classes], gamma, activation, **options)
+    network = LBDN([flat_size(input_shape), *hidden, classes], gamma, activation, **options)
     layers = [network] if len(input_shape) == 1 else [nn.Flatten(), network]
     chain = bounded(layers, 1.0, mean, std, input_shape[0])
     return chain.to(device=device, dtype=dtype) if device is not None or dtype is not None else chain

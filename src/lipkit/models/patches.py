@@ -156,7 +156,7 @@ def bronet(
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
     Raises:
-        OptionError: sizes that are not as above. ShapeError: another input shape.
+        OptionError, ShapeError: sizes that are not as above.
 
     >>> net = bronet(2, 16, 2, neck=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][:4], net[-1]

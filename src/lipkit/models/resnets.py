@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Unpack
 
 import torch
@@ -192,14 +193,11 @@ def _groups(depth: int, widen: int, block: Callable[[int, int, int], nn.Module])
     check_sizes(depth=depth, widen=widen)
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
-    blocks: list[nn.Module] = []
-    current = 16
-    for group, stride in enumerate((1, 2, 2)):
-        target = 16 * widen * 2**group  # 16, 32, 64 times widen
-        for i in range((depth - 4) // 6):
-            blocks.append(block(current, target, 1 if i else stride))
-            current = target
-    return blocks, current
+    blocks, widths = list[nn.Module](), [16, 16 * widen, 32 * widen, 64 * widen]
+    for (current, target), stride in zip(pairwise(widths), (1, 2, 2), strict=True):
+        blocks.append(block(current, target, stride))
+        blocks += [block(target, target, 1) for _ in range((depth - 4) // 6 - 1)]
+    return blocks, widths[-1]
 
 
 def _conv(cin: int, cout: int, size: int, stride: int = 1) -> nn.Conv2d:

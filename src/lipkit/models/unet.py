@@ -154,13 +154,11 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
     one exists; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N:
     ``lipkit.lipschitz`` of the exported ``net.nodes[0]``, N, is at most 1, since N carries a gain of 1 - 1e-4 in front.
 
-    Args:
-        channels, depth, blocks: as of `unet`.
-        options: other options of `unet` except ``lipschitz``; ``mean`` is 0.5 by default. With ``layer="plain_conv"``
-            nothing is proved.
+    The arguments are those of `unet` except ``lipschitz``; ``mean`` is 0.5 by default. With ``layer="plain_conv"``
+    nothing is proved.
 
     Raises:
-        OptionError, ShapeError: as `unet`; ``lipschitz`` is not an option.
+        OptionError, ShapeError: as `unet`.
 
     >>> import lipkit
     >>> net = denoiser(8, depth=0, blocks=1, input_shape=(1, 8, 8))

@@ -80,10 +80,7 @@ def check_layer(
         promises: what the layer promises and how it is tested, by the names of the fields of `lipkit.testing.Case`.
 
     Returns:
-        For each law, what was measured.
-
-    Guarantee:
-        A test on samples, not a proof: it shows defects at these weights and sizes only.
+        For each law, what was measured: on samples, so it proves nothing about other weights and sizes.
 
     Raises:
         LawBroken: (an ``AssertionError``) with the law, the expected and the actual value.

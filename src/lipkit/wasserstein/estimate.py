@@ -166,11 +166,8 @@ def distance(
     where, shape = torch.device(device), tuple(x.shape[1:])
     parts = _parts(len(x), len(y), folds if steps else 0, seed)  # 0: hold out all samples
 
-    exported: list[Network] = []
-    constants: list[float] = []
-    held_out: list[tuple[Moments, Moments]] = []
-    fitted: list[float] = []
-    curves: list[list[float]] = []
+    exported, held_out = list[Network](), list[tuple[Moments, Moments]]()
+    constants, fitted, curves = list[float](), list[float](), list[list[float]]()
     for k, (train, test) in enumerate(parts):
         with own_random_state(where, derived_seed(seed, k, 1)):
             model = critics.instance(critic, shape).to(where)
@@ -208,35 +205,21 @@ def distance(
 
 
 def fit(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    steps: int,
-    batch_size: int,
-    lr: float,
-    loss: Loss,
-    generator: torch.Generator,
-    device: torch.device,
-) -> list[float]:
-    """Train a critic in place: Adam, its rate falling linearly to zero, on batches drawn with replacement.
-
-    Returns the difference of its means on each batch. ``generator``, on the CPU, draws the batches.
-    """
+    model: nn.Module, x: Tensor, y: Tensor, steps: int, batch_size: int, lr: float, loss: Loss,
+    generator: torch.Generator, device: torch.device,
+) -> list[float]:  # fmt: skip
+    """Train a critic in place, by Adam, on batches that ``generator`` draws; return the difference of means on each."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise OptionError(f"expected a critic with parameters to train, got {type(model).__name__} without any")
     model.train()
-    optimizer = torch.optim.Adam(parameters, lr=lr)
-    dtype = parameters[0].dtype
-    curve = []
+    optimizer, dtype, curve = torch.optim.Adam(parameters, lr=lr), parameters[0].dtype, []
     for step in range(steps):
         drawn = [s[torch.randint(len(s), (batch_size,), generator=generator)] for s in (x, y)]
         values = one_output(model(torch.cat(drawn).to(device, dtype)), 2 * batch_size)
         value = loss(values[:batch_size], values[batch_size:])
-        if not bool(torch.isfinite(value)):
-            raise OptionError(
-                f"expected a finite loss, got {float(value.detach())} at step {step + 1}: a smaller lr may help"
-            )
+        if not math.isfinite(found := float(value.detach())):
+            raise OptionError(f"expected a finite loss, got {found} at step {step + 1}: a smaller lr may help")
         curve.append(-float(kr_loss(values[:batch_size], values[batch_size:]).detach()))
         descend(optimizer, value, lr * (1 - step / steps))
         after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)
@@ -286,12 +269,9 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
 def _evaluate(network: nn.Module, samples: Tensor, batch_size: int) -> Tensor:
     """f on each sample, (n,) float64, on the CPU."""
     device = next((t.device for t in network.state_dict().values()), samples.device)
+    batches = samples.split(max(batch_size, 1024))
     with torch.no_grad():
-        parts = [
-            one_output(network(batch.to(device, torch.float64)), len(batch)).cpu()
-            for batch in samples.split(max(batch_size, 1024))
-        ]
-    return torch.cat(parts)
+        return torch.cat([one_output(network(b.to(device, torch.float64)), len(b)).cpu() for b in batches])
 
 
 def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:

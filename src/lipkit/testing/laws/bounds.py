@@ -76,18 +76,14 @@ def attained(case: Case) -> dict[str, float]:
             if case.claim == "orthogonal":
                 # Declared truncation may lower singular values by as much as it raises the bound.
                 allowed = case.eps(shape) + min(max(claimed / case.gamma - 1, 0.0), case.slack)
-                require(
-                    case.gamma * (1 - allowed) <= low and high <= case.gamma * (1 + allowed),
-                    f"input {shape}: expected every singular value in {case.gamma:.6g} * (1 +- {allowed:.2g}) "
-                    f"(training={layer.training}), got {low:.9g} to {high:.9g}",
-                )
+                fits = case.gamma * (1 - allowed) <= low and high <= case.gamma * (1 + allowed)
+                what = f"every singular value in {case.gamma:.6g} * (1 +- {allowed:.2g})"
             else:
                 aim = case.attained * (case.gamma if case.claim == "contraction" else claimed) * (1 - case.eps(shape))
-                require(
-                    high >= aim,
-                    f"input {shape}: expected a largest singular value of at least {aim:.6g}, "
-                    f"{case.attained:.3g} of the bound (training={layer.training}), got {high:.9g}",
-                )
+                fits = high >= aim
+                what = f"a largest singular value of at least {aim:.6g}, {case.attained:.3g} of the bound"
+            place, got = f"input {shape}: expected", f"(training={layer.training}), got {low:.9g} to {high:.9g}"
+            require(fits, f"{place} {what} {got}")
     return {"smallest": smallest, "largest": largest}
 
 
@@ -134,10 +130,8 @@ def sizes(case: Case) -> dict[str, float]:
         y = forward(used, x)
         expected = case.output_shape(shape) if case.output_shape else expected_shape(used, shape)
         if expected is not None:
-            require(
-                tuple(y.shape) == (len(x), *expected),
-                f"input {shape}: expected an output of shape {tuple(expected)}, got {tuple(y.shape[1:])}",
-            )
+            what = f"input {shape}: expected an output of shape {tuple(expected)}, got {tuple(y.shape[1:])}"
+            require(tuple(y.shape) == (len(x), *expected), what)
         new = case.moved(case.layer())
         require_same(y, forward(new, x), case.eps(shape), f"input {shape} after other sizes, against a new layer")
         one = forward(used, x[:1])

@@ -72,11 +72,9 @@ def options_act(case: Case) -> dict[str, float]:
         refused += len(seen) - len(accepted)
         require(bool(accepted), f"option {option}: expected at least one value that is accepted, got none of {values}")
         for (v, a), (w, b) in combinations(accepted, 2):
-            require(
-                not all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True)),
-                f"option {option}: expected {v!r} and {w!r} to act differently (or to be refused), "
-                "got the same outputs and claims",
-            )
+            same = all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
+            what = f"option {option}: expected {v!r} and {w!r} to act differently (or to be refused)"
+            require(not same, f"{what}, got the same outputs and claims")
     return {"options": float(len(case.options)), "refused": float(refused)}
 
 
