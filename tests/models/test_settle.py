@@ -59,8 +59,8 @@ def test_layers_of_torch_become_plain(name: str) -> None:
     make, kind, shape = TORCH[name]
     net = nn.Sequential(make(), nn.ReLU())
     x = torch.randn(3, *shape)
-    if name in ("spectral", "hook", "weight hook"):
-        with pytest.raises(NoRuleError, match=r"call \.eval\(\)|hooks"):
+    if name in ("spectral", "hook"):  # in training mode their weights change at every forward pass
+        with pytest.raises(NoRuleError, match=r"call \.eval\(\)"):
             lipkit.lipschitz(net, shape)
     net(x)
     before = {k: v.clone() for k, v in net.state_dict().items()}

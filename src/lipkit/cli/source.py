@@ -6,6 +6,7 @@ A test compares the tables read here with the imported ones.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 import lipkit
@@ -52,13 +53,19 @@ class Source:
         return (ast.get_docstring(node) or "").split("\n")[0]
 
     def fields(self, name: str) -> dict[str, str]:
-        """The strings that a call ``name = Class(field="...")`` gives, and the class's defaults."""
+        """The strings of ``name = Class(field="...")`` over its defaults, or of ``replace(other, field="...")``."""
+        if name in self._imported:
+            return Source(self._imported[name]).fields(name)
         node = self.find(name)
         assert isinstance(node, ast.Call)
-        assert isinstance(node.func, ast.Name)
-        kind = Source(self._imported[name]).find(node.func.id)
-        assert isinstance(kind, ast.ClassDef)
-        defaults = [(ast.unparse(s.target), s.value) for s in kind.body if isinstance(s, ast.AnnAssign)]
-        given = [(str(k.arg), k.value) for k in node.keywords]
-        both = defaults + given  # what is given replaces a default
-        return {key: v.value for key, v in both if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+        if isinstance(node.args[0] if node.args else None, ast.Name):
+            known = self.fields(ast.unparse(node.args[0]))
+        else:
+            kind = self.find(ast.unparse(node.func))
+            assert isinstance(kind, ast.ClassDef)
+            known = _strings((ast.unparse(s.target), s.value) for s in kind.body if isinstance(s, ast.AnnAssign))
+        return known | _strings((str(k.arg), k.value) for k in node.keywords)
+
+
+def _strings(fields: Iterable[tuple[str, ast.AST | None]]) -> dict[str, str]:
+    return {key: v.value for key, v in fields if isinstance(v, ast.Constant) and isinstance(v.value, str)}
