@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,12 +54,13 @@ def commented(recipe: Recipe) -> str:
             place = None if place is None else place[part]
         value = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
         value = value if place is None else place[path[-1]]
-        dump = functools.partial(yaml.safe_dump, value, default_flow_style=True, width=10**6)
-        shown = dump(allow_unicode=True).removesuffix("...\n").strip()
-        shown = shown if shown.isprintable() else dump().removesuffix("...\n").strip()  # escapes that YAML reads
+        texts = (yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=u) for u in (True, False))
+        plain, escaped = (str(text).removesuffix("...\n").strip() for text in texts)
+        shown = plain if plain.isprintable() else escaped  # so that YAML reads what makes it printable
         start = f"{'# ' * (place is None)}{'  ' * (len(path) - 1)}{path[-1]}:"
         line = start if section and value is not None else f"{start} {shown}"
-        values = takes(TypeAdapter(Annotated[field.annotation, None, *field.metadata]).json_schema())
+        kind: Any = Annotated[field.annotation, None, *field.metadata]
+        values = takes(TypeAdapter(kind).json_schema())
         text = section.__doc__ if section else f"{field.description} ({values})"
         lines.append((line, (text or "").replace("``", "")))
     width = min(46, max(len(line) for line, _ in lines))  # comments are aligned, except after longer lines
