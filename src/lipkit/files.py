@@ -73,11 +73,11 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the file's name to an error of a write, such as a full disk, that lacks it."""
+    """Name the file in an error of a write, such as a full disk, in place of nothing or of a temporary file."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
+        if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -95,17 +95,18 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    # O_EXCL: the name is ours alone. Mode 666 minus the umask, as open() would give.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        with _naming(path), open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename: a crash between the two must not leave an empty file
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _naming(path):
+        # O_EXCL: the name is ours alone. Mode 666 minus the umask, as open() would give.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # before the rename: a crash between the two must not leave an empty file
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync_folder(path.parent)  # so that the rename survives a power failure, too
 
 

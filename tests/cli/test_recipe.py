@@ -6,8 +6,10 @@ import pytest
 import yaml
 
 from lipkit.cli.main import main
+from lipkit.cli.recipe import commented
 from lipkit.experiments.recipe import DEFAULT, load_recipe, names
 from lipkit.experiments.recipe_schema import Recipe, keys
+from lipkit.text import printable_lines
 
 
 def paths(content: dict[str, object], prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
@@ -37,6 +39,14 @@ def test_without_a_name_every_key_and_option_is_shown(capsys: pytest.CaptureFixt
     # Keys of a section that is null are comments.
     assert any(line.startswith("#   step_size: 0.2 ") for line in text.splitlines())
     assert any(line.startswith("#   eps: (required) ") for line in text.splitlines())
+    # Behind a description stands what the key takes.
+    for end in (
+        "peak learning rate (number > 0)",
+        "(number >= 0 < 1)",
+        "(global | local | best)",
+        "l2 radii of the attack; null for those of eps (list of number >= 0, or null)",
+    ):
+        assert any(line.endswith(end) for line in lines), end
     for part in (
         "options of model kwlarge: layer='cayley', width=1",
         "options of loss hinge: eps0=0.5, lipschitz=1.0",
@@ -54,6 +64,15 @@ def test_a_shown_recipe_is_that_recipe(name: str, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert Recipe.model_validate(yaml.safe_load(text)) == load_recipe(name, ["train.epochs=3"])
     assert all("  # " in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u200db\u202e\xa0", "Größe # 日本: 😀", "a\n\n  b # c\n", "\0\x1b[1m\u2028", "010", ""]
+)
+def test_a_text_is_shown_as_yaml_reads_it(text: str) -> None:
+    recipe = load_recipe(DEFAULT).model_copy(update={"description": text})
+    shown = printable_lines(commented(recipe))
+    assert Recipe.model_validate(yaml.safe_load(shown)) == recipe
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,13 @@ def test_a_finished_run_is_not_measured_again_by_a_resume(run: Path, capsys: pyt
     assert "<html" in (run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("kept", ["settings.json", "record.json", "network/config.json", "metrics.jsonl"])
-def test_a_folder_with_a_run_keeps_its_recipe(run: Path, kept: str) -> None:
+@pytest.mark.parametrize(
+    "kept", ["settings.json", "record.json", "network/config.json", "metrics.jsonl", "recipe.yaml"]
+)
+def test_a_folder_with_a_run_is_left_as_it_is(run: Path, kept: str) -> None:
     folder = run.parent / "used"
-    for name in ("recipe.yaml", kept):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(run / name, folder / name)
+    (folder / kept).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run / kept, folder / kept)
     before = files(folder)
     recipe = pipeline.load_recipe("digits_cayley", ["train.epochs=1", "data.limit=12"])
     with pytest.raises(RunError, match="expected a new run folder"):

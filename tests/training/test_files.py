@@ -30,6 +30,12 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch, broken):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
+def test_a_failed_write_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        files.write_atomic(tmp_path / "no" / "a.bin", b"new")
+    assert caught.value.filename == str(tmp_path / "no" / "a.bin")
+
+
 def test_content_is_synced_before_it_takes_the_name(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,40 @@ def test_the_last_two_checkpoints_are_kept(tmp_path):
         save(tmp_path, epoch)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch-0010", "epoch-0011"]
     assert run_folder.load_checkpoint(tmp_path)[0] == 11
+
+
+def test_checkpoints_that_a_crash_left_half_written_do_not_push_out_whole_ones(tmp_path):
+    save(tmp_path, 8)
+    for step in (90, 120):
+        (tmp_path / "checkpoints" / f"epoch-0008-step-{step:06d}").mkdir()
+    for step in (60, 70):
+        run_folder.save_checkpoint(tmp_path, 8, nn.Linear(2, 1), {"step": step}, step=step)
+    assert run_folder.load_checkpoint(tmp_path)[2] == {"step": 70}
+
+
+def test_a_failed_run_removes_only_what_it_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "other" / "a" / "b"
+    theirs.mkdir(parents=True)
+    for name in ("settings.json", ".lock", "recipe.yaml"):
+        (theirs / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(files=None):
+        with run_folder.opened(Path("a/b"), {}, files=files):
+            os.chdir("other")  # in the user's code
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        fail()
+    assert sorted(tmp_path.rglob("*")) == before
+    (theirs / "settings.json").unlink()
+    with pytest.raises(RunError, match=r"expected a new run folder, got a/b with recipe.yaml in it"):
+        fail({"recipe.yaml": b"another"})
+    (tmp_path / "other" / "other").mkdir()
+    with pytest.raises(OSError, match="No space left on device"):
+        fail({"recipe.yaml": b"mine"})
+    assert sorted(os.listdir(theirs)) == [".lock", "recipe.yaml"]
 
 
 def test_weights_round_trip_with_tied_and_non_contiguous_tensors(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -39,9 +40,10 @@ def commented(recipe: Recipe) -> str:
 
     >>> from lipkit.experiments import load_recipe
     >>> print(commented(load_recipe("digits_cayley")).splitlines()[2])
-    task: classification                            # what the targets are
+    task: classification                            # what the targets are (classification | regression)
     """
     import yaml
+    from pydantic import TypeAdapter
 
     from lipkit.experiments.recipe_schema import keys
 
@@ -52,12 +54,38 @@ def commented(recipe: Recipe) -> str:
             place = None if place is None else place[part]
         value = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
         value = value if place is None else place[path[-1]]
-        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n")
+        texts = (yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=u) for u in (True, False))
+        plain, escaped = (str(text).removesuffix("...\n").strip() for text in texts)
+        shown = plain if plain.isprintable() else escaped  # so that YAML reads what makes it printable
         start = f"{'# ' * (place is None)}{'  ' * (len(path) - 1)}{path[-1]}:"
-        line = start if section and value is not None else f"{start} {shown.strip()}"
-        lines.append((line, ((section and section.__doc__) or field.description or "").replace("``", "")))
+        line = start if section and value is not None else f"{start} {shown}"
+        kind: Any = Annotated[field.annotation, None, *field.metadata]
+        values = takes(TypeAdapter(kind).json_schema())
+        text = section.__doc__ if section else f"{field.description} ({values})"
+        lines.append((line, (text or "").replace("``", "")))
     width = min(46, max(len(line) for line, _ in lines))  # comments are aligned, except after longer lines
     return "\n".join(f"{line:<{width}}  # {text}" for line, text in lines)
+
+
+# Limits of numbers: names of pydantic and of JSON Schema.
+SIGNS = {"gt": ">", "exclusiveMinimum": ">", "ge": ">=", "minimum": ">=", "lt": "<", "exclusiveMaximum": "<"}
+
+
+def takes(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words.
+
+    >>> takes({"anyOf": [{"type": "number", "gt": 0, "exclusiveMaximum": 1}, {"type": "null"}]})
+    'number > 0 < 1, or null'
+    """
+    if parts := schema.get("anyOf"):
+        return ", or ".join(map(takes, parts))
+    if among := schema.get("enum"):
+        return " | ".join(map(str, among))
+    if schema.get("type") == "array":
+        return f"list of {takes(schema.get('items', {}))}"
+    kinds = {"string": "text", "boolean": "true | false", "object": "keys and values"}
+    name = schema.get("type", "number")  # of the items of a pair
+    return " ".join([kinds.get(name, name), *(f"{SIGNS[key]} {schema[key]:g}" for key in SIGNS if key in schema)])
 
 
 def named_options() -> list[str]:

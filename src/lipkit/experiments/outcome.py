@@ -17,7 +17,11 @@ from lipkit.evaluation import Attack, Evaluation, RegressionEvaluation, evaluate
 from lipkit.experiments.recipe import Recipe, to_yaml
 from lipkit.files import write_atomic
 from lipkit.report import Record, RegressionRecord, save_evaluation, write_report
-from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
+from lipkit.report.curve import CURVE
+from lipkit.report.examples import EXAMPLES
+from lipkit.report.html import REPORT
+from lipkit.report.record import PREDICTIONS, RECORD, Facts, from_evaluation, from_regression
+from lipkit.report.run_files import CERTIFICATE, NETWORK
 from lipkit.shown import Shown, figures
 from lipkit.training.checkpoints import create
 
@@ -50,6 +54,7 @@ def duration(seconds: float) -> str:
 
 RECIPE, AGAIN = "recipe.yaml", "certify"
 CHECKER = "lipkit_check.py"  # a module outside the package; every folder with a certificate gets a copy
+WRITTEN = (RECORD, NETWORK, CERTIFICATE, CHECKER, EXAMPLES, PREDICTIONS, CURVE, REPORT)  # at the end of a run
 
 
 @dataclass(frozen=True, repr=False)

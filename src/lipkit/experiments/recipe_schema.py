@@ -42,6 +42,14 @@ def parse_numbers(value: Any) -> Any:
     return tuple(map(parse_number, parts if isinstance(parts, list | tuple) else [parts]))
 
 
+def parse_range(value: Any) -> Any:
+    """Two numbers in ascending order, see `parse_numbers`."""
+    numbers = parse_numbers(value)
+    if numbers is not None and (len(numbers) != 2 or numbers[0] >= numbers[1]):
+        raise ValueError(f"expected two numbers LOW,HIGH with LOW < HIGH, got {value!r}")
+    return numbers
+
+
 def option_values(value: Any) -> Any:
     """Options read from YAML, with texts such as ``36/255`` converted to numbers."""
     if isinstance(value, dict):
@@ -80,7 +88,7 @@ class DataSection(Section):
         "(your function, which is run)"
     )
     root: StrictStr | None = option(None, "folder of the data sets; default $LIPKIT_DATA, else ./data")
-    range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = option(
+    range: Annotated[tuple[float, float] | None, BeforeValidator(parse_range)] = option(
         None, "LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none"
     )
     limit: Count | None = option(None, "at most this many samples of each split, drawn with a fixed seed")

@@ -29,7 +29,7 @@ from lipkit.data import Data, Split
 from lipkit.errors import RecipeError, RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import augment, build_model, load_data
-from lipkit.experiments.outcome import RECIPE, Display, Outcome, duration, finish
+from lipkit.experiments.outcome import RECIPE, WRITTEN, Display, Outcome, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
 from lipkit.files import write_atomic
@@ -90,7 +90,7 @@ def train(
     where: dict[str, Any] = {"folder": Path(resume or folder or out), "resume": resume is not None}
     if resume is None:
         name = run_name(recipe) if folder is None else None
-        where |= {"name": name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": (NETWORK, RECORD)}
+        where |= {"name": name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": WRITTEN}
     threads = threads_for(fabric, count, section.batch_size * math.prod(data.input_shape))
     with threads, session.opened(**where):  # until all is written
         assert session.folder is not None

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ def create(parent: Path, name: str) -> Path:
     while True:
         folder = parent / f"{name}-{number:03d}"
         try:
-            folder.mkdir()  # fails if it exists, so two runs started at once get two folders
+            folder.mkdir(parents=True)  # fails if it exists, so two runs started at once get two folders
         except FileExistsError:
             number += 1
         else:
@@ -69,20 +70,29 @@ def opened(
     """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
 
     With ``name`` the run gets a folder of its own in ``folder``, see `create`. A new run's folder gets ``files``. If a
-    LipkitError ends it before its first epoch or checkpoint, such as labels that do not fit, it leaves nothing.
+    LipkitError or OSError ends it before its first epoch or checkpoint, such as labels that do not fit, it leaves
+    nothing, and nothing that it has not made itself is ever removed.
 
     Raises:
-        RunError: another process, thread or call holds it; a new run in a folder that holds one, or something
-            ``taken``; a resume without a run, or with other settings; a file, or a folder that cannot be written.
+        RunError: another process, thread or call holds it; a new run in a folder that holds one, something ``taken`` or
+            others of ``files``; a resume without a run, or with other settings; a folder that cannot be written.
     """
-    made = name is not None or not folder.exists()
-    folder = folder if name is None else create(folder, name)
+    files = files or {}
+    contents = {**files, SETTINGS: json.dumps(settings, indent=2, allow_nan=False).encode()}
+    # Absolute paths: the user's code may change the working directory before the folder is left.
+    made = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
+    if name is not None:
+        folder = create(folder, name)
+        made.insert(0, folder.absolute())
+    begun = [folder.absolute() / part for part in (METRICS, CHECKPOINTS)]
+    own = [path for part in (*contents, ".lock") if not (path := folder.absolute() / part).exists()]
 
     def check_new() -> None:
-        if not resume and any((folder / part).exists() for part in (SETTINGS, METRICS, CHECKPOINTS, *taken)):
-            raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
+        for part in (*contents, METRICS, CHECKPOINTS, *taken):
+            path = folder / part
+            if os.path.lexists(path) and not (part in files and path.is_file() and read_bytes(path) == files[part]):
+                raise RunError(f"expected a new run folder, got {folder} with {part} in it: resume it, or name another")
 
-    check_new()
     if resume:  # before locking, which makes a file in a folder that may hold no run
         before = read_json(folder / SETTINGS)
         now = json.loads(json.dumps(dict(settings)))  # as read from a file: tuples become lists
@@ -91,6 +101,8 @@ def opened(
                 raise RunError(
                     f"expected {key} = {before.get(key)!r}, as the run in {folder} was started, got {now.get(key)!r}"
                 )
+    else:
+        check_new()
     lock = FileLock(folder / ".lock")  # each call its own: a thread that holds it does not get it twice
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,20 +112,19 @@ def opened(
     except OSError as error:
         raise RunError(f"expected a folder to write to, got {folder}: {error.strerror or error}") from None
     try:
-        check_new()  # another process may have been faster
         if not resume:
-            contents = {**(files or {}), SETTINGS: json.dumps(settings, indent=2, allow_nan=False).encode()}
-            for part, content in contents.items():
-                write_atomic(folder / part, content)
+            check_new()  # another process may have been faster
         try:
+            for part, content in {} if resume else contents.items():
+                write_atomic(folder / part, content)
             yield folder
-        except LipkitError:
-            if not resume and not any((folder / part).exists() for part in (METRICS, CHECKPOINTS)):
+        except (LipkitError, OSError):
+            if not resume and not any(path.exists() for path in begun):
                 with suppress(OSError):  # the user may have added files; Windows keeps a lock that is held
-                    for part in (*contents, ".lock"):
-                        (folder / part).unlink(missing_ok=True)
-                    if made:
-                        folder.rmdir()
+                    for path in own:
+                        path.unlink(missing_ok=True)
+                    for path in made:
+                        path.rmdir()
             raise
     finally:
         lock.release()
@@ -159,7 +170,7 @@ def truncate_metrics(folder: Path, epochs_done: int) -> list[dict[str, Any]]:
 def save_checkpoint(
     folder: Path, epoch: int, model: nn.Module, state: Mapping[str, Any], *, step: int = 0, keep: int = 2
 ) -> Path:
-    """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
+    """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete those before the last ``keep``.
 
     The model's state_dict must hold tensors only; ``state`` plain containers, numbers and tensors, as
     ``torch.load(weights_only=True)`` requires. Returns the checkpoint's folder.
@@ -181,7 +192,8 @@ def save_checkpoint(
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     # The manifest comes last: a folder without it is not taken for a checkpoint.
     write_atomic(target / MANIFEST, json.dumps({"format": _FORMAT, "epoch": epoch, "sha256": sha256}).encode())
-    for old in _checkpoints(folder)[keep:]:
+    found = _checkpoints(folder)  # newer ones than this are damaged, or the run would have continued from them
+    for old in found[found.index(target) + keep :]:
         (old / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder does not count
         shutil.rmtree(old)
     return target

@@ -268,7 +268,7 @@ def worded(key: str, message: str, got: Any) -> str:
     'lr: expected greater than 0, got -1.0'
     """
     message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)  # pydantic's words
-    if not key:
+    if not key or message.startswith(f"{key}: "):
         return message
     shown = "" if ", got " in message else f", got {printable(repr(got), 80)}"
     return f"{key}: {message[0].lower()}{message[1:]}{shown}"
