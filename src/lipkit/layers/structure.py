@@ -19,7 +19,7 @@ from lipkit.proof.roundoff import reciprocal_up
 class _PerChannel(nn.Module):
     """Two buffers with one number for each channel."""
 
-    def __init__(self, device: Any, dtype: Any, **numbers: Sequence[float] | None) -> None:
+    def __init__(self, device: Any, dtype: Any, **numbers: Any) -> None:
         super().__init__()
         check_dtype(dtype)
         kind, lists = type(self).__name__, list[list[float]]()
