@@ -15,6 +15,7 @@ import lipkit
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import MemoryAttention, TokenAttention
 from lipkit.modules import Attraction, GradientStep, MaxMin
+from lipkit.modules.attention import distances
 from lipkit.testing import LAWS, Refusal, check_layer
 
 DOUBLE = torch.float64
@@ -106,6 +107,16 @@ def test_derivatives(make: Callable[[], Any]) -> None:
     assert torch.autograd.gradgradcheck(f, (x, *values))
 
 
+def test_a_backward_pass_under_autocast_multiplies_distances_in_full() -> None:
+    torch.manual_seed(3)
+    u, found = torch.randn(2, 6, 4, requires_grad=True), []
+    for half in (False, True):
+        squares = distances(u)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            found.append(torch.autograd.grad(squares, u, squares.detach())[0])
+    assert torch.equal(*found)
+
+
 def bad(what: str, call: Any, error: Any, *words: str) -> Refusal:
     return Refusal(what, call, error, words)
 
@@ -123,7 +134,7 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], Any, dict[str, Any]]] = {
 }
 REFUSALS = (
     bad("no features", lambda make: MemoryAttention(0, 3), OptionError, "features", "0"),
-    bad("no slots", lambda make: MemoryAttention(3, 0), OptionError, "rows", "0"),
+    bad("no slots", lambda make: MemoryAttention(3, 0), OptionError, "slots", "0"),
     bad("heads", lambda make: TokenAttention(4, heads=3), OptionError, "hidden=4", "3"),
     bad("dtype", lambda make: TokenAttention(4, dtype=torch.float16), OptionError, "float16"),
     bad("features of an input", lambda make: TokenAttention(4)(torch.ones(1, 2, 3)), ShapeError, "(1, 2, 3)"),

@@ -55,10 +55,11 @@ def test_it_is_saved_with_the_model() -> None:
         ([math.nan], None, "finite numbers"),
         ([1.0], [math.inf], "finite numbers"),
         (2.0, None, "Rescale: units: expected a list of one number for each channel, got 2.0"),
+        (None, None, "Rescale: units: expected a list of one number for each channel, got None"),
         ([1.0], ["a"], r"Rescale: offset: expected a list of one number for each channel, got \['a'\]"),
     ],
 )
-def test_refusals(units: list[float], offset: list[float] | None, message: str) -> None:
+def test_refusals(units: list[float] | None, offset: list[float] | None, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Rescale(units, offset)
 

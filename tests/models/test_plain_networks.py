@@ -149,8 +149,10 @@ def test_unconstrained_counterparts_have_strides_and_whole_kernels(name, options
     assert float(lipschitz(exported)) > 0
 
 
-def test_an_even_plain_kernel_is_refused() -> None:
+def test_wrong_options_of_plain_convolutions_are_refused() -> None:
     with pytest.raises(OptionError, match="expected an odd number for plain convolutions, got 2"):
         build("kwlarge", layer="plain", kernel_size=2)
     with pytest.raises(OptionError, match=r"sandwich, .*plain, plain_conv, got 'plane'"):
         build("kwlarge", layer="plane")
+    with pytest.raises(OptionError, match="padding: expected 1 for kernel_size 3, got 0"):
+        build("kwlarge", layer="plain_conv", padding=0)

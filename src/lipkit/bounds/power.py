@@ -18,6 +18,7 @@ from lipkit.conv.symbol import check_kernel, half_grid, symbol_at
 from lipkit.errors import ShapeError
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.matrices import check_integer, thin_svd
+from lipkit.linalg.singular_value import singular_value
 from lipkit.proof.norms import gram_matrix
 
 
@@ -217,7 +218,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     Guarantee:
         None from above: the true norm (``bounds.circular``) is at least this, up to rounding. The derivative is that
         of :math:`\|F(f) v\|` for constant f and v: that of the norm itself (:math:`\mathrm{Re}\, u^* \dot F v`) where
-        its largest singular value is simple and the spaces have found it. Second derivatives lack that of v.
+        its largest singular value is simple and the spaces have found it; then second derivatives are the norm's too.
 
     Cost:
         Eight convolutions of one image (of a quarter if its sides are even and at least four times the kernel's);
@@ -237,4 +238,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
         taps = fold(kernel.detach(), h, w)
         few = h * (w // 2 + 1) * min(kernel.shape[:2]) ** 3 <= EXACT
         f1, f2, vector = _by_eigenvalues(taps, h, w) if few else _by_steps(taps, h, w, iterations)
-    return torch.linalg.vector_norm(symbol_at(kernel, f1, f2, h, w)[0] @ vector)
+    symbol = symbol_at(kernel, f1, f2, h, w)[0]
+    image = (symbol @ vector).detach()
+    norm = torch.linalg.vector_norm(image)
+    return singular_value(symbol, image / norm.clamp_min(1e-30), vector, norm)

@@ -84,6 +84,9 @@ class MemoryAttention(Attention):
         1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
         direction of x passes unchanged.
 
+    Raises:
+        OptionError: sizes below 1, another dtype. ShapeError: another input.
+
     >>> MemoryAttention(4, 8)(torch.randn(2, 5, 4)).shape
     torch.Size([2, 5, 4])
 

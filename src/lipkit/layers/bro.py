@@ -156,8 +156,7 @@ class LiResConv2d(base.KernelConv2d):
         exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more take the number that the
         proof tries first (:func:`lipkit.bounds.symbol_sup_estimate`). It is the same, bit for bit, unless its search
         misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves.
-        Evaluation and exports always have the proved weights. Second derivatives in N and g are approximate: they take
-        the singular vectors of the norm as constants.
+        Evaluation and exports always have the proved weights.
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller

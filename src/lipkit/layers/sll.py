@@ -167,8 +167,7 @@ class CplLinear(Cpl, SlopeResidualLinear):
     Args: as :class:`SllLinear`. Parameters ``free`` F (hidden, n) and ``bias`` (hidden,), n = max(in, out).
 
     Guarantee:
-        1-Lipschitz: each forward pass proves an upper bound of the norm, so it never lags behind the weights. Second
-        derivatives in F are approximate: they take the singular vectors of the norm as constants.
+        1-Lipschitz: each forward pass proves an upper bound of the norm, so it never lags behind the weights.
 
     >>> CplLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])

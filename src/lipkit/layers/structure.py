@@ -19,13 +19,13 @@ from lipkit.proof.roundoff import reciprocal_up
 class _PerChannel(nn.Module):
     """Two buffers with one number for each channel."""
 
-    def __init__(self, device: Any, dtype: Any, **numbers: Sequence[float] | None) -> None:
+    def __init__(self, device: Any, dtype: Any, **numbers: Any) -> None:
         super().__init__()
         check_dtype(dtype)
         kind, lists = type(self).__name__, list[list[float]]()
         for name, values in numbers.items():
             try:
-                lists.append([0.0] * len(lists[0]) if values is None else [float(value) for value in values])
+                lists.append([0.0] * len(lists[0]) if values is None and lists else [float(value) for value in values])
             except (TypeError, ValueError):
                 wanted = "a list of one number for each channel"
                 raise OptionError(f"{kind}: {name}: expected {wanted}, got {values!r}") from None

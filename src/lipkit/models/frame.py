@@ -226,8 +226,10 @@ def plain_conv2d(
     """
     if kernel_size % 2 == 0:
         raise OptionError(f"kernel_size: expected an odd number for plain convolutions, got {kernel_size}")
-    named |= {"padding": kernel_size // 2, "padding_mode": padding_mode}
-    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, **named)
+    same = kernel_size // 2
+    if (padding := named.pop("padding", same)) != same:
+        raise OptionError(f"padding: expected {same} for kernel_size {kernel_size}, got {padding!r}")
+    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, same, padding_mode=padding_mode, **named)
 
 
 _plain = partial(Family, paper="", equation="", claim="none", sizes="odd kernels, any image")

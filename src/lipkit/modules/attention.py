@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.precision import autocast_off
 from lipkit.modules.activations import LIBRARY, slope_restricted
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.dense import Affine, linear
@@ -54,7 +55,8 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (u,), both = ctx.saved_tensors, g + g.mT
-        return 2 * (both.sum(-1, keepdim=True) * u - both @ u)  # sum over j of (g_ij + g_ji) (u_i - u_j)
+        with autocast_off(u):
+            return 2 * (both.sum(-1, keepdim=True) * u - both @ u)  # sum over j of (g_ij + g_ji) (u_i - u_j)
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor) -> Tensor:

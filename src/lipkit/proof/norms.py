@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import mirrored_product
+from lipkit.linalg.singular_value import singular_value
 from lipkit.linalg.transforms import differentiated, transformed
 from lipkit.proof.roundoff import UNIT, check_readable, gamma, to_double, up
 
@@ -275,8 +276,8 @@ def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
 def spectral_norm(a: Tensor) -> Tensor:
     """Proved upper bound of the largest spectral norm in a batch, differentiable.
 
-    The value is that of :func:`spectral_norms`; the gradient is that of the largest singular value (its singular
-    vectors held constant), which is exact where that value is simple.
+    The value is that of :func:`spectral_norms`; the derivatives are those of the largest singular value, exact where
+    that value is simple.
 
     Args:
         a: ``(..., m, n)``.
@@ -298,7 +299,7 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 
 def largest_singular_value(a: Tensor) -> Tensor:
-    r"""Estimate :math:`u^* A v` of the largest singular value, float64, of gradient :math:`u v^*`: u, v are constants.
+    r"""Estimate :math:`u^* A v` of the largest singular value, float64, with the derivatives of `singular_value`.
 
     >>> round(float(largest_singular_value(torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64)))), 9)
     3.0
@@ -315,8 +316,8 @@ def largest_singular_value(a: Tensor) -> Tensor:
         other = scaled @ one_side if tall else scaled.mH @ one_side
         other = other / torch.linalg.vector_norm(other)
         u, v = (other, one_side) if tall else (one_side, other)
-    value = u.conj() @ a @ v
-    return value.real if value.is_complex() else value
+        value = u.conj() @ fixed @ v
+    return singular_value(a, u, v, value.real if value.is_complex() else value)
 
 
 def scale_to(bound: Tensor, surrogate: Tensor) -> Tensor:

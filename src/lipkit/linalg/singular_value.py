@@ -1,0 +1,99 @@
+"""The largest singular value of a matrix with given singular vectors, and its derivatives of every order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.linalg.precision import autocast_off
+
+
+class _Value(torch.autograd.Function):
+    """``value``, of gradient u v*. A first derivative costs no more than with constant vectors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, u: Tensor, v: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.save_for_forward(*inputs[:3])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        return g * _Pair.apply(*ctx.saved_tensors), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *unused: None) -> Tensor:
+        change: Tensor = (_Pair.apply(*ctx.saved_tensors).conj() * tangent).sum()
+        return change.real if change.is_complex() else change
+
+
+class _Pair(torch.autograd.Function):
+    """u v* as a function of A: its vectors turn with the matrix."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return torch.outer(u, v.conj())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _turned(g, *ctx.saved_tensors), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *unused: None) -> Tensor:
+        return _turned(tangent, *ctx.saved_tensors)
+
+
+def _turned(change: Tensor, a: Tensor, pair: Tensor) -> Tensor:
+    r"""The differential of u v* along ``change``: a self-adjoint map, so the gradient too.
+
+    Z, half of the square and the sum below, projects on (u, v), the eigenvector of :math:`K = [0, A; A^*, 0]` for s:
+    :math:`dZ = S\, dK\, Z + Z\, dK\, S` with the inverse S of s I - K on the other vectors.
+    """
+    m, n = a.shape
+
+    def dilated(b: Tensor) -> Tensor:
+        corner = F.pad(b, (m, 0, 0, n))
+        return corner + corner.mH
+
+    with autocast_off(a):
+        both, dk = dilated(pair), dilated(change)
+        z, s = (both + both @ both) / 2, (pair.conj() * a).sum().real
+        eye = torch.eye(m + n, dtype=a.dtype, device=a.device)
+        dz = torch.linalg.solve(s * eye - dilated(a) + z, dk @ z - z @ dk @ z)
+        return 2 * (dz + dz.mH)[:m, m:]
+
+
+def singular_value(a: Tensor, u: Tensor, v: Tensor, value: Tensor) -> Tensor:
+    r"""``value`` = :math:`u^* A v` as the largest singular value of A, of singular vectors u and v.
+
+    .. math:: ds = \mathrm{Re}\, u^*\, dA\, v
+
+    Its derivatives of every order are exact where that value is simple and the vectors are those of A.
+
+    >>> a = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
+    >>> one = torch.tensor([1.0, 0.0])
+    >>> torch.autograd.functional.hessian(lambda b: singular_value(b, one, one, b.detach()[0, 0]), a)[0, 1]
+    tensor([[0.0000, 0.3750],
+            [0.1250, 0.0000]])
+    """
+    if torch.compiler.is_compiling():  # which takes no forward-mode derivative, and refuses second ones by itself
+        product = u.conj() @ a @ v
+        product = product.real if product.is_complex() else product
+        return value + (product - product.detach())
+    made: Tensor = _Value.apply(a, u, v, value)
+    return made
