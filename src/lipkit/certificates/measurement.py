@@ -22,7 +22,7 @@ from lipkit.integer.quantisation import quantise
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.configuration import describe
-from lipkit.modules.guarding import guard, parts, refuse_wrapper
+from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.shown import Shown, upper
@@ -120,9 +120,18 @@ _IDLE = ("training", "_is_full_backward_hook", "where")
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
-    plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
-    own = {key: tuple(v) if isinstance(v, list | set) else v for key, v in vars(module).items() if key != "input_range"}
-    return {key: value for key, value in own.items() if isinstance(value, plain)}
+    plain = (bool, int, float, str, tuple, list, set, type(None))  # what a forward pass may depend on
+    own = {key: value for key, value in vars(module).items() if key != "input_range" and isinstance(value, plain)}
+
+    def exact(value: Any) -> bool:
+        many = isinstance(value, tuple | list | set)
+        return type(value) in (*plain, torch.Size, np.float64) and (not many or all(map(exact, value)))
+
+    for key, value in own.items():
+        if not exact(value):  # a subclass may compare and iterate as it likes
+            name = type_name(type(module))
+            raise OptionError(f"{name}: expected {key} as a number of Python or a word, got {value!r}")
+    return {key: tuple(value) if isinstance(value, list | set) else value for key, value in own.items()}
 
 
 def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
@@ -135,7 +144,7 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
     guard(*(module for _, module in parts(network)))
     numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
     try:
-        exact = rebuilt({"network": describe(network)}, numbers)
+        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # the proof runs it
     except (DataError, OptionError):  # no file could hold it, as with a stale in_features
         exact = float64_copy(network)
         for name, copied in stored_tensors(exact).items():
@@ -143,6 +152,8 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
                 raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
     exact.input_range = network.input_range
     for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        if type(module) is not type(twin):
+            raise OptionError(f"expected a copy with a {type(module).__name__} at {name!r}, got another: make it anew")
         if hasattr(module, "inplace"):
             setattr(twin, "inplace", module.inplace)  # noqa: B010
         own, made = _switches(module), _switches(twin)
