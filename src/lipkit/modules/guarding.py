@@ -120,13 +120,13 @@ def _refuse_methods(kind: type[nn.Module], name: str) -> None:
 
 def _refuse_weights(module: nn.Module, name: str) -> None:
     own = vars(module)
+    for key in ("_parameters", "_buffers", "_modules"):
+        if type(own[key]) not in (dict, OrderedDict):
+            raise NoRuleError(f"{name}: expected {key!r} as torch's own dict, got a {type_name(type(own[key]))}")
     held = {**own["_parameters"], **own["_buffers"]}
     names = [*own["_parameters"], *own["_buffers"], *own["_modules"]]
     if hidden := sorted(key for key in names if key in own or hasattr(type(module), key) or names.count(key) > 1):
         raise NoRuleError(f"{name} has an attribute that hides its own {hidden[0]!r}, expected none: delete it")
-    for key in ("_parameters", "_buffers", "_modules"):
-        if type(own[key]) not in (dict, OrderedDict):
-            raise NoRuleError(f"{name}: expected {key!r} as torch's own dict, got a {type_name(type(own[key]))}")
     if unstored := sorted(own["_non_persistent_buffers_set"] & own["_parameters"].keys()):
         raise NoRuleError(f"{name}: expected parameters that are stored, got {unstored[0]!r} marked as a buffer")
     for key, value in (*held.items(), *own.items()):
