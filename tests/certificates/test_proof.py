@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,16 @@ def test_a_network_from_a_file_has_the_proof_of_the_one_that_was_saved(tmp_path:
     plain, x = lipkit.export(signals, (1, 4)), torch.rand(5, 1, 4)
     y, proof, loaded = plain(x).argmax(1), lipkit.prove(plain), lipkit.load(modules.save(plain, tmp_path))
     assert numbers(lipkit.certify(loaded, x, y, proof=proof)) == numbers(lipkit.certify(plain, x, y))
+
+
+@pytest.mark.thorough
+def test_a_proof_does_not_load_the_compiler_of_torch() -> None:
+    code = (
+        "import sys, torch, lipkit; from torch import nn; from lipkit.modules import FourierConv2d, Network\n"
+        "layers = [FourierConv2d(1, 1, 4, 4), nn.ReLU(), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)]\n"
+        "lipkit.prove(Network(layers, (1, 4, 4))); assert 'torch._dynamo' not in sys.modules"  # it takes a second
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_option_of_numpy_that_came_later_is_refused_by_name() -> None:
