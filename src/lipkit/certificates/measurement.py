@@ -112,7 +112,8 @@ _IDLE = ("_is_full_backward_hook", "where")
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
     plain = (bool, int, float, str, tuple, list, set, type(None))  # what a forward pass may depend on
-    own = {key: value for key, value in vars(module).items() if key != "input_range" and isinstance(value, plain)}
+    read = (*plain, np.generic)
+    own = {key: value for key, value in vars(module).items() if key != "input_range" and isinstance(value, read)}
 
     def exact(value: Any) -> bool:
         many = isinstance(value, tuple | list | set)
@@ -134,10 +135,9 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
     """
     guard(*(module for _, module in parts(network)))
     numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
-    config = {"network": describe(network)}
     try:
-        exact = rebuilt(config, numbers, run=False)  # the proof runs it
-    except DataError:  # no file could hold it, as with a stale in_features
+        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # the proof runs it
+    except (DataError, OptionError):  # no file could hold it, as with a stale in_features
         exact = float64_copy(network)
         for name, copied in stored_tensors(exact).items():
             if not torch.equal(copied.double().view(torch.int64), numbers[name].view(torch.int64)):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class FourierConv2d(nn.Module):
         self._make_transform()
 
     def _make_transform(self) -> None:
-        like = {"dtype": self.real.dtype, "device": self.real.device}
+        like: dict[str, Any] = {"dtype": self.real.dtype, "device": self.real.device}
         if self.real.is_meta:  # torch would load its compiler for operations without numbers
             h, w = self.kernel_size
             made = [torch.empty(n, n, **like) for n in ((h * w,) if is_dense(h, w) else (h, w))]
