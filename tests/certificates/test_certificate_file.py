@@ -65,6 +65,7 @@ def test_a_file_reads_back_exactly_and_is_proved_again(written: Any) -> None:
     file = read_certificate(path)
     certificate = lipkit.certify(network, x, y, rounding=file.certificate.rounding)
     same(file, describe(certificate, network, x, y, "toy"))
+    same(file, read_certificate(write_certificate(file, path.with_suffix(".gz"))))
     proved = verify(file, network, x, y)
     assert torch.equal(proved.radius, certificate.radius)
     assert bool((proved.radius > 0).any())

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,6 +138,30 @@ def test_switches_that_no_hash_sees_are_compared() -> None:
             lipkit.certify(plain, x, y, proof=proof)
 
 
+def test_a_network_from_a_file_has_the_proof_of_the_one_that_was_saved(tmp_path: Path) -> None:
+    signals = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(8, 3))
+    plain, x = lipkit.export(signals, (1, 4)), torch.rand(5, 1, 4)
+    y, proof, loaded = plain(x).argmax(1), lipkit.prove(plain), lipkit.load(modules.save(plain, tmp_path))
+    assert numbers(lipkit.certify(loaded, x, y, proof=proof)) == numbers(lipkit.certify(plain, x, y))
+
+
+@pytest.mark.thorough
+def test_a_proof_does_not_load_the_compiler_of_torch() -> None:
+    code = (
+        "import sys, torch, lipkit; from torch import nn; from lipkit.modules import FourierConv2d, Network\n"
+        "layers = [FourierConv2d(1, 1, 4, 4), nn.ReLU(), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)]\n"
+        "lipkit.prove(Network(layers, (1, 4, 4))); assert 'torch._dynamo' not in sys.modules"  # it takes a second
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_option_of_numpy_that_came_later_is_refused_by_name() -> None:
+    plain = modules.Network([nn.Linear(2, 2), nn.LeakyReLU(0.1)], (2,))
+    plain[1].negative_slope = np.float32(0.1)
+    with pytest.raises(OptionError, match="LeakyReLU: expected negative_slope as a number of Python"):
+        lipkit.prove(plain)
+
+
 def test_hooks_of_the_state_hide_no_change() -> None:
     (x, y), proof, plain = samples(), lipkit.prove(network()), network()
     plain[3].weight.mul_(2)
@@ -211,8 +239,29 @@ def _unstored(plain: modules.Network) -> None:
     plain[3]._non_persistent_buffers_set.add("weight")
 
 
+def _twice(plain: modules.Network) -> None:
+    plain[3]._buffers["weight"] = plain[3].weight.data / 100  # torch reads the parameter of this name
+
+
+class _Alike(tuple[Any, ...]):
+    def __iter__(self) -> Any:  # as the constructor of the copy reads it
+        return iter([[0], [1], [0, 2]])
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = tuple.__hash__
+
+
+def _sources(plain: modules.Network) -> None:
+    plain[1].sources = _Alike(((0,), (0,), (2, 2)))
+
+
 @pytest.mark.parametrize("given_proof", [False, True])
-@pytest.mark.parametrize("change", [_padding, _walk, _detached, _copied, _indexed, _unstored])
+@pytest.mark.parametrize("change", [_padding, _walk, _detached, _copied, _indexed, _unstored, _twice, _sources])
 def test_what_makes_the_live_network_another_than_the_stored_one_is_refused(
     change: Callable[[modules.Network], None], given_proof: bool
 ) -> None:
@@ -234,6 +283,31 @@ def test_sizes_that_only_describe_a_weight_may_be_stale() -> None:
     plain[3].__deepcopy__ = lambda _: other
     with pytest.raises(OptionError, match=r"expected a copy with the same numbers, got others in '3\.weight'"):
         lipkit.certify(plain, x, y)
+    clean = nn.ReLU()
+    clean.negative_slope = 2.0  # type: ignore[assignment]
+    steep = modules.Network([nn.Linear(2, 2), nn.LeakyReLU(2.0), nn.Linear(2, 2)], (2,))
+    steep[0].in_features, steep[1].__deepcopy__ = 3, lambda _: clean
+    with pytest.raises(OptionError, match=r"'1' as its stored form gives it, with type = .*ReLU'>, got .*LeakyReLU"):
+        lipkit.prove(steep)
+
+
+def test_parts_count_in_the_order_of_the_chain_whatever_their_names() -> None:
+    torch.manual_seed(0)
+    plain, x = modules.Network([nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)], (3,)), torch.randn(6, 3)
+    proof, hashed = lipkit.prove(plain), modules.sha256(plain)
+    first, middle, last = plain
+    plain._modules = {"2": last, "1": middle, "0": first}  # the names of `first` and `last` as before
+    with pytest.raises(OptionError, match="proof: expected one of the network"):
+        lipkit.certify(plain, x, plain(x).argmax(1), proof=proof)
+    plain._modules = {"2": first, "1": middle, "0": last}
+    assert modules.sha256(plain) == hashed
+    swapped = modules.Network([last, nn.ReLU(), first], (3,))
+    plain._modules = {"0": last, "relu": middle, "-1": first}
+    assert modules.sha256(plain) == modules.sha256(swapped) != hashed
+    y = plain(x).argmax(1)
+    assert bool(lipkit.certify(plain, x, y).correct.all())
+    assert lipkit.prove(plain).constant == lipkit.prove(swapped).constant
+    assert torch.allclose(lipkit.prove(plain).network(x.double()), plain(x).double(), atol=1e-6)
 
 
 def test_a_padding_that_was_changed_after_birth_counts_only_for_zeros() -> None:
@@ -256,7 +330,7 @@ def test_an_attribute_of_a_class_that_hides_a_weight_is_refused(
     proof = lipkit.prove(plain)
     monkeypatch.setattr(kind, "weight", torch.ones(3, 64, dtype=torch.float64), raising=False)
     for each in (proof, None):
-        with pytest.raises(NoRuleError, match="a plain attribute that hides its own 'weight'"):
+        with pytest.raises(NoRuleError, match="an attribute that hides its own 'weight'"):
             lipkit.certify(plain, x, y, proof=each)
 
 

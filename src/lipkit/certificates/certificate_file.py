@@ -93,7 +93,7 @@ def describe(certificate: Certificate, network: modules.Network, x: Samples, y: 
 
 
 def write_certificate(file: CertificateFile, path: str | Path) -> Path:
-    """Write header and lines, whole or not at all."""
+    """Write header and lines, whole or not at all; compressed by gzip if the name ends in ``.gz``."""
     found = file.certificate
     header = {
         "kind": KIND,
@@ -117,8 +117,9 @@ def write_certificate(file: CertificateFile, path: str | Path) -> Path:
     rows = zip(*(column.tolist() for column in columns), strict=True)
     lines = [_dump(header)]
     lines += [_dump(dict(zip(COLUMNS, (index, *row), strict=True))) for index, row in enumerate(rows)]
-    write_atomic(Path(path), ("\n".join(lines) + "\n").encode())
-    return Path(path)
+    path, data = Path(path), ("\n".join(lines) + "\n").encode()
+    write_atomic(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    return path
 
 
 def _dump(values: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from lipkit.integer.quantisation import quantise
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.configuration import describe
-from lipkit.modules.guarding import guard, parts, refuse_wrapper
+from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.shown import Shown, upper
@@ -45,7 +45,6 @@ class Proof(Shown):
         arithmetic: of the evaluator.
         network: the copy in float64, on `device`.
         stored: a copy of all that is stored (`lipkit.modules.storage.contents`), to recognise the network.
-        switches: the plain attributes of each module, which the stored form does not cover.
         pairs: `pair_constants` of a network that ends in a linear layer with at most 256 outputs.
         program: of the evaluator ``"integer"``; else None.
         logits: maps inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
@@ -60,7 +59,6 @@ class Proof(Shown):
     arithmetic: Arithmetic = dataclasses.field(repr=False)
     network: modules.Network = dataclasses.field(repr=False)
     stored: Contents = dataclasses.field(repr=False)
-    switches: list[dict[str, Any]] = dataclasses.field(repr=False)
     pairs: tuple[Tensor, Tensor | None] | None = dataclasses.field(repr=False)
     device: torch.device = dataclasses.field(repr=False)
     program: Program | None = dataclasses.field(repr=False)
@@ -81,10 +79,9 @@ class Proof(Shown):
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
         guard(*(module for _, module in parts(network)))
-        now = [(name, _switches(module)) for name, module in parts(network)]  # before weights fill the cache
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
-        if wanted != got or len(now) != len(self.switches) or not same_contents(contents(network), self.stored):
+        if wanted != got or not same_contents(contents(network), self.stored):
             asked, made = ("rounding={!r}, evaluator={!r} on {}".format(*each) for each in (wanted, got))
             raise OptionError(
                 f"proof: expected one of the network with sha256 {modules.sha256(network)} for {asked}, got one of "
@@ -95,14 +92,8 @@ class Proof(Shown):
                 f"proof: expected one for inputs in {network.input_range}, got one for {self.network.input_range}: the "
                 "integer program depends on them, prove this network again"
             )
-        _check_transforms(network, self.network)
-        for (name, own), then in zip(now, self.switches, strict=True):
-            if own != then:
-                key = min(key for key in {*own, *then} if own.get(key, ...) != then.get(key, ...))
-                raise OptionError(
-                    f"proof: expected the module {name!r} as it was proved, with {key} = {then.get(key)!r}, got "
-                    f"{own.get(key)!r}: prove this network again"
-                )
+        known = "proof: expected the module {!r} as it was proved"
+        _check_alike(network, self.network, known, "prove this network again")
 
 
 def _asked(
@@ -114,15 +105,25 @@ def _asked(
     return where, evaluators.evaluator(evaluator, where, network, rounding)
 
 
-# What no function of a plain module depends on: its mode, hooks of gradients, the line of the code that it stands for.
-_IDLE = ("training", "_is_full_backward_hook", "where")
+# What no function of a plain module depends on: hooks of gradients, the line of the code that it stands for.
+_IDLE = ("_is_full_backward_hook", "where")
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes of a module: the hash of the stored form does not cover all of them."""
-    plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
-    own = {key: tuple(v) if isinstance(v, list | set) else v for key, v in vars(module).items() if key != "input_range"}
-    return {key: value for key, value in own.items() if isinstance(value, plain)}
+    plain = (bool, int, float, str, tuple, list, set, type(None))  # what a forward pass may depend on
+    read = (*plain, np.generic)
+    own = {key: value for key, value in vars(module).items() if key != "input_range" and isinstance(value, read)}
+
+    def exact(value: Any) -> bool:
+        many = isinstance(value, tuple | list | set)
+        return type(value) in (*plain, torch.Size, np.float64) and (not many or all(map(exact, value)))
+
+    for key, value in own.items():
+        if not exact(value):  # a subclass may compare and iterate as it likes
+            name = type_name(type(module))
+            raise OptionError(f"{name}: expected {key} as a number of Python or a word, got {value!r}")
+    return {key: tuple(value) if isinstance(value, list | set) else value for key, value in own.items()}
 
 
 def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
@@ -135,39 +136,36 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
     guard(*(module for _, module in parts(network)))
     numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
     try:
-        exact = rebuilt({"network": describe(network)}, numbers)
+        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # the proof runs it
     except (DataError, OptionError):  # no file could hold it, as with a stale in_features
         exact = float64_copy(network)
         for name, copied in stored_tensors(exact).items():
             if not torch.equal(copied.double().view(torch.int64), numbers[name].view(torch.int64)):
                 raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
     exact.input_range = network.input_range
-    for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        if hasattr(module, "inplace"):
-            setattr(twin, "inplace", module.inplace)  # noqa: B010
-        own, made = _switches(module), _switches(twin)
-        if own.get("padding_mode") == "zeros":  # what torch noted of the padding counts only in other modes
-            own.pop("_reversed_padding_repeated_twice")
-        for key, value in own.items():
-            expected = made.get(key, getattr(type(module), key, value))  # what neither has is read by no forward pass
-            if value != expected and key not in _IDLE:
-                raise OptionError(
-                    f"expected the module {name!r} as its stored form gives it, with {key} = {expected!r}, got "
-                    f"{value!r}: make it anew"
-                )
-    _check_transforms(network, exact)
+    for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        for key in ("training", "inplace"):  # no part of what is stored
+            if hasattr(module, key):
+                setattr(twin, key, getattr(module, key))
+    _check_alike(network, exact, "expected the module {!r} as its stored form gives it", "make it anew")
     return exact.to(float64_device(device))
 
 
-def _check_transforms(network: modules.Network, exact: modules.Network) -> None:
-    """Raise if a buffer that is not stored is another than its sizes give, as those of the float64 copy, made anew."""
-    for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        for name in twin._non_persistent_buffers_set:
-            own, made = getattr(module, name), getattr(twin, name)
-            if not torch.equal(own.cpu(), made.cpu().to(own.dtype)):
-                raise OptionError(
-                    f"expected {name!r} of {module} as its sizes give it, got other numbers: load it anew"
-                )
+def _check_alike(network: modules.Network, exact: modules.Network, expected: str, remedy: str) -> None:
+    """Raise if a network differs from the float64 copy of what is stored of it: by types, attributes or transforms."""
+    for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        own, made, kind = _switches(module), _switches(twin), type(module)
+        if own.get("padding_mode") == "zeros":  # what torch noted of the padding counts only in other modes
+            own.pop("_reversed_padding_repeated_twice", None)
+        # What neither the copy nor its class has is read by no forward pass.
+        then = {"type": type(twin), **{key: made.get(key, getattr(kind, key, value)) for key, value in own.items()}}
+        for key, value in {"type": kind, **own}.items():
+            if value != then[key] and key not in _IDLE:
+                raise OptionError(f"{expected.format(name)}, with {key} = {then[key]!r}, got {value!r}: {remedy}")
+        for key in twin._non_persistent_buffers_set:  # made anew from its sizes
+            now, anew = getattr(module, key), getattr(twin, key).cpu()
+            if not torch.equal(now.cpu(), anew.to(now.dtype)):
+                raise OptionError(f"expected {key!r} of {module} as its sizes give it, got other numbers: load it anew")
 
 
 def prove(
@@ -229,7 +227,6 @@ def prove(
         arithmetic=arithmetic,
         network=exact,
         stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
-        switches=[_switches(module) for _, module in parts(network)],
         pairs=pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
         device=where,
         program=program,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, apply_symbol
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, distinct_frequencies
-from lipkit.conv.transform import transform_matrices
+from lipkit.conv.transform import is_dense, transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.machine import entries, proportional
@@ -103,7 +103,12 @@ class FourierConv2d(nn.Module):
         self._make_transform()
 
     def _make_transform(self) -> None:
-        made = transform_matrices(*self.kernel_size, dtype=self.real.dtype, device=self.real.device)
+        like: dict[str, Any] = {"dtype": self.real.dtype, "device": self.real.device}
+        if self.real.is_meta:  # torch would load its compiler for operations without numbers
+            h, w = self.kernel_size
+            made = [torch.empty(n, n, **like) for n in ((h * w,) if is_dense(h, w) else (h, w))]
+        else:
+            made = transform_matrices(*self.kernel_size, **like)
         self.transforms = len(made)
         for i, matrix in enumerate(made):
             self.register_buffer(f"transform{i}", matrix, persistent=False)  # it follows from the sizes

@@ -47,11 +47,12 @@ def _methods(kind: type) -> dict[str, object]:
 def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The module and all below it with their paths, one that stands in two places twice.
 
-    Not by ``named_modules``: an instance could hide it.
+    Not by ``named_modules``: an instance could hide it. Parts of a chain have their places for names, as in a file.
     """
     yield path, module
-    for name, part in vars(module)["_modules"].items():
+    for place, (name, part) in enumerate(vars(module)["_modules"].items()):
         if part is not None:
+            name = str(place) if isinstance(module, nn.Sequential | nn.ModuleList) else name
             yield from parts(part, f"{path}.{name}".removeprefix("."))
 
 
@@ -119,13 +120,13 @@ def _refuse_methods(kind: type[nn.Module], name: str) -> None:
 
 def _refuse_weights(module: nn.Module, name: str) -> None:
     own = vars(module)
-    held = {**own["_parameters"], **own["_buffers"]}
-    names = held.keys() | own["_modules"].keys()
-    if hidden := sorted(key for key in names if key in own or hasattr(type(module), key)):
-        raise NoRuleError(f"{name} has a plain attribute that hides its own {hidden[0]!r}, expected none: delete it")
     for key in ("_parameters", "_buffers", "_modules"):
         if type(own[key]) not in (dict, OrderedDict):
             raise NoRuleError(f"{name}: expected {key!r} as torch's own dict, got a {type_name(type(own[key]))}")
+    held = {**own["_parameters"], **own["_buffers"]}
+    names = [*own["_parameters"], *own["_buffers"], *own["_modules"]]
+    if hidden := sorted(key for key in names if key in own or hasattr(type(module), key) or names.count(key) > 1):
+        raise NoRuleError(f"{name} has an attribute that hides its own {hidden[0]!r}, expected none: delete it")
     if unstored := sorted(own["_non_persistent_buffers_set"] & own["_parameters"].keys()):
         raise NoRuleError(f"{name}: expected parameters that are stored, got {unstored[0]!r} marked as a buffer")
     for key, value in (*held.items(), *own.items()):
