@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.lmi_solver import balance
+from lipkit.bounds.lmi_solver import balance, minimise_gain
+from lipkit.errors import ShapeError
 
 
 def feasible(seed: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -45,3 +46,10 @@ def test_one_number_in_closed_form() -> None:
 def test_degenerate_weights_give_one() -> None:
     assert balance([torch.zeros(2, 2), torch.ones(1, 2)], [torch.ones(2)]) == 1.0
     assert balance([torch.full((2, 2), float("inf")), torch.ones(1, 2)], [torch.ones(2)]) == 1.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-150])
+def test_weights_that_read_all_values_have_no_product_of_norms(scale: float) -> None:
+    one = torch.ones(1, 1).double()  # y = x + relu(scale x), gain 1 + scale: the norms make sqrt(2) scale
+    with pytest.raises(ShapeError, match=r"layer before, got \[\(1, 1\), \(1, 2\)\]"):
+        minimise_gain([scale * one, torch.ones(1, 2)])

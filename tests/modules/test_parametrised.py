@@ -114,6 +114,17 @@ def test_a_recurrent_network_with_an_old_hook_is_that_of_its_numbers() -> None:
 
 
 @OLD
+def test_a_batch_norm_with_an_old_hook_is_folded_as_that_of_its_numbers() -> None:
+    torch.manual_seed(0)
+    norm = nn.utils.weight_norm(nn.BatchNorm1d(3), dim=None)
+    norm.weight_g.data.fill_(2.0)
+    layer = nn.Sequential(nn.Linear(4, 3), norm).eval()
+    plain, x = export(layer, (4,)), torch.randn(2, 4)
+    assert [type(m) for m in plain] == [nn.Linear]
+    torch.testing.assert_close(plain(x), layer(x))
+
+
+@OLD
 def test_an_old_hook_has_derivatives_and_others_are_refused() -> None:
     layer = nn.utils.weight_norm(nn.Linear(2, 2))
     with torch.no_grad():

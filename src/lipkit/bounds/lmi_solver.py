@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipkit.bounds.lmi import couplings, gain_bound, lmi_matrix
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, ShapeError
 from lipkit.proof.norms import spectral_norms
 from lipkit.proof.roundoff import product, to_double, up
 
@@ -256,8 +257,9 @@ def minimise_gain(
 ) -> Solution:
     """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, and that gain.
 
-    Weights and errors are those of `lipkit.bounds.lmi.proves_gain`, which has proved the gain, at most a rounding above
-    the product of the norms; the method stops at a relative duality gap ``accuracy``.
+    Weights, each of which reads the layer before, and errors are those of `lipkit.bounds.lmi.proves_gain`, which has
+    proved the gain, at most a rounding above the product of the norms; the method stops at a relative duality gap
+    ``accuracy``.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
@@ -267,6 +269,8 @@ def minimise_gain(
     (True, [torch.Size([2])])
     """
     weights = [to_double(w.detach()).cpu() for w in weights]
+    if any(b.shape[1] != len(a) for a, b in pairwise(weights)):  # the norms would prove nothing of others
+        raise ShapeError(f"weights: expected each to read the layer before, got {[tuple(w.shape) for w in weights]}")
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         raise OptionError("weights: expected finite numbers, got NaN or infinity")
     norms = [float(spectral_norms(w)) for w in weights]

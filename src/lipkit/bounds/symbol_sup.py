@@ -17,8 +17,9 @@ from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.kernels import scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
-from lipkit.conv.symbol import half_grid, symbol, symbol_at
+from lipkit.conv.symbol import check_kernel, half_grid, symbol, symbol_at
 from lipkit.errors import OptionError
+from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
 from lipkit.proof.roundoff import up
@@ -52,6 +53,7 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
     References:
         Sedghi, Gupta & Long, ICLR 2019.
     """
+    check_positive(h=h, w=w)
 
     def bound(kernels: Tensor) -> Tensor:
         symbols = symbol(kernels.flatten(0, 1), h, w).flatten(0, 1).unflatten(1, (groups, -1))
@@ -122,6 +124,8 @@ def symbol_sup(
         [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     if points is not None:
+        check_kernel(kernel)
+        check_positive(points=points)
         kh, kw = kernel.shape[-2:]
         sizes = 1 if kh == 1 else points, 1 if kw == 1 else points
         return on_grid(kernel, groups, sizes, lambda one, *at: spectral_norm(symbol_at(one, *at)))

@@ -156,16 +156,16 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
 
 
 @plain(torch.lerp, "lerp", "lerp_", place=joined)
-def _lerp(call: Build, x: Any, y: Any, weight: Any) -> int:
+def _lerp(call: Build, input: Any, end: Any, weight: Any) -> int:
     w = call.number(weight, "weight")
     call.require(all_finite(w), f"expected finite numbers as weight, got {weight}")
-    if isinstance(x, Operand) and isinstance(y, Operand):
+    if isinstance(input, Operand) and isinstance(end, Operand):
         if not w.ndim:
-            return call.add(Blend(w), call.broadcast(y), call.broadcast(x))
-        return call.add(Add(1, 1), *(call.elementwise(t, scale=s) for t, s in ((x, 1 - w), (y, w))))
-    if isinstance(x, Operand):
-        return call.elementwise(x, scale=1 - w, shift=w * call.shift(y))
-    return call.elementwise(y, scale=w, shift=(1 - w) * call.shift(x))
+            return call.add(Blend(w), call.broadcast(end), call.broadcast(input))
+        return call.add(Add(1, 1), *(call.elementwise(t, scale=s) for t, s in ((input, 1 - w), (end, w))))
+    if isinstance(input, Operand):
+        return call.elementwise(input, scale=1 - w, shift=w * call.shift(end))
+    return call.elementwise(end, scale=w, shift=(1 - w) * call.shift(input))
 
 
 @plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", place=joined)
@@ -234,7 +234,7 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
         product = call.named(MatrixProduct(*shape((left, summed, right))))
         a, b = regrouped(x.number, first, (*shared, left, summed)), regrouped(y.number, last, (*shared, summed, right))
         return regrouped(call.add(product, a, b), (*shared, left, right), out)
-    weight = call.number(y, "weight", axes=len(last)).permute(*map(last.index, shared + right + summed))
+    weight = call.number(y, "weight", axes=len(last)).permute([*map(last.index, shared + right + summed)])
     heads, rows, columns = shape((shared, right, summed))
     if not shared:
         matrix = linear(weight.reshape(rows, columns))

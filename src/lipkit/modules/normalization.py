@@ -15,6 +15,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import entries, proportional
+from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import Range, around, within_one
 from lipkit.modules.registry import check_dims, export_copy, output_shape
@@ -97,7 +98,7 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     outputs = given.out_features if type(layer) is nn.Linear else given.out_channels
     if not norm.num_features == outputs == shape[0]:
         return None
-    guard(norm)
+    guard(norm := settled(norm))
     return scaled_layer(layer, norm).to(given.weight.dtype)
 
 
