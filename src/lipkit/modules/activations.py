@@ -419,6 +419,9 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     return proportional(0.0, constant, 4.0, 4.0 * n)  # sums of n exponentials of at most 1
 
 
+def _unit(module: nn.Softmax, x: Range) -> Range:
+    return Range(torch.zeros_like(x.low), torch.ones_like(x.high))
+
+
 # Its Jacobian diag(p) - p p^T has norm at most 1/2.
-_unit = lambda module, x: Range(torch.zeros_like(x.low), torch.ones_like(x.high))  # noqa: E731
 add_plain(Plain(nn.Softmax, 0.5, _softmax_error, {"dim": either(INTEGER, None)}, _unit))

@@ -239,13 +239,16 @@ def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
     return bool(((magnitude < arithmetic.tiny) & (magnitude > 0)).any())
 
 
-_range = lambda m, x: around(m(x.centre), Affine(m.scale.abs(), torch.zeros_like(m.shift))(x.radius))  # noqa: E731
+def _affine_range(m: Affine, x: Range) -> Range:
+    return around(m(x.centre), Affine(m.scale.abs(), torch.zeros_like(m.shift))(x.radius))
+
+
 _stored = Stored(
     {"scale": COUNT, "shift": COUNT},
     lambda m: {"scale": tuple(m.scale.shape), "shift": tuple(m.shift.shape)},
     lambda scale, shift: Affine(torch.zeros(scale), torch.zeros(shift)),
 )
-add_plain(Plain(Affine, lambda m, shape: to_double(m.scale).abs().amax(), _affine_error, _stored, _range))
+add_plain(Plain(Affine, lambda m, shape: to_double(m.scale).abs().amax(), _affine_error, _stored, _affine_range))
 
 
 def _export_position(module: PositionCode, input_shape: Shape) -> nn.Module:

@@ -166,7 +166,10 @@ def blend_of(share: Callable[[Any], Tensor]) -> Joining:
     )
 
 
-_total = lambda _, lines: functools.reduce(Line.plus, lines)  # noqa: E731
+def _total(join: Join, lines: Sequence[Line]) -> Line:
+    return functools.reduce(Line.plus, lines)
+
+
 add_join(Add, Joining(lambda _, forms: added(forms), _total, lambda join: len(join.signs) - 1))
 for _kind in (Concatenate, Maximum):
     add_join(_kind, Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0))

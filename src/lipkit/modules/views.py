@@ -353,8 +353,11 @@ class Shift2d(Shown):
         return shift(x, self.moved)
 
 
+def _flat(module: nn.Flatten | nn.Unflatten, shape: Shape) -> nn.Module:
+    return reshaped(output_shape(module, shape))
+
+
 _first, _last = (lambda dim: type(dim) is int and dim == 1), (lambda dim: type(dim) is int and dim == -1)
-_flat = lambda module, shape: reshaped(output_shape(module, shape))  # noqa: E731
 add_plain(Plain(Reshape, 1.0, exact, {"shape": COUNT}, one_sign))
 add_plain(Plain(Permute, 1.0, exact, {"dims": COUNT}, one_sign))
 add_plain(Plain(Piece, 1.0, exact, {"dim": COUNT, "start": whole(0), "stop": COUNT, "step": COUNT}, one_sign))
