@@ -483,7 +483,7 @@ BROKEN: list[tuple[int, type[nn.Module], str, dict[str, Any]]] = [
     (1, LoudForward, "norm of at most", {}),
     (1, LoudInTraining, "training=True", {}),
     (1, LoudSomewhere, "norm of at most", {}),
-    (1, Overclaimed, "claimed gamma = 1", {}),
+    (1, Overclaimed, "gamma claimed = 1", {}),
     (2, Quiet, "every singular value in 1", {}),
     (2, OneQuiet, "got 0.98", {}),
     (2, Overclaimed, "every singular value in 2", {"gamma": 2.0}),

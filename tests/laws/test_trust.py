@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an instance-level call": (with_instance_call, "instance-level '_call_impl'.*expected none"),
     "an instance-level weight()": (with_instance_weight, "instance-level 'weight'.*expected none"),
     "a parametrization that changes": (with_parametrization, r"the same numbers at each evaluation.*call \.eval\(\)"),
-    "the old spectral_norm": (with_old_spectral_norm, "forward hooks or pre-hooks.*expected none"),
+    "the old spectral_norm": (with_old_spectral_norm, "expected evaluation mode, got training mode"),
 }
 
 
