@@ -267,7 +267,9 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             f"{name}, in which {first_line(error)}{symbolic.line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        hint = "; give sizes as one tuple, as in torch.zeros((x.shape[0], 4))" * ("positional argument" in str(error))
+        # Torch's words for sizes that are symbols, since 2.13 and before.
+        apart = any(words in str(error) for words in ("positional argument", "got (_Proxy"))
+        hint = "; give sizes as one tuple, as in torch.zeros((x.shape[0], 4))" * apart
         raise NoRuleError(
             "analyze: expected a forward pass that torch.fx can record, with symbols for values and the size of the "
             f"batch, got {name}, which raises {type(error).__name__}{symbolic.line(error)}: {first_line(error)}{hint}"
