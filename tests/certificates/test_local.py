@@ -493,6 +493,7 @@ def test_an_attack_stays_where_local_radii_hold() -> None:
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_rows_in_blocks_and_samples_in_groups_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(24, 3)]
