@@ -635,7 +635,7 @@ def test_a_number_that_lies_apart_has_the_hash_of_its_bytes() -> None:
     ("module", "name", "value"),
     [
         (nn.LeakyReLU(np.float32(0.1)), "negative_slope", float(np.float32(0.1))),
-        (nn.Softmax(np.int64(1)), "dim", 1),
+        (nn.CELU(np.int64(1)), "alpha", 1),
         (nn.LayerNorm(np.int8(4), np.float32(1e-3), elementwise_affine=False), "normalized_shape", (4,)),
         (Reshape(np.int64(2), np.int64(2)), "shape", (2, 2)),
     ],
