@@ -158,6 +158,7 @@ def test_krylov_estimate_takes_steps_better_than_the_power_method():
 
 
 # Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("shape", [(5, 4), (24, 200)])

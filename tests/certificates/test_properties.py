@@ -76,6 +76,7 @@ def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
     assert verify_property(network, cases(box((-1.5, 2)) + ends, 1, 2)).answer == "holds"
 
 
+@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("last", [nn.GELU(), nn.Softmax(1), Residual()], ids=["scalar", "leaf", "joins"])
 def test_what_can_be_violated_never_holds(monkeypatch, last: nn.Module) -> None:

@@ -197,6 +197,7 @@ def test_larger_models(name: str, options: dict[str, Any], side: int, tmp_path: 
     assert verdict(tmp_path) == 0, capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_integers_of_8_bits(tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(7)
     x = digits(12)[0]
@@ -254,6 +255,7 @@ def test_radii_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_p
         assert verdict(target) == code
 
 
+@pytest.mark.thorough
 def test_constants_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_path: Path, capsys: Any) -> None:
     for key in ("constant", "body_constant"):
         for share, code in ((-1.2e-5, 1), (-0.8e-5, 0), (0.5, 0)):

@@ -156,6 +156,7 @@ def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, t
     assert len(c_source.run_c(compiled, torch.tensor([[low] * n, [high] * n])).label) == 2
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_controller_of_any_number_of_outputs_stays_within_the_error_that_its_header_states(

@@ -74,6 +74,7 @@ def test_both_are_what_their_equations_say(image: bool) -> None:
 SIZES = [(1, 4, 62), (2, 3, 220), (6, 4, 200), (32, 1, 12), (64, 1, 4), (128, 1, 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tokens", "memory", "large memory"])
 @pytest.mark.parametrize("exported", [False, True])
 def test_dense_jacobians_at_500_points(kind: str, exported: bool) -> None:
@@ -91,6 +92,7 @@ def test_dense_jacobians_at_500_points(kind: str, exported: bool) -> None:
     assert least >= 1 - 1e-6 or kind == "large memory"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [lambda: MemoryAttention(3, 5), lambda: TokenAttention(4, heads=2)])
 def test_derivatives(make: Callable[[], Any]) -> None:
     torch.manual_seed(2)

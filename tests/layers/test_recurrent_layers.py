@@ -120,6 +120,7 @@ def test_what_phi_unfolds_to() -> None:
     assert export(LAYERS["r2dn, lbdn"](), (3, 2))[0].block == 4
 
 
+@pytest.mark.thorough
 def test_second_derivatives_are_those_of_the_plain_loop() -> None:
     # Two blocks of two units that read each other, three states and two inputs.
     torch.manual_seed(0)

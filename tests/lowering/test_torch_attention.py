@@ -81,6 +81,7 @@ each_network = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @each_network
 def test_the_same_function_on_a_box(name: str) -> None:
     net = NETWORKS[name]().eval()

@@ -96,6 +96,7 @@ def test_concatenations_are_divided_by_the_root_of_their_number() -> None:
     assert float(lipschitz(result.model, (4,))) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_recipes_name_it_with_a_folder(tmp_path: Path) -> None:
     shape = (3, 16, 16)
     folder = save(export(SMALL["WRN-16-4"]().eval(), shape), tmp_path / "network")

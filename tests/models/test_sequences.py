@@ -18,6 +18,7 @@ from lipkit.models.sequences import SumOverTime
 MEAN, STD = [0.5, -1.0, 0.0], [0.5, 2.0, 1.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer", ["r2dn", "ren", "linear"])
 def test_a_classifier_is_certified_for_every_length(layer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
