@@ -19,6 +19,8 @@ from lipkit.errors import NoRuleError, OptionError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.interop import load_onnx, onnx_runtime, write_onnx
 
+pytestmark = pytest.mark.usefixtures("onnx_operators_once")
+
 ON_A_BOX = ("EfficientNet block", "ViT")
 EVERYWHERE = [name for name in SMALL if name not in ON_A_BOX]
 
