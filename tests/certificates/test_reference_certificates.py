@@ -13,8 +13,8 @@ from benchmarks import reference_certificates as reference
 pytestmark = pytest.mark.thorough
 
 KEPT = json.loads(reference.FILE.read_text())
-# Weights are float32 numbers, rounded once: logits of order 1 move by a few of their last places.
-TOLERANCE = 2e-6
+# Weights are float32 numbers, made by iterations: logits move by a few of the last places of the largest one.
+TOLERANCE = 4e-6
 
 
 def test_every_family_and_every_own_forward_is_kept() -> None:
@@ -34,12 +34,14 @@ def test_the_certificates_are_those_that_were_kept(name: str) -> None:
             assert found[key] is None
         else:
             assert float.fromhex(found[key]) == pytest.approx(float.fromhex(kept[key]), rel=TOLERANCE)
+    largest = max(abs(float.fromhex(logit)) for logit in kept["logits"])
     for key in (key for key in kept if key.startswith(("radius", "logits"))):
         if kept[key] is None:
             assert found[key] is None, key
             continue
         ours, theirs = ([float.fromhex(r) for r in radii] for radii in (found[key], kept[key]))
-        # Radii of networks with large constants are small, as are the differences that rounding leaves them.
-        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE * min(1.0, max(map(abs, theirs)))), key
+        # Radii are differences of logits over the constant: of networks with large ones both are small.
+        room = TOLERANCE * largest / (1.0 if key == "logits" else float.fromhex(kept["bound"]))
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=room), key
     sound = [float.fromhex(r) for r in found["radius sound float64"]]
     assert max(sound) * float.fromhex(found["bound"]) > 1e-3

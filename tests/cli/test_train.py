@@ -72,7 +72,7 @@ def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
     assert captured.out == ""
     assert f"minutes with 0 of 1 epochs done: lipkit train --resume {folder} continues" in captured.err
     assert not (folder / "network").exists()
-    assert run_folder.newest_checkpoint(folder).name == "epoch-0000-step-000020"
+    assert run_folder.newest_checkpoint(folder).name.startswith("epoch-0000-step-")  # a busy machine looks earlier
 
     settings = run_folder.read_json(folder / "settings.json")
     with run_folder.opened(folder, settings, resume=True), ThreadPoolExecutor(1) as other:

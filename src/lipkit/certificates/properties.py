@@ -125,9 +125,10 @@ class _Group:
         room = 2.0**-40 * (y.double().abs() @ self.rows.mT.abs() + self.limits.abs())
         near = (y.double() @ self.rows.mT - self.limits <= room) & y.isfinite().all(1, keepdim=True)
         for i, k in (near[:, None] | ~self.has).all(2).nonzero()[:64].tolist():  # points with all conditions of a case
-            both = {"X": points[i].flatten().tolist(), "Y": y[i].tolist()}
+            alone = self.network(points[i : i + 1]).flatten()  # as a reader repeats it: batches may round otherwise
+            both = {"X": points[i].flatten().tolist(), "Y": alone.tolist()}
             if all(atom.met(both) for atom in (*self.cases[k].inputs, *self.cases[k].outputs)):
-                return points[i], y[i]
+                return points[i], alone
         return None
 
     def descend(self, network: Network, end: float, seed: int) -> tuple[Tensor, Tensor] | None:
