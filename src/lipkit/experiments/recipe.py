@@ -86,14 +86,14 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         parsed = _load(read, f"recipe {text}")
         if not isinstance(parsed, dict):
             raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
-        chain.append(_expanded(parsed))
-        base = chain[-1].pop("base", None)
+        base = parsed.pop("base", None)
+        chain.append(parsed)
     # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
-    content = functools.reduce(_merged, reversed(chain))
+    content = functools.reduce(_merged, reversed(chain), {})
     for override in overrides:
         _override(content, override)
     try:
-        return Recipe.model_validate(_expanded(content))
+        return Recipe.model_validate(_merged({}, content))
     except ValidationError as error:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
@@ -111,14 +111,14 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """``below`` changed by ``above``, in which a section may be one string; neither is changed in place."""
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
         out.pop("options", None)  # they belong to the other model, loss or schedule
     for key, value in above.items():
-        inner = out.get(key)  # of the base
-        if isinstance(inner, dict) and isinstance(value, dict):
-            value = _merged(inner, value, (*path, key))
-        out[key] = value
+        inner, place = out.get(key), (*path, key)
+        short = {SHORT[place]: value} if place in SHORT and isinstance(value, str) else value
+        out[key] = _merged(inner if isinstance(inner, dict) else {}, short, place) if isinstance(short, dict) else short
     return out
 
 
@@ -187,16 +187,6 @@ def _override(content: dict[str, Any], override: str) -> None:
         place[part] = inner
         place = inner
     place[path[-1]] = value
-
-
-def _expanded(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content with each section that is one string replaced by a mapping."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        path = (*above, key)
-        short = {SHORT[path]: value} if path in SHORT and isinstance(value, str) else value
-        found[key] = _expanded(short, path) if isinstance(short, dict) else short
-    return found
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 
 from lipkit import models
 from lipkit.data.registry import is_code
-from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
 from lipkit.training.options import (
     NUMBER,
@@ -71,8 +70,6 @@ def _checked_by(build: Callable[..., Any]) -> Any:
     def check(section: Any) -> Any:
         try:
             build(section.name, **section.options)
-        except LipkitError as error:
-            raise ValueError(str(error)) from None
         except (TypeError, OverflowError) as error:  # an integer of 400 digits overflows
             raise ValueError(f"expected numbers as options of {section.name}, got {section.options}: {error}") from None
         return section

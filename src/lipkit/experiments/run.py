@@ -40,7 +40,7 @@ from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
 from lipkit.training.devices import device_here, make_fabric, threads_for
-from lipkit.training.options import PLACEMENT, Numbers, chosen
+from lipkit.training.options import PLACEMENT, chosen
 from lipkit.training.session import Session
 
 
@@ -134,7 +134,8 @@ def train(
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
     """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
-    if (change.crop or change.flip) and len(data.input_shape) != 3:
+    moved = functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None
+    if moved is not None and len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     split = data.test.take(section.evaluate_samples)
 
@@ -149,17 +150,16 @@ def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], 
             device=device, large_eps=True,  # the radii were checked with the recipe
         ).metrics()  # fmt: skip
 
-    numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
-    return TrainOptions(
-        **numbers,
-        loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
-        schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
-        augment=functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None,
-        evaluate=measure,
-        penalty=None if penalty is None else LipschitzPenalty(**penalty.model_dump()),
-        adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
-        progress=progress,
-    )
+    functions = {
+        "loss": chosen("loss", recipe.loss.name, **recipe.loss.options),
+        "schedule": chosen("schedule", section.schedule.name, **section.schedule.options),
+        "augment": moved,
+        "evaluate": measure,
+        "penalty": None if penalty is None else LipschitzPenalty(**penalty.model_dump()),
+        "adversary": None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
+        "progress": progress,
+    }
+    return TrainOptions.model_construct(**dict(section) | functions)  # its numbers were checked with the recipe
 
 
 def certify(

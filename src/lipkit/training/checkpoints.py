@@ -101,7 +101,7 @@ def opened(
                 raise RunError(
                     f"expected {key} = {before.get(key)!r}, as the run in {folder} was started, got {now.get(key)!r}"
                 )
-    else:
+    elif name is None:
         check_new()
     lock = FileLock(folder / ".lock")  # each call its own: a thread that holds it does not get it twice
     try:
@@ -112,7 +112,7 @@ def opened(
     except OSError as error:
         raise RunError(f"expected a folder to write to, got {folder}: {error.strerror or error}") from None
     try:
-        if not resume:
+        if not resume and name is None:
             check_new()  # another process may have been faster
         try:
             for part, content in {} if resume else contents.items():
