@@ -87,10 +87,14 @@ def train(
             return _ended(Path(resume), display) if fabric.is_global_zero else None
     session = Session(fabric, model, options, data.train)
     section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
+    name, changed = differences(recipe)
     where: dict[str, Any] = {"folder": Path(resume or folder or out), "resume": resume is not None}
     if resume is None:
-        name = run_name(recipe) if folder is None else None
-        where |= {"name": name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": WRITTEN}
+        where |= {
+            "name": name if folder is None else None,
+            "files": {RECIPE: to_yaml(recipe).encode()},
+            "taken": WRITTEN,
+        }
     threads = threads_for(fabric, count, section.batch_size * math.prod(data.input_shape))
     with threads, session.opened(**where):  # until all is written
         assert session.folder is not None
@@ -126,7 +130,7 @@ def train(
             "seen": seen(run.history, len(data.train)),
             "times": {"train": seconds},
             "device": str(fabric.device),
-            "changed": list(changed(recipe)),
+            "changed": changed,
         }
         return finish(folder, recipe, network, data, facts, display, fabric.device)
 
@@ -286,30 +290,23 @@ def unplaced(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
 
 
-def changed(recipe: Recipe) -> dict[str, str]:
-    """Keys that differ from the packaged recipe of this name, and their values; except seed, device and data folder.
+def differences(recipe: Recipe) -> tuple[str, list[str]]:
+    """The name of a run, and the keys in which its recipe differs from the packaged one of its name, if there is one.
 
-    >>> changed(load_recipe("digits_cayley", ["model.options.layer=aol", "train.seed=3"]))
-    {'model.options.layer': 'aol'}
+    Seed, device and data folder do not count. The name tells the changes of model and loss.
+
+    >>> differences(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
+    ('mnist_cayley-aol-width2', ['model.options.layer', 'model.options.width', 'train.epochs'])
     """
-    if recipe.name not in names():
-        return {}
-    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (load_recipe(recipe.name), recipe))
+    packaged = load_recipe(recipe.name) if recipe.name in names() else recipe
+    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (packaged, recipe))
     unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
-    return {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
-
-
-def run_name(recipe: Recipe) -> str:
-    """The recipe's name and, if it is a packaged one, the changes of its model and loss.
-
-    >>> run_name(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
-    'mnist_cayley-aol-width2'
-    """
+    changed = {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
     words = [recipe.name]
-    for key, value in changed(recipe).items():
+    for key, value in changed.items():
         if key.startswith(("model.", "loss.")) and value != "{}":
             words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")  # a number: width2
-    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60]
+    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60], list(changed)
 
 
 def seeded(recipe: Recipe, seed: int) -> Recipe:
