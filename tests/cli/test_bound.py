@@ -15,6 +15,7 @@ from lipkit.analysis import analyze
 from lipkit.cli.bound import parse_shape
 from lipkit.cli.certify import steep
 from lipkit.cli.main import main
+from lipkit.errors import RecipeError
 from lipkit.report import read_record
 
 SOURCE = """
@@ -234,6 +235,13 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "64"]) == 0
     assert "confirmed" in capsys.readouterr().out
     assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
+    # So is one that came as a file: its name cannot be built, and need not be.
+    assert main(["certify", str(folder / "network"), "digits", *quick]) == 0
+    again = tmp_path / "out" / "network-001"
+    assert main(["certify", str(again), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
+    assert main(["attack", str(again), "--samples", "2"]) == 0
+    with pytest.raises(RecipeError, match=r"model: expected one of .*, got '.*network'"):
+        read_recipe(again)
     assert main(["certify", "own_test_network:factory", "mnist", "--input-shape", "1,8,8"]) != 0
     assert main(["certify", str(tmp_path / "nowhere")]) != 0
 

@@ -46,7 +46,7 @@ def names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
-def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (), *, build: bool = True) -> Recipe:
     """Read and check a recipe.
 
     Args:
@@ -55,6 +55,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
             values replaced. Where it changes the ``name`` of a part (model, loss, train.schedule), the base's
             ``options`` of that part are dropped: they belong to the other name.
         overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a number.
+        build: whether the model must be one that can be built; a network from elsewhere has the name of its file.
 
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a value that the
@@ -93,7 +94,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     for override in overrides:
         _override(content, override)
     try:
-        return Recipe.model_validate(_merged({}, content))
+        return Recipe.model_validate(_merged({}, content), context={"build": build})
     except ValidationError as error:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 

@@ -236,7 +236,7 @@ def read_recipe(
     Args:
         folder, overrides: the run's folder, and changes as of `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run.
-        build: whether the caller will build the model; if not, its name may be code.
+        build: whether the caller will build the model; if not, its name may be code, or that of a file.
 
     Raises:
         RunError: the folder has no run, or its recipe names code; the message has the module.
@@ -246,7 +246,7 @@ def read_recipe(
         above = Path(folder).resolve().parent
         hint = f"; {above} is one" if (above / RECIPE).is_file() else ""
         raise RunError(f"expected a run folder with {RECIPE}, got {folder}{hint}")
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, build=build)
     for key, spec in recipe.code().items():
         if not allow_code and (build or key != "model.name"):
             raise RunError(
