@@ -134,7 +134,7 @@ def test_pickles_are_refused_unread(tmp_path, name, capsys):
         (["{m}:factory", "--input-shape", "2,6,6"], "does not accept inputs of shape (2, 6, 6)"),
         (["{m}:factory", "--input-shape", "1,6,6", "--method", "magic"], "expected one of auto, best"),
         (["{m}:Gate", "--input-shape", "3"], "lipkit bound --box 0,1"),
-        (["{m}:Gate", "--input-shape", "3", "--box", "0"], "expected two numbers such as 0,1, got '0'"),
+        (["{m}:Gate", "--input-shape", "3", "--box", "0"], "--box: expected two numbers, the smaller one first"),
         (["{m}:Gate", "--input-shape", "3", "--box", "1,0"], "the smaller one first"),
         (["somewhere"], "which is none of them"),
         (["missing.onnx"], "onnx"),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lipkit.errors import ShapeError, interval
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -39,8 +41,8 @@ def command(
     written by lipkit.save; or an ONNX or .pt2 file. It is bounded in evaluation mode. Prints the product of the layers'
     constants, the tighter bound by LipSDP, and the steepest secant that a search found.
     """
-    shape, limits = parse_shape(input_shape), parse_box(box)
-    network, shape = read(model, shape)
+    limits = None if box is None else interval("--box", box.split(","))
+    network, shape = read(model, parse_shape(input_shape))
     from lipkit.analysis import analyze
 
     found = analyze(network, shape, method=method, restarts=restarts, steps=steps, box=limits, tight=tight)
@@ -60,17 +62,6 @@ def parse_shape(text: str | None) -> Shape | None:
     return shape
 
 
-def parse_box(text: str | None) -> tuple[float, float] | None:
-    """``-1,0.5`` as two numbers."""
-    if text is None:
-        return None
-    try:
-        low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        raise click.UsageError(f"--box: expected two numbers such as 0,1, got {text!r}") from None
-    return low, high
-
-
 def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     """The network that the argument names, in evaluation mode, and the shape of its inputs."""
     path = Path(model)
@@ -83,7 +74,6 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
         advice = "build the network in Python and call lipkit.analyze, or give a factory that does"
         raise click.UsageError(f"{EXPECTED}, got the pickle {model!r}: reading one runs the code in it; {advice}")
     if path.suffix.lower() == ".onnx":
-        from lipkit.errors import ShapeError
         from lipkit.interop.onnx_reader import read_onnx
 
         try:

@@ -214,12 +214,9 @@ def hardware(device: str = "cpu") -> HardwareRecord:
 
 
 def save_evaluation(
-    folder: str | os.PathLike[str],
-    evaluation: Evaluation | RegressionEvaluation,
-    network: modules.Network,
-    split: Split,
-    record: AnyRecord,
-) -> None:
+    folder: str | os.PathLike[str], evaluation: Evaluation | RegressionEvaluation, network: modules.Network,
+    split: Split, record: AnyRecord,
+) -> None:  # fmt: skip
     """Write the files of an evaluation and, last, ``record.json`` into a run folder, which must exist.
 
     A classification has ``certificate.jsonl`` and ``examples.safetensors``, a regression ``predictions.csv`` and, for

@@ -59,14 +59,9 @@ def create(parent: Path, name: str) -> Path:
 
 @contextmanager
 def opened(
-    folder: Path,
-    settings: Mapping[str, Any],
-    resume: bool = False,
-    *,
-    name: str | None = None,
-    files: Mapping[str, bytes] | None = None,
-    taken: Sequence[str] = (),
-) -> Iterator[Path]:
+    folder: Path, settings: Mapping[str, Any], resume: bool = False, *,
+    name: str | None = None, files: Mapping[str, bytes] | None = None, taken: Sequence[str] = (),
+) -> Iterator[Path]:  # fmt: skip
     """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
 
     With ``name`` the run gets a folder of its own in ``folder``, see `create`. A new run's folder gets ``files``. If a
