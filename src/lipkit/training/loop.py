@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from lipkit.training.captured import CapturedStep
 from lipkit.training.clocks import Request
 from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.options import TrainOptions
-from lipkit.training.progress import Totals, finite, peak_memory
+from lipkit.training.progress import Totals, peak_memory
 from lipkit.training.session import Session, update
 from lipkit.training.sources import batches, generator, own_random_state, set_random_state, source
 from lipkit.training.step import take_step
@@ -208,7 +209,8 @@ def train(session: Session) -> Run:
             if session.folder is not None and fabric.is_global_zero:
                 checkpoints.append_metrics(session.folder, row)
                 if session.events is not None:
-                    session.events.log_metrics(finite(row), session.epoch)
+                    numbers = {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)}
+                    session.events.log_metrics(numbers, session.epoch)
             due = clock.due()
             if complete or session.epoch % options.checkpoint_every == 0 or due:
                 session.save(final=complete)

@@ -163,8 +163,3 @@ def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
     except ModuleNotFoundError as error:
         wanted = "expected the package tensorboard for tensorboard=True (pip install tensorboard)"
         raise OptionError(f"{wanted}, got none") from error
-
-
-def finite(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of one epoch's row, without the epoch."""
-    return {k: v for k, v in row.items() if k != "epoch" and isinstance(v, int | float) and math.isfinite(v)}
