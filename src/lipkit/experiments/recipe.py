@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib.resources
 import json
 import re
@@ -90,7 +89,9 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         base = parsed.pop("base", None)
         chain.append(parsed)
     # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
-    content = functools.reduce(_merged, reversed(chain), {})
+    content: dict[str, Any] = {}
+    for part in reversed(chain):
+        content = _merged(content, part)
     for override in overrides:
         _override(content, override)
     try:

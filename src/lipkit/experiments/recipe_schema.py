@@ -184,7 +184,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits(self, info: ValidationInfo) -> Self:
         """Names take their options, and loss and adversary belong to the task."""
-        for key, section in {"model": self.model, "loss": self.loss, "train.schedule": self.train.schedule}.items():
+        sections: dict[str, Any] = {"model": self.model, "loss": self.loss, "train.schedule": self.train.schedule}
+        for key, section in sections.items():
             try:
                 if key != "model":
                     chosen("loss" if key == "loss" else "schedule", section.name, **section.options)

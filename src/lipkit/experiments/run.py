@@ -88,15 +88,11 @@ def train(
     session = Session(fabric, model, options, data.train)
     section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
     name, changed = differences(recipe)
-    where: dict[str, Any] = {"folder": Path(resume or folder or out), "resume": resume is not None}
+    new: dict[str, Any] = {}
     if resume is None:
-        where |= {
-            "name": name if folder is None else None,
-            "files": {RECIPE: to_yaml(recipe).encode()},
-            "taken": WRITTEN,
-        }
+        new = {"name": None if folder else name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": WRITTEN}
     threads = threads_for(fabric, count, section.batch_size * math.prod(data.input_shape))
-    with threads, session.opened(**where):  # until all is written
+    with threads, session.opened(Path(resume or folder or out), resume is not None, **new):  # until all is written
         assert session.folder is not None
         folder = session.folder
         again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
