@@ -160,8 +160,7 @@ def train(session: Session) -> Run:
     take = CapturedStep(take_step, session) if options.cuda_graph else take_step
     rank, ranks = fabric.global_rank, fabric.world_size
     due: Request = ""
-    seed = generator(options.seed, 0, sources.NETWORK, rank).initial_seed()
-    with own_random_state(fabric.device, seed):
+    with own_random_state(fabric.device, options.seed, 0, sources.NETWORK, rank):
         while session.fraction() < 1:
             state, session.resumed = session.resumed, {}  # of the checkpoint; later epochs of this call start anew
             augment = generator(options.seed, session.epoch, sources.AUGMENT, rank)

@@ -33,11 +33,11 @@ def generator(seed: int, *stream: int) -> torch.Generator:
 
 
 @contextmanager
-def own_random_state(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Restore torch's global random state after the block; with ``seed`` it is seeded at the start."""
+def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
+    """Restore torch's global random state after the block; with a ``stream`` it is seeded like its `generator`."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if seed is not None:
-            torch.manual_seed(seed)
+        if stream:
+            torch.manual_seed(generator(*stream).initial_seed())
         yield
 
 
