@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +22,8 @@ from lipkit.report.html import REPORT
 from lipkit.report.record import PREDICTIONS, RECORD, Facts, from_evaluation, from_regression
 from lipkit.report.run_files import CERTIFICATE, NETWORK
 from lipkit.shown import Shown, figures
+from lipkit.training import Progress
 from lipkit.training.checkpoints import create
-
-if TYPE_CHECKING:
-    from lipkit.training import Progress
 
 
 class Display:

@@ -8,19 +8,17 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from lipkit.errors import RecipeError, suggestion
 from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection, keys
 from lipkit.files import read_bytes
 from lipkit.text import printable
 from lipkit.training.options import worded
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 DEFAULT = "digits_cayley"
 # Limits far above the size of any recipe.
