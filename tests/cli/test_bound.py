@@ -15,6 +15,7 @@ from lipkit.analysis import analyze
 from lipkit.cli.bound import parse_shape
 from lipkit.cli.certify import steep
 from lipkit.cli.main import main
+from lipkit.errors import RecipeError
 from lipkit.report import read_record
 
 SOURCE = """
@@ -133,7 +134,7 @@ def test_pickles_are_refused_unread(tmp_path, name, capsys):
         (["{m}:factory", "--input-shape", "2,6,6"], "does not accept inputs of shape (2, 6, 6)"),
         (["{m}:factory", "--input-shape", "1,6,6", "--method", "magic"], "expected one of auto, best"),
         (["{m}:Gate", "--input-shape", "3"], "lipkit bound --box 0,1"),
-        (["{m}:Gate", "--input-shape", "3", "--box", "0"], "expected two numbers such as 0,1, got '0'"),
+        (["{m}:Gate", "--input-shape", "3", "--box", "0"], "--box: expected two numbers, the smaller one first"),
         (["{m}:Gate", "--input-shape", "3", "--box", "1,0"], "the smaller one first"),
         (["somewhere"], "which is none of them"),
         (["missing.onnx"], "onnx"),
@@ -234,6 +235,13 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "64"]) == 0
     assert "confirmed" in capsys.readouterr().out
     assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
+    # So is one that came as a file: its name cannot be built, and need not be.
+    assert main(["certify", str(folder / "network"), "digits", *quick]) == 0
+    again = tmp_path / "out" / "network-001"
+    assert main(["certify", str(again), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
+    assert main(["attack", str(again), "--samples", "2"]) == 0
+    with pytest.raises(RecipeError, match=r"model: expected one of .*, got '.*network'"):
+        read_recipe(again)
     assert main(["certify", "own_test_network:factory", "mnist", "--input-shape", "1,8,8"]) != 0
     assert main(["certify", str(tmp_path / "nowhere")]) != 0
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lipkit.errors import ShapeError, interval
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -39,8 +41,8 @@ def command(
     written by lipkit.save; or an ONNX or .pt2 file. It is bounded in evaluation mode. Prints the product of the layers'
     constants, the tighter bound by LipSDP, and the steepest secant that a search found.
     """
-    shape, limits = parse_shape(input_shape), parse_box(box)
-    network, shape = read(model, shape)
+    limits = None if box is None else interval("--box", box.split(","))
+    network, shape = read(model, parse_shape(input_shape))
     from lipkit.analysis import analyze
 
     found = analyze(network, shape, method=method, restarts=restarts, steps=steps, box=limits, tight=tight)
@@ -60,62 +62,45 @@ def parse_shape(text: str | None) -> Shape | None:
     return shape
 
 
-def parse_box(text: str | None) -> tuple[float, float] | None:
-    """``-1,0.5`` as two numbers."""
-    if text is None:
-        return None
-    try:
-        low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        raise click.UsageError(f"--box: expected two numbers such as 0,1, got {text!r}") from None
-    return low, high
-
-
 def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     """The network that the argument names, in evaluation mode, and the shape of its inputs."""
     path = Path(model)
+    suffix = path.suffix.lower()
+    network: Any
     if path.is_dir():
         from lipkit.modules import load
 
         network = load(path)
-        return network, _agreed(model, network.input_shape, shape)
-    if path.suffix.lower() in PICKLES:
+    elif suffix in PICKLES:
         advice = "build the network in Python and call lipkit.analyze, or give a factory that does"
         raise click.UsageError(f"{EXPECTED}, got the pickle {model!r}: reading one runs the code in it; {advice}")
-    if path.suffix.lower() == ".onnx":
-        from lipkit.errors import ShapeError
+    elif suffix == ".onnx":
         from lipkit.interop.onnx_reader import read_onnx
 
         try:
-            return _sized(read_onnx(path, shape), model, shape)  # the shape fills in open sizes
+            network = read_onnx(path, shape)  # the shape fills in open sizes
         except ShapeError as error:
             raise click.UsageError(f"expected --input-shape C,H,W as in {model}: {error}") from None
-    if path.suffix.lower() == ".pt2":
+    elif suffix == ".pt2":
         from lipkit.interop.program_reader import read_program
 
-        return _sized(read_program(path), model, shape)
-    if ":" not in model:
+        network = read_program(path)
+    elif ":" not in model:
         raise click.UsageError(f"{EXPECTED}, got {model!r}, which is none of them")
-    if shape is None:
+    elif shape is None:
         raise click.UsageError("expected --input-shape C,H,W for a factory, got none")
-    from lipkit.data.registry import imported
-    from lipkit.experiments.build import network_of
+    else:
+        from lipkit.data.registry import imported
+        from lipkit.experiments.build import network_of
 
-    click.echo(f"importing {model}: this runs the code of its module", err=True)
-    return network_of(model, imported(model), {}).eval(), shape
-
-
-def _sized(network: Any, model: str, given: Shape | None) -> tuple[nn.Module, Shape]:
+        click.echo(f"importing {model}: this runs the code of its module", err=True)
+        return network_of(model, imported(model), {}).eval(), shape
     from lipkit.interop.reading import check_sizes
 
-    shape = _agreed(model, network.input_shape, given)
-    check_sizes(network, shape)
-    return network, shape
-
-
-def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
-    if known is None and given is None:
+    known = network.input_shape or shape
+    if known is None:
         raise click.UsageError(f"expected --input-shape C,H,W for {model}, which leaves it open, got none")
-    if known is not None and given not in (None, known):
-        raise click.UsageError(f"expected --input-shape {','.join(map(str, known))} as in {model}, got {given}")
-    return known or given or ()  # () only for mypy: one of the two is given
+    if shape not in (None, known):
+        raise click.UsageError(f"expected --input-shape {','.join(map(str, known))} as in {model}, got {shape}")
+    check_sizes(network, known)
+    return network, known

@@ -82,14 +82,30 @@ def _write(
 ) -> tuple[Path, Runtime]:
     """Write one form; return its path and a runtime that evaluates it."""
     from lipkit import interop, modules
-    from lipkit.errors import OptionError
+    from lipkit.errors import OptionError, RunError
+    from lipkit.experiments.build import build_model
     from lipkit.files import write_atomic
     from lipkit.report import Record, read_record
+    from lipkit.training import checkpoints
 
     place = click.get_current_context().with_resource(tempfile.TemporaryDirectory())  # of the compiled C program
 
     def hub(_: Network, path: Path) -> Path:
-        return _write_hub(run, path, licence, recipe, data)
+        """The model folder: architecture from the recipe, parameters from the last checkpoint."""
+        model = build_model(recipe, data)
+        found = checkpoints.load_checkpoint(run)
+        if found is None:
+            raise RunError(
+                f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
+            )
+        checkpoints.check_weights(model, found[1], run)
+        model.load_state_dict(found[1])
+        options = {"input_shape": data.input_shape, "classes": data.outputs, **recipe.model.options}
+        return interop.save_pretrained(
+            model, path, name=recipe.model.name, options=options, input_shape=data.input_shape,
+            input_range=data.input_range, classes=data.classes,
+            card=interop.model_card(read_record(run), folder=path.name, licence=licence),
+        )  # fmt: skip
 
     def robustbench(network: Network, path: Path) -> Path:
         """The network's folder with model_info.json, the facts that RobustBench lists."""
@@ -118,27 +134,3 @@ def _write(
     name, write, runtime = forms[form]
     path = write(network, out or run / "export" / name)
     return path, runtime(path)
-
-
-def _write_hub(run: Path, folder: Path, licence: str | None, recipe: Recipe, data: Data) -> Path:
-    """The model folder of a run: architecture from its recipe, parameters from its last checkpoint."""
-    from lipkit import interop
-    from lipkit.errors import RunError
-    from lipkit.experiments.build import build_model
-    from lipkit.report import read_record
-    from lipkit.training import checkpoints
-
-    model = build_model(recipe, data)
-    found = checkpoints.load_checkpoint(run)
-    if found is None:
-        raise RunError(
-            f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
-        )
-    checkpoints.check_weights(model, found[1], run)
-    model.load_state_dict(found[1])
-    options = {"input_shape": data.input_shape, "classes": data.outputs, **recipe.model.options}
-    return interop.save_pretrained(
-        model, folder, name=recipe.model.name, options=options, input_shape=data.input_shape,
-        input_range=data.input_range, classes=data.classes,
-        card=interop.model_card(read_record(run), folder=folder.name, licence=licence),
-    )  # fmt: skip

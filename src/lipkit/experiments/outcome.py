@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +22,8 @@ from lipkit.report.html import REPORT
 from lipkit.report.record import PREDICTIONS, RECORD, Facts, from_evaluation, from_regression
 from lipkit.report.run_files import CERTIFICATE, NETWORK
 from lipkit.shown import Shown, figures
+from lipkit.training import Progress
 from lipkit.training.checkpoints import create
-
-if TYPE_CHECKING:
-    from lipkit.training import Progress
 
 
 class Display:
@@ -80,22 +77,21 @@ def finish(
     folder: Path, recipe: Recipe, network: modules.Network, data: Data, facts: Facts, display: Display,
     device: torch.device,
 ) -> Outcome:  # fmt: skip
-    """Evaluate an exported network as the recipe says, and write record and report to the folder of `place`.
+    """Evaluate an exported network as the recipe says, and write record and report.
 
-    If a certificate is disproved, a CertificateViolation is raised and nothing is written.
+    They go into the run's folder; those of a later certification into ``certify-001`` in it, with its recipe. If a
+    certificate is disproved, a CertificateViolation is raised and nothing is written.
     """
     facts = {**facts, "latency": latency(network), "recipe": recipe.model_dump(mode="json")}
     section, split = recipe.certify, data.test
+    search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
     record: Record | RegressionRecord
     found: Evaluation | RegressionEvaluation
     if recipe.task == "regression":
-        search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
         display.note(f"certifying {len(split)} test samples, searching for steep secants from {search['restarts']}")
         found = evaluate_regression(
             network, split, delta=section.delta, batch_size=section.batch_size, device=device, **search
         )
-        target, name = place(folder, recipe)
-        record = from_regression(found, name=name, data=data.name, search=search, **facts)
     else:
         attacked = min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
@@ -111,7 +107,14 @@ def finish(
             large_eps=data.input_range is not None,  # checked when the recipe was read
             progress=_local_radii(display),
         )  # fmt: skip
-        target, name = place(folder, recipe)
+    target, name = folder, folder.name
+    if (folder / RECORD).exists():  # the record is what a certification writes last
+        target = create(folder, AGAIN)
+        name = f"{folder.name}/{target.name}"
+        write_atomic(target / RECIPE, to_yaml(recipe).encode())
+    if isinstance(found, RegressionEvaluation):
+        record = from_regression(found, name=name, data=data.name, search=search, **facts)
+    else:
         record = from_evaluation(found, name=name, data=data.name, classes=data.classes, **facts)
         write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
     save_evaluation(target, found, network, split, record)
@@ -130,12 +133,3 @@ def _local_radii(display: Display) -> Callable[[int, int], None]:
             display.note(f"local radii of {done} of {total} samples, left {duration(left)}")
 
     return tell
-
-
-def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
-    """The folder and name of a new certification: the run's; of a later one ``certify-001`` in it, with its recipe."""
-    if not (folder / RECORD).exists():  # the record is what a certification writes last
-        return folder, folder.name
-    target = create(folder, AGAIN)
-    write_atomic(target / RECIPE, to_yaml(recipe).encode())
-    return target, f"{folder.name}/{target.name}"

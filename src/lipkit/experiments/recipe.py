@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib.resources
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from lipkit.errors import RecipeError, suggestion
 from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection, keys
 from lipkit.files import read_bytes
 from lipkit.text import printable
 from lipkit.training.options import worded
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 DEFAULT = "digits_cayley"
 # Limits far above the size of any recipe.
@@ -46,7 +43,7 @@ def names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
-def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (), *, build: bool = True) -> Recipe:
     """Read and check a recipe.
 
     Args:
@@ -55,6 +52,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
             values replaced. Where it changes the ``name`` of a part (model, loss, train.schedule), the base's
             ``options`` of that part are dropped: they belong to the other name.
         overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a number.
+        build: whether the model must be one that can be built; a network from elsewhere has the name of its file.
 
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a value that the
@@ -86,14 +84,16 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         parsed = _load(read, f"recipe {text}")
         if not isinstance(parsed, dict):
             raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
-        chain.append(_expanded(parsed))
-        base = chain[-1].pop("base", None)
+        base = parsed.pop("base", None)
+        chain.append(parsed)
     # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
-    content = functools.reduce(_merged, reversed(chain))
+    content: dict[str, Any] = {}
+    for part in reversed(chain):
+        content = _merged(content, part)
     for override in overrides:
         _override(content, override)
     try:
-        return Recipe.model_validate(_expanded(content))
+        return Recipe.model_validate(_merged({}, content), context={"build": build})
     except ValidationError as error:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
@@ -111,14 +111,14 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """``below`` changed by ``above``, in which a section may be one string; neither is changed in place."""
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
         out.pop("options", None)  # they belong to the other model, loss or schedule
     for key, value in above.items():
-        inner = out.get(key)  # of the base
-        if isinstance(inner, dict) and isinstance(value, dict):
-            value = _merged(inner, value, (*path, key))
-        out[key] = value
+        inner, place = out.get(key), (*path, key)
+        short = {SHORT[place]: value} if place in SHORT and isinstance(value, str) else value
+        out[key] = _merged(inner if isinstance(inner, dict) else {}, short, place) if isinstance(short, dict) else short
     return out
 
 
@@ -187,16 +187,6 @@ def _override(content: dict[str, Any], override: str) -> None:
         place[part] = inner
         place = inner
     place[path[-1]] = value
-
-
-def _expanded(content: dict[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content with each section that is one string replaced by a mapping."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        path = (*above, key)
-        short = {SHORT[path]: value} if path in SHORT and isinstance(value, str) else value
-        found[key] = _expanded(short, path) if isinstance(short, dict) else short
-    return found
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:

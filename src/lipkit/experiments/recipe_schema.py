@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from lipkit import models
 from lipkit.data.registry import is_code
-from lipkit.errors import LipkitError
 from lipkit.training import losses, schedules
 from lipkit.training.options import (
     NUMBER,
@@ -65,21 +63,6 @@ Radii = Annotated[tuple[NotNegative, ...], BeforeValidator(parse_numbers)]
 Options = Annotated[dict[StrictStr, Any], BeforeValidator(lambda value: {} if value is None else option_values(value))]
 
 
-def _checked_by(build: Callable[..., Any]) -> Any:
-    """A validator: ``build(name, **options)`` must accept the name and options of the section."""
-
-    def check(section: Any) -> Any:
-        try:
-            build(section.name, **section.options)
-        except LipkitError as error:
-            raise ValueError(str(error)) from None
-        except (TypeError, OverflowError) as error:  # an integer of 400 digits overflows
-            raise ValueError(f"expected numbers as options of {section.name}, got {section.options}: {error}") from None
-        return section
-
-    return model_validator(mode="after")(check)
-
-
 class DataSection(Section):
     """Which data. A plain string stands for ``spec``."""
 
@@ -99,8 +82,6 @@ class ModelSection(Section):
 
     name: StrictStr = Field(description="an architecture of lipkit.models, or pkg.mod:factory (your function)")
     options: Options = Field(default_factory=dict, description="its options, such as layer, width, mean, std")
-
-    _known = _checked_by(lambda name, **options: None if ":" in name else models.check_names(name, options))
 
 
 class AugmentSection(Section):
@@ -122,8 +103,6 @@ class LossSection(Section):
 
     name: StrictStr = option("hinge", f"one of {', '.join(losses.LOSSES)}")
     options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
-
-    _known = _checked_by(functools.partial(chosen, "loss"))
 
 
 class PenaltySection(Section):
@@ -157,8 +136,6 @@ class ScheduleSection(Section):
 
     name: StrictStr = option("piecewise_linear", f"one of {', '.join(schedules.SCHEDULES)}")
     options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
-
-    _known = _checked_by(functools.partial(chosen, "schedule"))
 
 
 class TrainSection(Numbers):
@@ -205,7 +182,20 @@ class Recipe(Section):
     certify: CertifySection = option(CertifySection(), "what is certified and attacked")
 
     @model_validator(mode="after")
-    def _fits_task(self) -> Self:
+    def _fits(self, info: ValidationInfo) -> Self:
+        """Names take their options, and loss and adversary belong to the task."""
+        sections: dict[str, Any] = {"model": self.model, "loss": self.loss, "train.schedule": self.train.schedule}
+        for key, section in sections.items():
+            try:
+                if key != "model":
+                    chosen("loss" if key == "loss" else "schedule", section.name, **section.options)
+                elif ":" not in section.name and (info.context or {}).get("build", True):  # no code is run here
+                    models.check_names(section.name, section.options)
+            except ValueError as error:
+                raise ValueError(f"{key}: {str(error).removeprefix(f'{key}: ')}") from None
+            except (TypeError, OverflowError) as error:  # an integer of 400 digits overflows
+                expected = f"expected numbers as options of {section.name}"
+                raise ValueError(f"{key}: {expected}, got {section.options}: {error}") from None
         regression = self.task == "regression"
         fitting = sorted(name for name in losses.LOSSES if (name in losses.REGRESSION) == regression)
         if self.loss.name not in fitting:

@@ -40,7 +40,7 @@ from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
 from lipkit.training.devices import device_here, make_fabric, threads_for
-from lipkit.training.options import PLACEMENT, Numbers, chosen
+from lipkit.training.options import PLACEMENT, chosen
 from lipkit.training.session import Session
 
 
@@ -87,12 +87,12 @@ def train(
             return _ended(Path(resume), display) if fabric.is_global_zero else None
     session = Session(fabric, model, options, data.train)
     section, count = recipe.train, sum(p.numel() for p in session.parameters.values())
-    where: dict[str, Any] = {"folder": Path(resume or folder or out), "resume": resume is not None}
+    name, changed = differences(recipe)
+    new: dict[str, Any] = {}
     if resume is None:
-        name = run_name(recipe) if folder is None else None
-        where |= {"name": name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": WRITTEN}
+        new = {"name": None if folder else name, "files": {RECIPE: to_yaml(recipe).encode()}, "taken": WRITTEN}
     threads = threads_for(fabric, count, section.batch_size * math.prod(data.input_shape))
-    with threads, session.opened(**where):  # until all is written
+    with threads, session.opened(Path(resume or folder or out), resume is not None, **new):  # until all is written
         assert session.folder is not None
         folder = session.folder
         again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
@@ -126,7 +126,7 @@ def train(
             "seen": seen(run.history, len(data.train)),
             "times": {"train": seconds},
             "device": str(fabric.device),
-            "changed": list(changed(recipe)),
+            "changed": changed,
         }
         return finish(folder, recipe, network, data, facts, display, fabric.device)
 
@@ -134,7 +134,8 @@ def train(
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
     """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
-    if (change.crop or change.flip) and len(data.input_shape) != 3:
+    moved = functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None
+    if moved is not None and len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     split = data.test.take(section.evaluate_samples)
 
@@ -149,17 +150,16 @@ def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], 
             device=device, large_eps=True,  # the radii were checked with the recipe
         ).metrics()  # fmt: skip
 
-    numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
-    return TrainOptions(
-        **numbers,
-        loss=chosen("loss", recipe.loss.name, **recipe.loss.options),
-        schedule=chosen("schedule", section.schedule.name, **section.schedule.options),
-        augment=functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None,
-        evaluate=measure,
-        penalty=None if penalty is None else LipschitzPenalty(**penalty.model_dump()),
-        adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
-        progress=progress,
-    )
+    functions = {
+        "loss": chosen("loss", recipe.loss.name, **recipe.loss.options),
+        "schedule": chosen("schedule", section.schedule.name, **section.schedule.options),
+        "augment": moved,
+        "evaluate": measure,
+        "penalty": None if penalty is None else LipschitzPenalty(**penalty.model_dump()),
+        "adversary": None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
+        "progress": progress,
+    }
+    return TrainOptions.model_construct(**dict(section) | functions)  # its numbers were checked with the recipe
 
 
 def certify(
@@ -232,7 +232,7 @@ def read_recipe(
     Args:
         folder, overrides: the run's folder, and changes as of `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run.
-        build: whether the caller will build the model; if not, its name may be code.
+        build: whether the caller will build the model; if not, its name may be code, or that of a file.
 
     Raises:
         RunError: the folder has no run, or its recipe names code; the message has the module.
@@ -242,7 +242,7 @@ def read_recipe(
         above = Path(folder).resolve().parent
         hint = f"; {above} is one" if (above / RECIPE).is_file() else ""
         raise RunError(f"expected a run folder with {RECIPE}, got {folder}{hint}")
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, build=build)
     for key, spec in recipe.code().items():
         if not allow_code and (build or key != "model.name"):
             raise RunError(
@@ -286,30 +286,23 @@ def unplaced(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
 
 
-def changed(recipe: Recipe) -> dict[str, str]:
-    """Keys that differ from the packaged recipe of this name, and their values; except seed, device and data folder.
+def differences(recipe: Recipe) -> tuple[str, list[str]]:
+    """The name of a run, and the keys in which its recipe differs from the packaged one of its name, if there is one.
 
-    >>> changed(load_recipe("digits_cayley", ["model.options.layer=aol", "train.seed=3"]))
-    {'model.options.layer': 'aol'}
+    Seed, device and data folder do not count. The name tells the changes of model and loss.
+
+    >>> differences(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
+    ('mnist_cayley-aol-width2', ['model.options.layer', 'model.options.width', 'train.epochs'])
     """
-    if recipe.name not in names():
-        return {}
-    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (load_recipe(recipe.name), recipe))
+    packaged = load_recipe(recipe.name) if recipe.name in names() else recipe
+    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (packaged, recipe))
     unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
-    return {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
-
-
-def run_name(recipe: Recipe) -> str:
-    """The recipe's name and, if it is a packaged one, the changes of its model and loss.
-
-    >>> run_name(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
-    'mnist_cayley-aol-width2'
-    """
+    changed = {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
     words = [recipe.name]
-    for key, value in changed(recipe).items():
+    for key, value in changed.items():
         if key.startswith(("model.", "loss.")) and value != "{}":
             words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")  # a number: width2
-    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60]
+    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60], list(changed)
 
 
 def seeded(recipe: Recipe, seed: int) -> Recipe:

@@ -29,19 +29,9 @@ _INCIDENTAL = {"created", "seconds", "device", "versions"}
 
 
 def save_attack(
-    folder: Path,
-    attempt: Attempt,
-    attack: Attack,
-    certificate: Certificate,
-    numbers: Tensor,
-    x: Tensor,
-    *,
-    data: str,
-    classes: Sequence[str] = (),
-    images: int = 16,
-    seconds: float = math.nan,
-    device: str = "cpu",
-) -> Path:
+    folder: Path, attempt: Attempt, attack: Attack, certificate: Certificate, numbers: Tensor, x: Tensor, *,
+    data: str, classes: Sequence[str] = (), images: int = 16, seconds: float = math.nan, device: str = "cpu",
+) -> Path:  # fmt: skip
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
     The hash covers the attack's settings, the data and the network. Existing files are never replaced: the same result

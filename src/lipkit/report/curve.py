@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,15 +17,13 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.certificates.measurement import float64_copy
+from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
 from lipkit.files import write_atomic
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
 from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
-
-if TYPE_CHECKING:
-    from lipkit.data import Split
 
 CURVE = "curve.safetensors"
 _GRID_POINTS, _ZOOM_POINTS = 801, 401

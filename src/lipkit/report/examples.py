@@ -12,7 +12,6 @@ import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -20,12 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
+from lipkit.data import Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.report.run_files import read_tensors
-
-if TYPE_CHECKING:
-    from lipkit.data import Split
 
 EXAMPLES = "examples.safetensors"
 GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wrong, with the largest margin")

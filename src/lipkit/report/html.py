@@ -38,13 +38,6 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"expected a run folder, got {folder}: no such folder")
-    path = folder / REPORT
-    write_atomic(path, render(folder).encode())
-    return path
-
-
-def render(folder: Path) -> str:
-    """The page of a run folder, as text; see `write_report`."""
     record = read_record(folder)
     # SVG text was escaped by matplotlib; nothing else enters the page unescaped.
     if isinstance(record, RegressionRecord):
@@ -57,9 +50,11 @@ def render(folder: Path) -> str:
     page = environment().get_template(f"{record.task}.html.j2")
     training = markupsafe.Markup(plots.training_curves(read_series(folder)))
     recipe, model = list(flatten(record.recipe)), _model(record.recipe)
-    return page.render(
+    text = page.render(
         record=record, training=training, recipe=recipe, model=model, curve=markupsafe.Markup(curve), **results
     )
+    write_atomic(folder / REPORT, text.encode())
+    return folder / REPORT
 
 
 def environment() -> jinja2.Environment:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from pydantic import ValidationError
 import lipkit
 from lipkit import modules
 from lipkit.certificates.certificate_file import describe, write_certificate
+from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
 from lipkit.files import write_atomic
@@ -31,9 +32,6 @@ from lipkit.report.examples import save_examples
 from lipkit.report.run_files import CERTIFICATE
 from lipkit.report.schema import AnyRecord, HardwareRecord, MeasurementRecord, Record, RegressionRecord, SeenRecord
 from lipkit.training.checkpoints import read_json
-
-if TYPE_CHECKING:
-    from lipkit.data import Split
 
 RECORD, PREDICTIONS = "record.json", "predictions.csv"
 # Larger inputs, such as images, are not written to the record.
@@ -214,12 +212,9 @@ def hardware(device: str = "cpu") -> HardwareRecord:
 
 
 def save_evaluation(
-    folder: str | os.PathLike[str],
-    evaluation: Evaluation | RegressionEvaluation,
-    network: modules.Network,
-    split: Split,
-    record: AnyRecord,
-) -> None:
+    folder: str | os.PathLike[str], evaluation: Evaluation | RegressionEvaluation, network: modules.Network,
+    split: Split, record: AnyRecord,
+) -> None:  # fmt: skip
     """Write the files of an evaluation and, last, ``record.json`` into a run folder, which must exist.
 
     A classification has ``certificate.jsonl`` and ``examples.safetensors``, a regression ``predictions.csv`` and, for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,16 +99,3 @@ def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
         return export(model, input_shape)
     except (NoRuleError, OptionError):  # the gradient is the same, only slower
         return model
-
-
-def attacked_batch(
-    fabric: Any, adversary: Adversary, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """The batch to train on instead of (x, y); ``model`` is in evaluation mode during the attack only."""
-    model.eval()
-    with fabric.autocast():
-        attacked = adversary(model, x, y, generator).detach()
-    model.train()
-    if getattr(adversary, "beside", False):
-        return torch.cat((x, attacked)), torch.cat((y, y))
-    return attacked, y

@@ -59,14 +59,9 @@ def create(parent: Path, name: str) -> Path:
 
 @contextmanager
 def opened(
-    folder: Path,
-    settings: Mapping[str, Any],
-    resume: bool = False,
-    *,
-    name: str | None = None,
-    files: Mapping[str, bytes] | None = None,
-    taken: Sequence[str] = (),
-) -> Iterator[Path]:
+    folder: Path, settings: Mapping[str, Any], resume: bool = False, *,
+    name: str | None = None, files: Mapping[str, bytes] | None = None, taken: Sequence[str] = (),
+) -> Iterator[Path]:  # fmt: skip
     """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
 
     With ``name`` the run gets a folder of its own in ``folder``, see `create`. A new run's folder gets ``files``. If a
@@ -101,7 +96,7 @@ def opened(
                 raise RunError(
                     f"expected {key} = {before.get(key)!r}, as the run in {folder} was started, got {now.get(key)!r}"
                 )
-    else:
+    elif name is None:
         check_new()
     lock = FileLock(folder / ".lock")  # each call its own: a thread that holds it does not get it twice
     try:
@@ -112,7 +107,7 @@ def opened(
     except OSError as error:
         raise RunError(f"expected a folder to write to, got {folder}: {error.strerror or error}") from None
     try:
-        if not resume:
+        if not resume and name is None:
             check_new()  # another process may have been faster
         try:
             for part, content in {} if resume else contents.items():

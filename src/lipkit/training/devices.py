@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from lipkit.errors import LipkitError, OptionError, RunError, first_line
+from lipkit.linalg.precision import SERIAL, on_threads
 from lipkit.training.options import Numbers, TrainOptions
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -25,7 +26,6 @@ def make_fabric(options: Numbers) -> Any:
     The process group that it makes is destroyed when the process ends, which joins gloo's threads: one that still holds
     a tensor when the interpreter shuts down aborts the process. A group that the caller made is left alone.
     """
-    import torch.distributed as dist
     from lightning_fabric import Fabric  # takes two seconds to import, so only for training
 
     devices, nodes, strategy = options.devices, options.nodes, options.strategy
@@ -51,8 +51,6 @@ def make_fabric(options: Numbers) -> Any:
 
 
 def _end_group() -> None:
-    import torch.distributed as dist
-
     if dist.is_initialized():  # the caller may have destroyed it
         dist.destroy_process_group()
 
@@ -67,10 +65,6 @@ def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.Abstra
     Pooled threads spin until all have finished an operation. If operations take microseconds, they wait more than they
     work, especially if another process uses one of their cores. ``OMP_NUM_THREADS`` has priority.
     """
-    import torch
-
-    from lipkit.linalg.precision import SERIAL, on_threads
-
     small = fabric.device.type == "cpu" and parameters < _FEW and numbers < SERIAL
     return on_threads(1 if small and "OMP_NUM_THREADS" not in os.environ else torch.get_num_threads())
 
@@ -92,8 +86,6 @@ def check_recordable(fabric: Any, options: TrainOptions) -> None:
 
 def device_here(name: str) -> torch.device:
     """The device of this name; ``OptionError`` if this machine has none."""
-    import torch
-
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)  # torch.device accepts names of absent devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import warnings
 from collections.abc import Mapping
@@ -15,14 +16,14 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.shown import Shown, axes
-from lipkit.training import checkpoints
+from lipkit.training import checkpoints, sources
 from lipkit.training.captured import CapturedStep
 from lipkit.training.clocks import Request
 from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.options import TrainOptions
-from lipkit.training.progress import finite, peak_memory
+from lipkit.training.progress import Totals, peak_memory
 from lipkit.training.session import Session, update
-from lipkit.training.sources import NETWORK, batches, derived_seed, own_random_state, source
+from lipkit.training.sources import batches, generator, own_random_state, set_random_state, source
 from lipkit.training.step import take_step
 
 
@@ -157,13 +158,23 @@ def train(session: Session) -> Run:
     """Train an opened session to the end, or until the clock stops it at a checkpoint."""
     fabric, options, clock, optimizer = session.fabric, session.options, session.clock, session.optimizer
     take = CapturedStep(take_step, session) if options.cuda_graph else take_step
-    ranks = {"rank": fabric.global_rank, "ranks": fabric.world_size}
+    rank, ranks = fabric.global_rank, fabric.world_size
     due: Request = ""
-    with own_random_state(fabric.device, derived_seed(options.seed, 0, NETWORK, fabric.global_rank)):
+    with own_random_state(fabric.device, options.seed, 0, sources.NETWORK, rank):
         while session.fraction() < 1:
-            session.begin_epoch()
-            totals, generators = session.totals, session.generators
-            indices = batches(len(session.data), options.batch_size, seed=options.seed, epoch=session.epoch, **ranks)
+            state, session.resumed = session.resumed, {}  # of the checkpoint; later epochs of this call start anew
+            augment = generator(options.seed, session.epoch, sources.AUGMENT, rank)
+            attack = generator(options.seed, session.epoch, sources.ATTACK, rank)
+            session.generators = {"augment": augment, "attack": attack}
+            random = state.get("random")
+            if random is not None and len(random["rng_cpu"]) == ranks:  # of as many processes
+                set_random_state(fabric, random, session.generators if session.step else {})
+            totals = Totals(fabric, session.epoch, session.steps, options.progress, **state.get("totals", {}))
+            session.totals = totals
+            session.model.train()
+            clock.since = clock.now()
+            place = {"seed": options.seed, "epoch": session.epoch, "rank": rank, "ranks": ranks}
+            indices = batches(len(session.data), options.batch_size, **place)
             for index, size, own in islice(indices, session.step, None):
                 factor = session.rate(session.fraction(size))
                 for group, peak in zip(optimizer.param_groups, session.peaks, strict=True):
@@ -171,8 +182,8 @@ def train(session: Session) -> Run:
                         group["lr"].fill_(peak * factor)  # in place: recorded steps read this tensor
                     else:
                         group["lr"] = peak * factor
-                x, y = session.batch(index, generators["augment"])
-                sums = take(session, x, y, size=size, counted=own, attack=generators["attack"])
+                x, y = session.batch(index, augment)
+                sums = take(session, x, y, size=size, counted=own, attack=attack)
                 clock.spend(size)
                 session.step, session.number = session.step + 1, session.number + 1
                 fraction = session.fraction()
@@ -197,7 +208,8 @@ def train(session: Session) -> Run:
             if session.folder is not None and fabric.is_global_zero:
                 checkpoints.append_metrics(session.folder, row)
                 if session.events is not None:
-                    session.events.log_metrics(finite(row), session.epoch)
+                    numbers = {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)}
+                    session.events.log_metrics(numbers, session.epoch)
             due = clock.due()
             if complete or session.epoch % options.checkpoint_every == 0 or due:
                 session.save(final=complete)
@@ -229,7 +241,7 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
                 return {name: float(value) for name, value in found.items()}
 
         row |= on_first(fabric, values)
-    row["seconds"] = round(totals.seconds(), 3)
+    row["seconds"] = round(totals.state()["seconds"], 3)
     row["samples_per_second"] = round(pace, 1)
     memory = peak_memory(fabric.device)
     return row if memory is None else row | {"memory_mib": round(memory)}

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,30 @@ class Divergence(RunError):
     """The loss or a weight became NaN or infinite."""
 
 
+@dataclass
 class Totals:
-    """Loss and accuracy of one epoch, counted from 0, over steps and devices; ``before`` is its earlier `state`."""
+    """Loss and accuracy of one epoch, counted from 0, over steps and devices.
 
-    def __init__(
-        self, fabric: Any, epoch: int, steps: int, progress: Callable[[Progress], None] | None, before: Any = None
-    ) -> None:
-        self.fabric, self.epoch, self.steps = fabric, epoch, steps
-        self.epochs = epoch + 1  # estimate of all epochs, see `add`
-        self.labelled, self.progress = False, progress
-        sums = {"loss": 0.0, "correct": 0.0, "samples": 0, "seconds": 0.0, "cpu": 0.0} | dict(before or {})
-        self.loss, self.correct, self.samples = sums["loss"], sums["correct"], int(sums["samples"])
-        self.seconds_before, self.cpu_before = sums["seconds"], sums["cpu"]  # of the part before an interruption
-        self.step, self.cpu = 0, time.process_time()
-        self.pending: list[Tensor] = []  # sums not yet read from the device
-        self.samples_before, self.start = self.samples, time.perf_counter()
-        self.read = self.start  # time of the last reading
+    From ``loss`` to ``cpu`` they are sums, which start at those of the `state` before an interruption.
+    """
+
+    fabric: Any
+    epoch: int
+    steps: int
+    progress: Callable[[Progress], None] | None
+    loss: float = 0.0
+    correct: float = 0.0
+    samples: int = 0
+    seconds: float = 0.0  # before `start`
+    cpu: float = 0.0  # seconds before `cpu_start`
+    epochs: int = 0  # estimate of all epochs, see `add`
+    step: int = 0
+    labelled: bool = False
+    samples_here: int = 0  # since `start`
+    pending: list[Tensor] = field(default_factory=list)  # sums not yet read from the device
+    start: float = field(default_factory=time.perf_counter)
+    read: float = field(default_factory=time.perf_counter)  # time of the last reading
+    cpu_start: float = field(default_factory=time.process_time)
 
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step, counted from 1; True if sums were read from the device.
@@ -77,7 +85,7 @@ class Totals:
         """
         self.labelled = labelled
         self.pending.append(sums)
-        self.samples += size
+        self.samples, self.samples_here = self.samples + size, self.samples_here + size
         self.step = step
         last = step == self.steps or fraction >= 1
         overdue = self.fabric.world_size == 1 and time.perf_counter() - self.read >= READ_SECONDS
@@ -105,14 +113,10 @@ class Totals:
         self.pending.clear()
         self.read = time.perf_counter()
 
-    def seconds(self) -> float:
-        """Seconds of this epoch so far, including those before an interruption."""
-        return self.seconds_before + time.perf_counter() - self.start
-
     def pace(self) -> float:
         """Samples per second since training started or continued in this epoch, all devices together."""
         # A coarse clock may not have moved yet.
-        return (self.samples - self.samples_before) / max(time.perf_counter() - self.start, 1e-9)
+        return self.samples_here / max(time.perf_counter() - self.start, 1e-9)
 
     def row(self) -> dict[str, float]:
         """Mean loss, with labels accuracy, and the steps, samples and CPU seconds of this process so far."""
@@ -122,9 +126,10 @@ class Totals:
 
     def state(self) -> dict[str, float]:
         """The numbers to continue the epoch from. Call it right after a reading, when no sums are pending."""
-        cpu = self.cpu_before + time.process_time() - self.cpu
+        seconds = self.seconds + time.perf_counter() - self.start
+        cpu = self.cpu + time.process_time() - self.cpu_start
         sums = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
-        return {**sums, "seconds": self.seconds(), "cpu": cpu}
+        return {**sums, "seconds": seconds, "cpu": cpu}
 
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
         """Call ``progress`` with the present state, in the first process."""
@@ -158,8 +163,3 @@ def tensorboard(folder: Path, epochs_done: int = 0) -> Any:
     except ModuleNotFoundError as error:
         wanted = "expected the package tensorboard for tensorboard=True (pip install tensorboard)"
         raise OptionError(f"{wanted}, got none") from error
-
-
-def finite(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of one epoch's row, without the epoch."""
-    return {k: v for k, v in row.items() if k != "epoch" and isinstance(v, int | float) and math.isfinite(v)}

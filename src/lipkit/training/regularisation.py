@@ -84,7 +84,8 @@ class LipschitzPenalty:
             raise OptionError(f"penalty: {expected}, got {type(model).__name__} without any")
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         if self.weight:
-            total = total + self.weight * log_product(layers, self.method)
+            bounds = [layer_bound(layer, self.method, name).clamp_min(_SMALLEST) for name, layer in layers]
+            total = total + self.weight * torch.stack(bounds).log().sum()
         if self.l1:
             for _, layer in layers:
                 if isinstance(layer.weight, Tensor):  # a batch norm may have none
@@ -101,12 +102,6 @@ def regularised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             raise NoRuleError(f"penalty: expected convolutions of one or two dimensions, got {got}")
         if isinstance(module, (*_CONVOLUTIONS, nn.Linear, *_NORMS)) and module not in dense[-1:]:
             yield name, module
-
-
-def log_product(layers: list[tuple[str, nn.Module]], method: str) -> Tensor:
-    """``sum_i log bound(layer_i)``, 0-d float64: the logarithm of the product of the layers' bounds."""
-    bounds = [layer_bound(module, method, name).clamp_min(_SMALLEST) for name, module in layers]
-    return torch.stack(bounds).log().sum()
 
 
 def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:

@@ -24,7 +24,7 @@ from lipkit.training.clocks import Clock
 from lipkit.training.devices import check_recordable, on_first
 from lipkit.training.options import Precision, TrainOptions
 from lipkit.training.progress import Divergence, Totals, tensorboard
-from lipkit.training.sources import ATTACK, AUGMENT, Source, generator, own_random_state, random_state, set_random_state
+from lipkit.training.sources import Source, own_random_state, random_state
 
 
 class Session:
@@ -44,7 +44,7 @@ class Session:
         folder: of the run; None writes nothing. events: its logger of TensorBoard events, or None.
         epoch, step: epochs done, and steps done of the next one; number: steps done in all.
         history: one row for each epoch done.
-        totals, generators: sums and random numbers of the epoch in progress, see `begin_epoch`.
+        totals, generators: sums and random numbers of the epoch in progress, which `train` makes.
         resumed: the state in the checkpoint that the run continues from, until the epoch there has begun.
 
     Raises:
@@ -167,22 +167,6 @@ class Session:
             place = {"step": self.step, "keep": 1 if final else 2}  # a finished run is not continued
             on_first(self.fabric, lambda: checkpoints.save_checkpoint(folder, self.epoch, self.model, state, **place))
         self.clock.saved, self.clock.since = time.monotonic(), self.clock.now()  # a checkpoint is free
-
-    def begin_epoch(self) -> None:
-        """New sums and random numbers for an epoch, or those of the checkpoint that the run continues from.
-
-        A checkpoint of another number of processes has no random numbers for these.
-        """
-        rank, seed = self.fabric.global_rank, self.options.seed
-        state, self.resumed = self.resumed, {}  # for the first epoch of this call; later ones start anew
-        streams = {"augment": AUGMENT, "attack": ATTACK}
-        self.generators = {name: generator(seed, self.epoch, stream, rank) for name, stream in streams.items()}
-        random = state.get("random")
-        if random is not None and len(random["rng_cpu"]) == self.fabric.world_size:
-            set_random_state(self.fabric, random, self.generators if self.step else {})
-        self.totals = Totals(self.fabric, self.epoch, self.steps, self.options.progress, state.get("totals"))
-        self.model.train()
-        self.clock.since = self.clock.now()
 
     def batch(self, index: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
         """The samples at ``index`` on the device, augmented."""

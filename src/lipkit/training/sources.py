@@ -19,31 +19,25 @@ from lipkit.data import Data, Split, as_split
 from lipkit.data.split import as_targets
 from lipkit.errors import DataError, warn_of_bytes
 
-
-def derived_seed(seed: int, *stream: int) -> int:
-    """A 63-bit seed for one stream of random numbers, computed from ``seed`` and the stream's numbers only.
-
-    A plain ``seed + epoch`` would make epoch 1 of seed 0 repeat epoch 0 of seed 1.
-    """
-    state = np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0]
-    return int(state >> np.uint64(1))  # 63 bits: torch's seeds are int64
-
-
 # Streams of random numbers of an epoch. NETWORK is torch's global state, seeded once, at epoch 0.
 SHUFFLE, AUGMENT, NETWORK, ATTACK = range(4)
 
 
 def generator(seed: int, *stream: int) -> torch.Generator:
-    """A generator on the CPU for one stream of random numbers, independent of all others."""
-    return torch.Generator().manual_seed(derived_seed(seed, *stream))
+    """A generator on the CPU for one stream of random numbers, independent of all others.
+
+    A plain ``seed + epoch`` would make epoch 1 of seed 0 repeat epoch 0 of seed 1.
+    """
+    state = np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))  # 63 bits: torch's seeds are int64
 
 
 @contextmanager
-def own_random_state(device: torch.device, seed: int | None = None) -> Iterator[None]:
-    """Restore torch's global random state after the block; with ``seed`` it is seeded at the start."""
+def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
+    """Restore torch's global random state after the block; with a ``stream`` it is seeded like its `generator`."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if seed is not None:
-            torch.manual_seed(seed)
+        if stream:
+            torch.manual_seed(generator(*stream).initial_seed())
         yield
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import DataError, LipkitError, OptionError, lacks_memory
-from lipkit.training.adversarial import attacked_batch
 from lipkit.training.losses import LOSSES
 from lipkit.training.session import Session
 
@@ -37,7 +36,13 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
         last, rows = number == pieces, len(part)  # rows without adversarial examples
         own = rows if counted else 0
         if options.adversary is not None:
-            part, targets = attacked_batch(fabric, options.adversary, model, part, targets, attack)
+            model.eval()  # during the attack only
+            with fabric.autocast():
+                attacked = options.adversary(model, part, targets, attack).detach()
+            model.train()
+            beside = getattr(options.adversary, "beside", False)  # the examples follow the samples
+            part = torch.cat((part, attacked)) if beside else attacked
+            targets = torch.cat((targets, targets)) if beside else targets
         with fabric.no_backward_sync(session.wrapped, enabled=not last):
             outputs = None
             try:

@@ -25,7 +25,7 @@ from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
 from lipkit.modules.chains import prove_chain
 from lipkit.shown import Shown, upper
-from lipkit.training.sources import derived_seed, own_random_state
+from lipkit.training import sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
 from lipkit.wasserstein.losses import kr_loss
@@ -169,10 +169,10 @@ def distance(
     exported, held_out = list[Network](), list[tuple[Moments, Moments]]()
     constants, fitted, curves = list[float](), list[float](), list[list[float]]()
     for k, (train, test) in enumerate(parts):
-        with own_random_state(where, derived_seed(seed, k, 1)):
+        with sources.own_random_state(where, seed, k, 1):
             model = critics.instance(critic, shape).to(where)
             if steps:
-                generator = torch.Generator().manual_seed(derived_seed(seed, k, 2))
+                generator = sources.generator(seed, k, 2)
                 curves.append(fit(model, x[train[0]], y[train[1]], steps, batch_size, lr, loss, generator, where))
         network = export(model.eval(), shape)
         exact = float64_copy(network, where)
@@ -254,7 +254,7 @@ def one_output(values: Tensor, count: int) -> Tensor:
 
 def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
     """For each fold the indices (of x, of y) to train on and those held out; 0 folds: everything is held out."""
-    generator = torch.Generator().manual_seed(derived_seed(seed, 0))
+    generator = sources.generator(seed, 0)
     orders = [torch.randperm(count, generator=generator) for count in (n, m)]
     if folds == 0:
         nothing = orders[0][:0]

@@ -21,7 +21,7 @@ from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers import after_step
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Shape
-from lipkit.training.sources import derived_seed, own_random_state
+from lipkit.training import sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.estimate import descend, one_output
 from lipkit.wasserstein.losses import kr_loss
@@ -44,7 +44,7 @@ class Wgan:
 
     def sample(self, count: int, seed: int = 0, batch_size: int = 1024) -> Tensor:
         """``count`` independent samples, on the CPU; the same for the same seed."""
-        drawn = torch.Generator().manual_seed(derived_seed(seed, 5))
+        drawn = sources.generator(seed, 5)
         parameter = next(self.generator.parameters())
         z = torch.randn(count, self.latent, generator=drawn)
         with torch.no_grad():
@@ -116,13 +116,13 @@ def train(
     if not isinstance(generator, nn.Module | None):
         raise OptionError(f"expected generator as an nn.Module, got {type(generator).__name__}")
     where, shape = torch.device(device), tuple(data.shape[1:])
-    with own_random_state(where, derived_seed(seed, 3)):
+    with sources.own_random_state(where, seed, 3):
         # globals(): the argument hides the function `generator`.
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
         judge = critics.instance(critic, shape)
         for net in (maker, judge):
             net.to(where).train()
-        drawn = torch.Generator().manual_seed(derived_seed(seed, 4))
+        drawn = sources.generator(seed, 4)
         making, judging = (torch.optim.Adam(net.parameters(), betas=(0.5, 0.9)) for net in (maker, judge))
 
         def made() -> Tensor:
