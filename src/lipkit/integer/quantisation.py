@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, interval
 from lipkit.integer.program import WORD, IntBlend, IntLinear, Move, Operation, Program, rounded
 from lipkit.modules.chains import ChainProof
+from lipkit.modules.graph import Wiring
 from lipkit.modules.guarding import type_name
 from lipkit.modules.machine import entries
 from lipkit.modules.network import Network
-from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill
+from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill, row_of
 from lipkit.modules.registry import lipschitz
 from lipkit.proof.arithmetic import grow, size
 
@@ -81,7 +82,7 @@ class Builder:
     """Writes the operations of a program; `rows` are the errors of the rows of the last linear operation."""
 
     def __init__(self, inputs: int) -> None:
-        self.operations: list[tuple[Operation, tuple[int, ...]]] = []
+        self.wiring = Wiring()
         self.sizes = [inputs]
         self.rows = torch.zeros(0).double()
 
@@ -90,13 +91,12 @@ class Builder:
         if isinstance(operation, Move):
             if torch.equal(operation.index, torch.arange(self.sizes[reads[0]])):
                 return reads[0]
-            before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
+            before = self.wiring.modules[reads[0] - 1] if reads[0] else None
             if isinstance(before, Move):  # two moves are one
                 found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
-                operation, reads = Move(found), first
-        self.operations.append((operation, reads))
+                operation, reads = Move(found), self.wiring.sources[reads[0] - 1]
         self.sizes.append(operation.size)
-        return len(self.operations)
+        return self.wiring.add(operation, *reads)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
@@ -220,15 +220,15 @@ class Builder:
     def chain(self, modules: Sequence[nn.Module], value: IntValue, gains: Sequence[float | None]) -> IntValue:
         """The value after a chain of modules; a constant that is None is proved here."""
         for module, gain in zip(modules, gains, strict=True):
-            row = ROWS.get(type(module))
-            if row is None or row.integer is None:
+            rule = row_of(type(module)).integer
+            if rule is None:
                 known = ", ".join(kind.__name__ for kind, row in ROWS.items() if row.integer is not None)
                 raise NoRuleError(
                     f"evaluator 'integer': expected modules that an integer program can compute ({known}), got "
                     f"{type_name(type(module))}: certify for float64 or float32, or register "
                     "a rule with lipkit.integer.integer_rule"
                 )
-            value = row.integer(self, module, value, gain_of(module, value.shape) if gain is None else gain)
+            value = rule(self, module, value, gain_of(module, value.shape) if gain is None else gain)
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
@@ -303,16 +303,6 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             own = builder.rows
     except OverflowError as found:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
-    operations = _alive(builder.operations)
+    kept, read = builder.wiring.part(builder.wiring.used(len(builder.wiring.modules)))  # others are never read
+    operations = tuple(zip(kept, map(tuple, read), strict=True))
     return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
-
-
-def _alive(operations: Sequence[tuple[Operation, tuple[int, ...]]]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
-    """The operations that the last one depends on, itself included, renumbered."""
-    wanted = {len(operations)}  # value i + 1 is that of operation i
-    for i in range(len(operations), 0, -1):
-        if i in wanted:
-            wanted.update(operations[i - 1][1])
-    place = {0: 0} | {i: k + 1 for k, i in enumerate(sorted(wanted - {0}))}
-    kept = (operations[i - 1] for i in sorted(wanted - {0}))
-    return tuple((operation, tuple(place[i] for i in reads)) for operation, reads in kept)

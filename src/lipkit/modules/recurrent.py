@@ -408,12 +408,8 @@ class Outputs(nn.Module):
         return outputs
 
 
-def _bound(module: Recurrent, shape: Shape | None) -> Tensor | float:
-    return _over(_gain(module), module.rate, shape)
-
-
 _sizes = {"in_features": COUNT, "out_features": COUNT, "states": COUNT, "units": whole(0, count=2), "block": COUNT}
 _stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, make=_made)
-add_plain(Plain(Recurrent, _bound, _rounding, _stored, export=_export, dims=(2, 2)))
+add_plain(Plain(Recurrent, lambda m, s: _over(_gain(m), m.rate, s), _rounding, _stored, export=_export, dims=(2, 2)))
 for _kind in (nn.RNN, Outputs):
     add_plain(Plain(_kind, _torch_constant, export=_torch_export, dims=(2, 2)))

@@ -20,7 +20,7 @@ from lipkit.modules.graph import Add, Graph
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import chain_error, local_error
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
-from lipkit.modules.registry import export_part, lipschitz, output_shape
+from lipkit.modules.registry import export_parts, lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
@@ -47,12 +47,7 @@ class Block(nn.Module):
 
 def _export_block(module: Block, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    parts: list[nn.Module] = []
-    for part in module.parts():
-        parts.append(export_part(part, input_shape))
-        input_shape = output_shape(parts[-1], input_shape)
-    first, activation, second = parts
-    return type(module)(first, activation, second, module.multiplier)
+    return type(module)(*export_parts(module.parts(), input_shape), module.multiplier)
 
 
 def _stored(kind: type[Block]) -> Stored:
