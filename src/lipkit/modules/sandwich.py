@@ -100,7 +100,8 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
         return product
     multiplier, one, two = module.multiplier, module.first, module.second
     first, second = _matrix(one), _matrix(two)
-    if first is not None and second is not None and len(first) == len(multiplier) == second.shape[1]:
+    alike = type(one) is type(two)  # else hidden units are columns of an image for one, its channels for the other
+    if alike and first is not None and second is not None and len(first) == len(multiplier) == second.shape[1]:
         return torch.minimum(product, sandwich_gain(first, second, multiplier))
     if type(one) is FourierConv2d and type(two) is FourierConv2d and one.out_channels == len(multiplier):
         transforms = one.matrices() if one.whole and two.whole else []
