@@ -82,7 +82,7 @@ class Builder:
     """Writes the operations of a program; `rows` are the errors of the rows of the last linear operation."""
 
     def __init__(self, inputs: int) -> None:
-        self.wiring = Wiring()
+        self.operations: list[tuple[Operation, tuple[int, ...]]] = []
         self.sizes = [inputs]
         self.rows = torch.zeros(0).double()
 
@@ -91,12 +91,13 @@ class Builder:
         if isinstance(operation, Move):
             if torch.equal(operation.index, torch.arange(self.sizes[reads[0]])):
                 return reads[0]
-            before = self.wiring.modules[reads[0] - 1] if reads[0] else None
+            before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
             if isinstance(before, Move):  # two moves are one
                 found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
-                operation, reads = Move(found), self.wiring.sources[reads[0] - 1]
+                operation, reads = Move(found), first
+        self.operations.append((operation, reads))
         self.sizes.append(operation.size)
-        return self.wiring.add(operation, *reads)
+        return len(self.operations)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
@@ -119,8 +120,8 @@ class Builder:
         image: tuple[int, int, int] | None = None,
         *,
         groups: int = 1,
-        stride: tuple[int, int] = (1, 1),
-        dilation: tuple[int, int] = (1, 1),
+        stride: tuple[int, ...] = (1, 1),
+        dilation: tuple[int, ...] = (1, 1),
         inexact: float = 0.0,
     ) -> IntValue:
         """The value after a linear map, rounded once.
@@ -303,6 +304,9 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             own = builder.rows
     except OverflowError as found:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
-    kept, read = builder.wiring.part(builder.wiring.used(len(builder.wiring.modules)))  # others are never read
+    wiring = Wiring()
+    for operation, reads in builder.operations:
+        wiring.add(operation, *reads)
+    kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
     operations = tuple(zip(kept, map(tuple, read), strict=True))
     return Program(shape, (low, high), fraction, value.fraction, operations, error, own)

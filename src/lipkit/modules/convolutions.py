@@ -15,7 +15,6 @@ pixels into the border. Every padded pixel is one pixel of the image, so the col
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, NoReturn
 
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from lipkit.bounds import circular, polyphase, symbol_sup
 from lipkit.errors import NoRuleError
 from lipkit.modules.configuration import COUNT, either, flag, whole
-from lipkit.modules.dense import inner_products, linear_range
-from lipkit.modules.machine import entries
+from lipkit.modules.dense import linear_error, linear_range
 from lipkit.modules.plain import Accepts, Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
@@ -159,29 +157,7 @@ def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
 
 
 def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    transposed = isinstance(module, nn.ConvTranspose2d)
-    groups, taps = module.groups, math.prod(module.weight.shape[2:])
-    absolute = copy.deepcopy(module)
-    absolute.weight.data = module.weight.detach().abs()
-    if module.bias is not None and absolute.bias is not None:
-        absolute.bias.data = module.bias.detach().abs()
-
-    def sums(w: Tensor) -> tuple[float, float]:
-        # Each channel on one side against the channels of its group on the other, over all taps.
-        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))  # (groups, rows and channels of a group)
-        one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
-        return (other, one) if transposed else (one, other)  # rows of its stored weight are inputs
-
-    return inner_products(
-        absolute,
-        sums,
-        module.weight,
-        module.in_channels // groups * taps,
-        entries(output_shape(module, input_shape)),
-        arithmetic,
-        copies=padded_copies(module, input_shape),
-        blocked=type(module) is nn.Conv2d and groups == 1,  # as `lipkit.modules.blocked` does
-    )
+    return linear_error(module, input_shape, arithmetic, padded_copies(module, input_shape))
 
 
 def _padding(sizes: Accepts) -> Accepts:
