@@ -5,20 +5,15 @@ sums exactly in int64 and rounds once, half up, to the fraction f' of its output
 
 .. math:: q'_i = \Big\lfloor 2^{-s} \Big(b_i + \sum_j w_{ij} q_j + 2^{s-1}\Big) \Big\rfloor, \qquad s = f + g - f'
 
-Everything else (moves, sorting, absolute values) is exact. So the program is the same function on every machine.
+Everything else (moves, sorting, absolute values) is exact. Inputs are clamped to the network's box with centre c and
+half diagonal R. With the exact function h of the first modules, its proved constant L, and what is computed,
+:math:`\hat h`,
 
-**Ranges.** Inputs are clamped to the network's box with centre c and half diagonal R. With the exact function h of the
-first modules, its proved constant L, and what the program computes, :math:`\hat h`,
+.. math:: \|\hat h(x) - h(x)\| \le E, \qquad \|\hat h(x) - \hat h(c)\| \le L R + 2 E \quad\text{for every real x}
 
-.. math:: \|\hat h(x) - h(x)\| \le E, \qquad \|\hat h(x) - \hat h(c)\| \le L R + 2 E \quad\text{for every real x.}
-
-The program itself gives :math:`\hat h(c)` exactly, so that norm and entries of every value are bounded. Fractions are
-the largest for which entries stay in int32 and, by Cauchy and Schwarz, all partial sums within 2^62: rows of exact
-integers times the norm of what they read.
-
-**Error.** A linear map W with stored weights :math:`\hat W` and n outputs adds
-:math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}`; a module of constant L multiplies what came
-before by L. The input starts with :math:`\sqrt n\, 2^{-f-1}`. None of it depends on the sample.
+bound every value, and by Cauchy and Schwarz every partial sum (`docs/rounding.md`). A linear map W with stored weights
+:math:`\hat W` and n outputs adds :math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}` to E; a
+module of constant L multiplies what came before by L. None of it depends on the sample.
 """
 
 from __future__ import annotations
@@ -83,20 +78,19 @@ class Builder:
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []
-        self.sizes = [inputs]
+        self.inputs = inputs
         self.rows = torch.zeros(0).double()
 
     def put(self, operation: Operation, *reads: int) -> int:
         """Append an operation that reads these values; return the index of its output."""
         if isinstance(operation, Move):
-            if torch.equal(operation.index, torch.arange(self.sizes[reads[0]])):
-                return reads[0]
             before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
+            if torch.equal(operation.index, torch.arange(self.inputs if before is None else before.size)):
+                return reads[0]
             if isinstance(before, Move):  # two moves are one
                 found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
                 operation, reads = Move(found), first
         self.operations.append((operation, reads))
-        self.sizes.append(operation.size)
         return len(self.operations)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
