@@ -15,8 +15,7 @@ import lipkit
 import lipkit_check as k
 from lipkit import modules
 from lipkit.errors import DataError
-from lipkit.modules.configuration import stored_as
-from lipkit.modules.plain import stored_types
+from lipkit.modules.plain import Stored, row_of, stored_types
 
 NORM = {"eps": 1e-3, "elementwise_affine": False, "bias": False}
 CONV = {"in_channels": 2, "out_channels": 1, "kernel_size": [1, 1], "stride": [1, 1], "padding": [0, 0],
@@ -31,7 +30,9 @@ def test_every_stored_type_is_forged() -> None:
 def test_the_checker_knows_the_arguments_of_every_type() -> None:
     known = {kind: {name.rstrip("?.'*/|~%!") for name in names} for kind, names in k.ARGUMENTS.items()}
     for kind in stored_types():
-        assert known.pop(kind.__name__, set()) == set(stored_as(kind).arguments), kind
+        stored = row_of(kind).stored
+        assert isinstance(stored, Stored)
+        assert known.pop(kind.__name__, set()) == set(stored.arguments), kind
     assert not known
 
 

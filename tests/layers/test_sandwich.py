@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from pathlib import Path
 
@@ -197,6 +198,23 @@ def test_half_the_multiplier_and_a_larger_weight_do_not_pass() -> None:
     with torch.no_grad():
         block.second.weight.mul_(1.02)
     assert float(lipschitz(block)) > good
+
+
+def test_a_dense_layer_and_a_convolution_share_no_hidden_units() -> None:
+    # For the dense layer the columns of an image are units, for the convolution its channels.
+    def part(kind: type[nn.Module], column: int) -> nn.Module:
+        layer = nn.Linear(3, 3, bias=False) if kind is nn.Linear else nn.Conv2d(3, 3, 1, bias=False)
+        with torch.no_grad():
+            layer.weight.zero_()[0, column] = 1.0
+        return layer
+
+    x, multiplier = torch.ones(1, 3, 3, 3), torch.tensor([1e-4, 1e4, 1.0])
+    for one, two in itertools.product((nn.Linear, nn.Conv2d), repeat=2):
+        block = SandwichBlock(part(one, 0), nn.ReLU(), part(two, 1), multiplier)  # unit 0 is made, unit 1 is read
+        block.requires_grad_(False)
+        slope, bound = float(block(x).norm() / x.norm()), float(lipschitz(block, (3, 3, 3)))
+        assert slope <= bound
+        assert (slope, bound < 1e-4) == (0.0, True) if one is two else slope > 0.3
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from lipkit import analyze, certify, export, lipschitz
 from lipkit.errors import NoRuleError
+from lipkit.modules import SandwichBlock, SlopeResidual
 from lipkit.modules.parametrised import settled
 from lipkit.testing.reference import dense_matrix, singular_values
 
@@ -230,3 +231,18 @@ def test_numbers_of_inference_mode_alone_are_refused() -> None:
 def test_other_modules_stay_as_they_are() -> None:
     layer = nn.Linear(2, 2)
     assert settled(layer) is layer
+
+
+@OLD
+@pytest.mark.parametrize("kind", [SandwichBlock, SlopeResidual])
+def test_a_block_is_bounded_by_the_weights_that_its_hooks_will_make(kind: Any) -> None:
+    torch.manual_seed(0)
+    first = nn.utils.weight_norm(nn.Linear(3, 3, bias=False))
+    block, zero = kind(first, nn.ReLU(), nn.Linear(3, 3, bias=False), torch.ones(3)), torch.zeros(1, 3)
+    with torch.no_grad():
+        block(zero)  # the hook's weight is that of now
+        first.weight_g.mul_(100)
+        old = float(lipschitz(block))
+        block(zero)
+        x = torch.randn(100, 3)
+        assert float((block(x).norm(dim=1) / x.norm(dim=1)).amax()) <= old == float(lipschitz(block)) < 1000

@@ -439,6 +439,10 @@ def test_the_input_shape_travels_through_a_chain() -> None:
         lipschitz(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (4,))
 
 
+def test_a_gelu_that_torch_does_not_compute_has_no_bound() -> None:
+    assert value(nn.GELU("erf")) == math.inf > value(nn.GELU("tanh"))
+
+
 @pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))

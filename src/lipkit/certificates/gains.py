@@ -34,7 +34,7 @@ from lipkit.modules import Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _composed, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
-from lipkit.modules.registry import _TIGHT, Shape, output_shape
+from lipkit.modules.registry import LATER, Shape, output_shape
 from lipkit.proof.roundoff import UNIT, next_down, next_up, product, up
 
 Box = tuple[Any, Any]
@@ -65,7 +65,7 @@ def tight(network: Network, *, units: int = 2048) -> Network:
     return attach(network, solve(network, units=units).multipliers)
 
 
-_TIGHT["tight"] = tight
+LATER["tight"] = tight
 
 
 def hidden_units(network: Network) -> int:

@@ -91,8 +91,8 @@ class IntLinear:
     bias: Tensor  # (rows,) int64, of the fraction of the sums
     image: tuple[int, int, int]  # channels, height, width of the input
     groups: int
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
     shift: int  # right shift s >= 1 of the sums, see `quantisation`
     window: int  # the largest l2 norm of the integers that one output reads, rounded up: the proof of its sums
 

@@ -5,20 +5,15 @@ sums exactly in int64 and rounds once, half up, to the fraction f' of its output
 
 .. math:: q'_i = \Big\lfloor 2^{-s} \Big(b_i + \sum_j w_{ij} q_j + 2^{s-1}\Big) \Big\rfloor, \qquad s = f + g - f'
 
-Everything else (moves, sorting, absolute values) is exact. So the program is the same function on every machine.
+Everything else (moves, sorting, absolute values) is exact. Inputs are clamped to the network's box with centre c and
+half diagonal R. With the exact function h of the first modules, its proved constant L, and what is computed,
+:math:`\hat h`,
 
-**Ranges.** Inputs are clamped to the network's box with centre c and half diagonal R. With the exact function h of the
-first modules, its proved constant L, and what the program computes, :math:`\hat h`,
+.. math:: \|\hat h(x) - h(x)\| \le E, \qquad \|\hat h(x) - \hat h(c)\| \le L R + 2 E \quad\text{for every real x}
 
-.. math:: \|\hat h(x) - h(x)\| \le E, \qquad \|\hat h(x) - \hat h(c)\| \le L R + 2 E \quad\text{for every real x.}
-
-The program itself gives :math:`\hat h(c)` exactly, so that norm and entries of every value are bounded. Fractions are
-the largest for which entries stay in int32 and, by Cauchy and Schwarz, all partial sums within 2^62: rows of exact
-integers times the norm of what they read.
-
-**Error.** A linear map W with stored weights :math:`\hat W` and n outputs adds
-:math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}`; a module of constant L multiplies what came
-before by L. The input starts with :math:`\sqrt n\, 2^{-f-1}`. None of it depends on the sample.
+bound every value, and by Cauchy and Schwarz every partial sum (`docs/rounding.md`). A linear map W with stored weights
+:math:`\hat W` and n outputs adds :math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}` to E; a
+module of constant L multiplies what came before by L. None of it depends on the sample.
 """
 
 from __future__ import annotations
@@ -34,10 +29,11 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, interval
 from lipkit.integer.program import WORD, IntBlend, IntLinear, Move, Operation, Program, rounded
 from lipkit.modules.chains import ChainProof
+from lipkit.modules.graph import Wiring
 from lipkit.modules.guarding import type_name
 from lipkit.modules.machine import entries
 from lipkit.modules.network import Network
-from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill
+from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill, row_of
 from lipkit.modules.registry import lipschitz
 from lipkit.proof.arithmetic import grow, size
 
@@ -82,20 +78,19 @@ class Builder:
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []
-        self.sizes = [inputs]
+        self.inputs = inputs
         self.rows = torch.zeros(0).double()
 
     def put(self, operation: Operation, *reads: int) -> int:
         """Append an operation that reads these values; return the index of its output."""
         if isinstance(operation, Move):
-            if torch.equal(operation.index, torch.arange(self.sizes[reads[0]])):
-                return reads[0]
             before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
+            if torch.equal(operation.index, torch.arange(self.inputs if before is None else before.size)):
+                return reads[0]
             if isinstance(before, Move):  # two moves are one
                 found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
                 operation, reads = Move(found), first
         self.operations.append((operation, reads))
-        self.sizes.append(operation.size)
         return len(self.operations)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
@@ -119,8 +114,8 @@ class Builder:
         image: tuple[int, int, int] | None = None,
         *,
         groups: int = 1,
-        stride: tuple[int, int] = (1, 1),
-        dilation: tuple[int, int] = (1, 1),
+        stride: tuple[int, ...] = (1, 1),
+        dilation: tuple[int, ...] = (1, 1),
         inexact: float = 0.0,
     ) -> IntValue:
         """The value after a linear map, rounded once.
@@ -220,15 +215,15 @@ class Builder:
     def chain(self, modules: Sequence[nn.Module], value: IntValue, gains: Sequence[float | None]) -> IntValue:
         """The value after a chain of modules; a constant that is None is proved here."""
         for module, gain in zip(modules, gains, strict=True):
-            row = ROWS.get(type(module))
-            if row is None or row.integer is None:
+            rule = row_of(type(module)).integer
+            if rule is None:
                 known = ", ".join(kind.__name__ for kind, row in ROWS.items() if row.integer is not None)
                 raise NoRuleError(
                     f"evaluator 'integer': expected modules that an integer program can compute ({known}), got "
                     f"{type_name(type(module))}: certify for float64 or float32, or register "
                     "a rule with lipkit.integer.integer_rule"
                 )
-            value = row.integer(self, module, value, gain_of(module, value.shape) if gain is None else gain)
+            value = rule(self, module, value, gain_of(module, value.shape) if gain is None else gain)
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
@@ -303,16 +298,9 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             own = builder.rows
     except OverflowError as found:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
-    operations = _alive(builder.operations)
+    wiring = Wiring()
+    for operation, reads in builder.operations:
+        wiring.add(operation, *reads)
+    kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
+    operations = tuple(zip(kept, map(tuple, read), strict=True))
     return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
-
-
-def _alive(operations: Sequence[tuple[Operation, tuple[int, ...]]]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
-    """The operations that the last one depends on, itself included, renumbered."""
-    wanted = {len(operations)}  # value i + 1 is that of operation i
-    for i in range(len(operations), 0, -1):
-        if i in wanted:
-            wanted.update(operations[i - 1][1])
-    place = {0: 0} | {i: k + 1 for k, i in enumerate(sorted(wanted - {0}))}
-    kept = (operations[i - 1] for i in sorted(wanted - {0}))
-    return tuple((operation, tuple(place[i] for i in reads)) for operation, reads in kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from lipkit.errors import NoRuleError
 from lipkit.integer.program import Fold, Move, Sort
 from lipkit.integer.quantisation import Builder, IntValue, gain_of, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
-from lipkit.modules.dense import Affine
+from lipkit.modules.dense import Affine, with_numbers
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, value_forms, value_shapes
 from lipkit.modules.isometric import HalfAbs
@@ -39,10 +39,6 @@ from lipkit.proof.norms import spectral_norm
 
 MAX_PRODUCTS = 1 << 24
 """Most entries of the matrix that a Fourier or Taylor layer is written out as."""
-
-
-def _two(sizes: Sequence[int]) -> tuple[int, int]:
-    return sizes[0], sizes[1]
 
 
 def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
@@ -116,9 +112,7 @@ def _conv(builder: Builder, module: nn.Conv2d, value: IntValue, gain: float) -> 
         raise _refuse(module, f"windows within the image {value.shape[1:]}", module.kernel_size)
 
     def norm(change: Tensor) -> float:
-        twin = copy.deepcopy(module)
-        twin.weight = nn.Parameter(change.view_as(module.weight), requires_grad=False)
-        return float(lipschitz(twin, value.shape))
+        return float(lipschitz(with_numbers(module, change.view_as(module.weight), module.bias), value.shape))
 
     mode = "constant" if module.padding_mode == "zeros" else "circular"
     padded = F.pad(_indices(value.shape), module._reversed_padding_repeated_twice, mode)
@@ -137,9 +131,7 @@ def _convolve(
     inexact: float = 0.0,
 ) -> IntValue:
     """A convolution of the entries numbered in ``padded`` (1, C, h, w), with ``conv``'s stride, dilation, groups."""
-    stride, dilation, groups = (1, 1), (1, 1), 1
-    if conv is not None:
-        stride, dilation, groups = _two(conv.stride), _two(conv.dilation), conv.groups
+    stride, dilation, groups = ((1, 1), (1, 1), 1) if conv is None else (conv.stride, conv.dilation, conv.groups)
     kernel = weight.shape[2:]
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     h, w = ((n - span) // s + 1 for n, span, s in zip(padded.shape[2:], spans, stride, strict=True))
@@ -217,20 +209,20 @@ def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> Int
 
     image, off = (channels, value.shape[1], value.shape[2]), 2.0**-52 * gain  # 1 / divisor is rounded
     return builder.linear(
-        value, gain, shape, weight, None, norm, image, groups=channels, stride=_two(stride), inexact=off
+        value, gain, shape, weight, None, norm, image, groups=channels, stride=tuple(stride), inexact=off
     )
 
 
 @integer_rule(SandwichBlock)
 def _sandwich(builder: Builder, module: SandwichBlock, value: IntValue, gain: float) -> IntValue:
-    inner = builder.branch([module.first, module.activation, module.second], value)
+    inner = builder.branch(module.parts(), value)
     error = grow(gain * value.error + inner.error)
     return replace(inner, error=error, reach=grow(gain * value.reach))
 
 
 @integer_rule(SlopeResidual)
 def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, gain: float) -> IntValue:
-    parts = builder.branch([module.first, module.activation, module.second], value), builder.branch([], value)
+    parts = builder.branch(module.parts(), value), builder.branch([], value)
     return builder.blend(value, gain, parts, (1.0, 1.0))
 
 

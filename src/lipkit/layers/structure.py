@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import check_dtype, check_positive
-from lipkit.modules import Affine, Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, export_graph, graph_constant
+from lipkit.modules import Affine, Plain, Shape, add_plain, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.graph import Graph, Join, blend_of, check_alike, export_graph, graph_constant
 from lipkit.proof.roundoff import reciprocal_up
 
 
@@ -261,7 +261,7 @@ class ScaledAvgPool2d(nn.Module):
         return f"kernel_size={self.kernel_size}"
 
 
-add_join(ConvexSum, blend_of(lambda join: join.weight()))
+add_plain(Plain(ConvexSum, join=blend_of(lambda join: join.weight())))
 lipschitz_rule(Residual)(graph_constant)
 export_rule(Residual)(export_graph)
 

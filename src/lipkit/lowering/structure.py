@@ -19,7 +19,7 @@ from lipkit.lowering.observe import close
 from lipkit.lowering.tracing import BATCHES, Root, sample
 from lipkit.modules.guarding import type_name
 from lipkit.modules.plain import Shape
-from lipkit.modules.registry import _TRACED, export_plain, lipschitz
+from lipkit.modules.registry import LATER, export_plain, lipschitz
 from lipkit.modules.views import Reshape
 
 
@@ -100,4 +100,4 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
     return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 
-_TRACED.update(lipschitz=_structure_constant, export=_structure_export)
+LATER.update(lipschitz=_structure_constant, export=_structure_export)

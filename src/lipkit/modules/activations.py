@@ -380,7 +380,7 @@ for _row in (
     # 1.0508 x and 1.7581 (e^x - 1), the latter perhaps as a difference
     Activation(nn.SELU, 1.7580993409, (2 * LIBRARY + 8, 2 * LIBRARY + 8), functions=(F.selu,)),
     # x / 2 (1 + erf or tanh): the bracket is within (library + 8) u of its value, its argument within a few u
-    Activation(nn.GELU, lambda m: GELU_SLOPES[m.approximate], (2 * LIBRARY + 16, 0.0),
+    Activation(nn.GELU, lambda m: GELU_SLOPES.get(m.approximate, math.inf), (2 * LIBRARY + 16, 0.0),
                {"approximate": either(None, "none", "tanh")}, functions=(F.gelu,)),
     # x / (1 + e^-x) or x times the sigmoid
     Activation(nn.SiLU, 1.0998393202, (LIBRARY + 8, 0.0), functions=(F.silu,)),

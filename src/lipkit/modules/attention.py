@@ -33,7 +33,7 @@ from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import entries, local_error, proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.ranges import within_one
-from lipkit.modules.registry import export_part, lipschitz, output_shape
+from lipkit.modules.registry import export_parts, lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double, up
 
@@ -143,9 +143,8 @@ def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
 
 
 def _export_gradient_step(module: GradientStep, input_shape: Shape) -> nn.Module:
-    first = export_part(module.first, input_shape)
-    force = export_part(module.force, output_shape(first, input_shape))
     output_shape(module, input_shape)
+    first, force = export_parts((module.first, module.force), input_shape)
     return GradientStep(first, force, module.step)  # type: ignore[arg-type]
 
 

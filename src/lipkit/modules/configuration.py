@@ -13,7 +13,7 @@ from torch import nn
 
 from lipkit.errors import DataError, OptionError
 from lipkit.modules.guarding import type_name
-from lipkit.modules.plain import ROWS, Accepts, Stored, stored_type, stored_types
+from lipkit.modules.plain import Accepts, Stored, row_of, stored_type, stored_types
 
 
 def flag(value: Any) -> bool:
@@ -26,29 +26,31 @@ def real(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # a bool is no number, and NaN compares false
 
 
+def each(accepts: Accepts, count: int | None = None) -> Accepts:
+    """Accepts what ``accepts`` does, and tuples of up to 16 of these (exactly ``count``, if given)."""
+
+    def accepted(value: Any) -> bool:
+        if not isinstance(value, tuple):
+            return accepts(value)
+        return len(value) <= 16 and count in (len(value), None) and all(map(accepts, value))
+
+    return accepted
+
+
 def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None) -> Accepts:
     """Accepts an integer in [least, most], or a tuple of up to 16 (exactly ``count``, if given)."""
-
-    def accepts(value: Any) -> bool:
-        if isinstance(value, tuple):
-            fits = len(value) <= 16 and count in (len(value), None)
-            return fits and all(not isinstance(v, tuple) and accepts(v) for v in value)
-        return type(value) is int and least <= value <= most  # a bool is no integer
-
-    return accepts
+    return each(lambda value: type(value) is int and least <= value <= most, count)  # a bool is no integer
 
 
 def either(accepts: Accepts | None, *others: str | None) -> Accepts:
     """Accepts each of ``others`` (words or None), what ``accepts`` does (if given), and tuples of up to 16 of these."""
 
-    def accepted(value: Any) -> bool:
-        if isinstance(value, tuple):
-            return len(value) <= 16 and all(not isinstance(v, tuple) and accepted(v) for v in value)
+    def one(value: Any) -> bool:
         if value is None or isinstance(value, str):
             return value in others
-        return accepts is not None and accepts(value)
+        return accepts is not None and not isinstance(value, tuple) and accepts(value)
 
-    return accepted
+    return each(one)
 
 
 def submodule(value: Any) -> bool:
@@ -72,12 +74,6 @@ INTEGER, COUNT = whole(), whole(1)
 MAX_DEPTH = 50
 
 
-def stored_as(kind: type[nn.Module]) -> Stored | None:
-    """The storage rule of exactly this type; None if modules of this type cannot be saved."""
-    stored = ROWS[kind].stored if kind in ROWS else None
-    return stored if stored is None or isinstance(stored, Stored) else Stored(stored)
-
-
 def describe(module: nn.Module) -> dict[str, Any]:
     """The configuration of one plain module, as JSON values.
 
@@ -89,8 +85,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
     ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))
     """
     kind = type(module)
-    entry = stored_as(kind)
-    if entry is None:
+    entry = row_of(kind).stored
+    if not isinstance(entry, Stored):
         known = ", ".join(sorted(known.__name__ for known in stored_types()))
         raise OptionError(f"expected a plain module ({known}), got {type_name(kind)}; call lipkit.export first")
     config: dict[str, Any] = {"type": kind.__name__}
@@ -123,8 +119,8 @@ def _build(config: Any, depth: int) -> nn.Module:
         raise DataError(f"network configuration: expected an object with a 'type', got {str(config)[:80]!r}")
     name = config["type"]
     kind = stored_type(name)
-    entry = None if kind is None else stored_as(kind)
-    if kind is None or entry is None:
+    entry = None if kind is None else row_of(kind).stored
+    if kind is None or not isinstance(entry, Stored):
         raise DataError(f"network configuration: unknown or missing {name!r} in {str(config)[:80]!r}")
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k != "type"}
     if set(given) != set(entry.arguments):

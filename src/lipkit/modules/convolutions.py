@@ -15,19 +15,16 @@ pixels into the border. Every padded pixel is one pixel of the image, so the col
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds import circular, polyphase, symbol_sup
 from lipkit.errors import NoRuleError
 from lipkit.modules.configuration import COUNT, either, flag, whole
-from lipkit.modules.dense import inner_products, linear_range
-from lipkit.modules.machine import entries
+from lipkit.modules.dense import linear_error, linear_range
 from lipkit.modules.plain import Accepts, Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
@@ -70,12 +67,28 @@ def export_on_row(module: nn.Module, input_shape: Shape) -> nn.Module:
 def copies(mode: str, before: int, after: int, size: int | None) -> int:
     """Largest number of copies of a pixel along an axis of ``size`` pixels (None: any) padded by ``before, after``."""
     before, after = max(before, 0), max(after, 0)
+    if mode == "circular":
+        return 1 + before + after if size is None else math.ceil((before + size + after) / size)
     if mode == "replicate":
         return 1 + (before + after if size is None or size == 1 else max(before, after))
     if mode == "reflect":
         meet = before and after and (size is None or 3 <= size <= before + after + 1)  # both borders copy one pixel
         return 3 if meet else 2 if before or after else 1
     return 1
+
+
+def borders(module: _Conv) -> list[tuple[int, int]]:
+    """Rows and columns that are padded before and after: what the forward pass hands to F.pad, the last axis first."""
+    flat = list(module._reversed_padding_repeated_twice)
+    return [(flat[2], flat[3]), (flat[0], flat[1])]
+
+
+def padded_copies(module: _Conv, input_shape: Shape | None) -> int:
+    """The most copies of one pixel in the padded image."""
+    if module.padding_mode == "zeros":
+        return 1
+    sizes = (None, None) if input_shape is None else input_shape[1:]
+    return math.prod(copies(module.padding_mode, *pad, n) for pad, n in zip(borders(module), sizes, strict=True))
 
 
 def kernel_with_stride(module: Any) -> Tensor:
@@ -96,20 +109,15 @@ def _conv(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
     kernel, groups, mode = module.weight, module.groups, module.padding_mode
     if mode == "zeros":
         return _on_plane(module)
-    # What the forward pass hands to F.pad: the last axis first, before and after.
-    flat = list(module._reversed_padding_repeated_twice)
-    pads = [(flat[2], flat[3]), (flat[0], flat[1])]
     if mode in ("reflect", "replicate"):
-        sizes = (None, None) if input_shape is None else input_shape[1:]
-        count = math.prod(copies(mode, *pad, size) for pad, size in zip(pads, sizes, strict=True))
-        bound = _on_plane(module)
+        count, bound = padded_copies(module, input_shape), _on_plane(module)
         return up(bound * math.sqrt(count), 3) if count > 1 else bound
     if mode != "circular":
         raise NoRuleError(
             f"nn.Conv2d: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}"
         )
     reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]  # of a window
-    padded = [before + after for before, after in pads]
+    padded = [before + after for before, after in borders(module)]
     if any(p > r for p, r in zip(padded, reach, strict=True)):
         raise NoRuleError(
             f"nn.Conv2d with circular padding: expected at most {reach} padded rows and columns in total "
@@ -148,40 +156,8 @@ def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
     return any(one >= step for one, step in zip(reach, conv.stride, strict=True))
 
 
-def padded_copies(module: _Conv, input_shape: Shape) -> float:
-    """The most copies of one pixel in the padded image."""
-    if module.padding_mode == "zeros" or isinstance(module, nn.ConvTranspose2d):
-        return 1.0
-    sizes = input_shape[1:]
-    grid = torch.arange(math.prod(sizes), dtype=torch.float64).reshape(1, 1, *sizes)
-    padded = F.pad(grid, list(module._reversed_padding_repeated_twice), mode=module.padding_mode)
-    return float(torch.bincount(padded.flatten().long()).amax())  # the grid holds each pixel's number
-
-
 def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    transposed = isinstance(module, nn.ConvTranspose2d)
-    groups, taps = module.groups, math.prod(module.weight.shape[2:])
-    absolute = copy.deepcopy(module)
-    absolute.weight.data = module.weight.detach().abs()
-    if module.bias is not None and absolute.bias is not None:
-        absolute.bias.data = module.bias.detach().abs()
-
-    def sums(w: Tensor) -> tuple[float, float]:
-        # Each channel on one side against the channels of its group on the other, over all taps.
-        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))  # (groups, rows and channels of a group)
-        one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
-        return (other, one) if transposed else (one, other)  # rows of its stored weight are inputs
-
-    return inner_products(
-        absolute,
-        sums,
-        module.weight,
-        module.in_channels // groups * taps,
-        entries(output_shape(module, input_shape)),
-        arithmetic,
-        copies=padded_copies(module, input_shape),
-        blocked=type(module) is nn.Conv2d and groups == 1,  # as `lipkit.modules.blocked` does
-    )
+    return linear_error(module, input_shape, arithmetic, padded_copies(module, input_shape))
 
 
 def _padding(sizes: Accepts) -> Accepts:

@@ -11,7 +11,6 @@ around it; :math:`\| |W| \|_2` is bounded by the root of its largest row sum tim
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
 from lipkit.modules.machine import Sizes, entries, norm_sizes
+from lipkit.modules.parametrised import alike
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
@@ -143,28 +143,44 @@ def inner_products(
     return measure
 
 
+def with_numbers(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    """A layer with these numbers for use at once: the options, and all else, are shared with the module."""
+    numbers = {"weight": weight, "bias": bias}
+    made = {name: None if t is None else nn.Parameter(t, requires_grad=False) for name, t in numbers.items()}
+    return alike(module, _parameters=made)
+
+
 def linear_range(module: Any, x: Range) -> Range:
     """Range of ``W x + b`` on a box with centre c and radii r: ``W c + b +- |W| r``."""
-    positive = copy.deepcopy(module)
-    positive.weight = nn.Parameter(module.weight.abs(), requires_grad=False)
-    positive.bias = None
-    return around(module(x.centre), positive(x.radius))
+    return around(module(x.centre), with_numbers(module, module.weight.abs(), None)(x.radius))
 
 
-def _linear_error(module: nn.Linear, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    weight, bias = module.weight.abs(), None if module.bias is None else module.bias.abs()
+def linear_error(module: Any, input_shape: Shape, arithmetic: Arithmetic, copies: float = 1.0) -> RoundingError:
+    """Rounding rule of a dense layer or a convolution; ``copies`` as in `inner_products`."""
+    weight, bias, groups = module.weight.detach(), module.bias, getattr(module, "groups", 1)
+    transposed = isinstance(module, nn.ConvTranspose2d)  # rows of its stored weight are inputs
+    terms = weight[0].numel() if not transposed else len(weight) // groups * math.prod(weight.shape[2:])
+
+    def sums(w: Tensor) -> tuple[float, float]:
+        # Each channel on one side against the channels of its group on the other, over all taps.
+        grouped = w.reshape(groups, len(w) // groups, w.shape[1], -1).sum(3)
+        one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
+        return (other, one) if transposed else (one, other)
+
     return inner_products(
-        lambda x: F.linear(x, weight, bias),
-        lambda w: (float(w.sum(1).amax()), float(w.sum(0).amax())),
-        module.weight,
-        module.in_features,
+        with_numbers(module, weight.abs(), None if bias is None else bias.abs()),
+        sums,
+        weight,
+        terms,
         entries(output_shape(module, input_shape)),
         arithmetic,
+        copies=copies,
+        blocked=not transposed and groups == 1,  # as `lipkit.modules.blocked` does
     )
 
 
 _features = {"in_features": COUNT, "out_features": COUNT, "bias": flag}
-add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), _linear_error, _features, linear_range))
+add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), linear_error, _features, linear_range))
 
 
 def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:

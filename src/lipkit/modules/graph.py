@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
-from lipkit.modules.guarding import guard, remember, type_name
+from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
+from lipkit.modules.plain import ROWS, Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain, row_of
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
@@ -140,16 +140,6 @@ def beside(lines: Sequence[Line]) -> Line:
     return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
 
 
-JOINS: dict[type[nn.Module], Joining] = {}
-"""Every join by its exact type."""
-
-
-def add_join(kind: type[Join], answers: Joining) -> None:
-    """Let graphs hold joins of exactly this type."""
-    JOINS[kind] = answers
-    remember(kind)
-
-
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
     """The answers of a join that computes ``share x_1 + (1 - share) x_2``."""
 
@@ -164,16 +154,6 @@ def blend_of(share: Callable[[Any], Tensor]) -> Joining:
         lambda join: Blend(share(join).detach()),
         lambda join: abs(float(share(join).detach())),
     )
-
-
-def _total(join: Join, lines: Sequence[Line]) -> Line:
-    return functools.reduce(Line.plus, lines)
-
-
-add_join(Add, Joining(lambda _, forms: added(forms), _total, lambda join: len(join.signs) - 1))
-for _kind in (Concatenate, Maximum):
-    add_join(_kind, Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0))
-add_join(Blend, blend_of(lambda join: join.share))
 
 
 class Graph(nn.Module):
@@ -248,11 +228,12 @@ def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
 
 def _joining(node: nn.Module) -> Joining:
     guard(node)
-    if type(node) not in JOINS:
-        known = ", ".join(kind.__name__ for kind in JOINS)
+    found: Joining | None = row_of(type(node)).join
+    if found is None:
+        known = ", ".join(kind.__name__ for kind, row in ROWS.items() if row.join is not None)
         got = f"got {type_name(type(node))}: nothing is assumed to be 1-Lipschitz"
         raise NoRuleError(f"expected joins {known} exactly, {got}")
-    return JOINS[type(node)]
+    return found
 
 
 def value_forms(graph: Graph, constants: Sequence[Any]) -> list[Form]:
@@ -314,10 +295,10 @@ class Wiring:
     """A graph that grows: `add` modules, then take the `chain`."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.modules: list[Any] = []  # or the operations of an integer program
         self.sources: list[tuple[int, ...]] = []
 
-    def add(self, module: nn.Module, *values: int) -> int:
+    def add(self, module: Any, *values: int) -> int:
         """Append a module that reads these values; return the number of its output."""
         self.modules.append(module)
         self.sources.append(values)
@@ -354,7 +335,7 @@ class Wiring:
             open_until = max(open_until, last.get(value, 0))  # the last reader of any value so far
         return chain
 
-    def part(self, values: Sequence[int], begin: int = 0) -> tuple[list[nn.Module], list[list[int]]]:
+    def part(self, values: Sequence[int], begin: int = 0) -> tuple[list[Any], list[list[int]]]:
         """The modules that compute ``values`` from value ``begin``, and their sources, numbered as in a `Graph`."""
         number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}  # value 0 is the part's input
         sources = [[number[value] for value in self.sources[after - 1]] for after in values]
@@ -454,10 +435,15 @@ def _wired(value: Any) -> bool:
     )
 
 
-add_plain(Plain(Add, stored={"signs": INTEGER}))
-add_plain(Plain(Concatenate, stored={"dim": INTEGER}))
-add_plain(Plain(Maximum, stored={}))
-add_plain(Plain(Blend, stored=Stored({}, make=lambda: Blend(torch.zeros(())))))
+_sum = Joining(
+    lambda _, forms: added(forms), lambda _, lines: functools.reduce(Line.plus, lines), lambda join: len(join.signs) - 1
+)
+_beside = Joining(lambda _, forms: stacked(forms), lambda _, lines: beside(lines), lambda join: 0)
+_blend = Stored({}, make=lambda: Blend(torch.zeros(())))
+add_plain(Plain(Add, stored={"signs": INTEGER}, join=_sum))
+add_plain(Plain(Concatenate, stored={"dim": INTEGER}, join=_beside))
+add_plain(Plain(Maximum, stored={}, join=_beside))
+add_plain(Plain(Blend, stored=_blend, join=blend_of(lambda join: join.share)))
 _graph_stored = Stored(
     {"modules": submodules, "sources": _wired},
     lambda m: {"modules": tuple(m.nodes), "sources": tuple(list(read) for read in m.sources)},

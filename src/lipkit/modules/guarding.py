@@ -108,8 +108,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
 def _refuse_methods(kind: type[nn.Module], name: str) -> None:
     for base in kind.__mro__[:-1]:
         known = _METHODS.get(base)
-        now = None if known is None else _methods(base)
-        if now is not None and known is not None and now != known:
+        if known is not None and (now := _methods(base)) != known:
             changed = sorted(key for key in {*known, *now} if known.get(key) is not now.get(key))
             raise NoRuleError(
                 f"the class {type_name(base)}, which {name} is or derives from, has methods that were replaced after "

@@ -8,19 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, add_plain
+from lipkit.modules.views import per_channel
 from lipkit.proof.arithmetic import Arithmetic, grow
-
-
-def _per_channel(values: Tensor, x: Tensor, channels: int, name: str) -> Tensor:
-    """``values`` (..., n) shaped to meet dimension 1 of x; ``ShapeError`` unless x has ``channels`` there."""
-    if x.ndim < 2 or x.shape[1] != channels:
-        raise ShapeError(f"{name}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
-    return values.view(*values.shape, *[1] * (x.ndim - 2))
 
 
 class HalfAbs(nn.Module):
@@ -66,9 +60,7 @@ class NActivation(Shown):
         self.thresholds = nn.Parameter(torch.tensor(ends).repeat(1, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        low, high = (
-            _per_channel(t, x, self.channels, "NActivation") for t in (self.thresholds.amin(0), self.thresholds.amax(0))
-        )
+        low, high = (per_channel(self, t, x) for t in (self.thresholds.amin(0), self.thresholds.amax(0)))
         return torch.where(x < low, x - 2 * low, torch.where(x > high, x - 2 * high, -x))
 
 
@@ -129,7 +121,7 @@ class Householder(Shown):
         self.angles = nn.Parameter(start[:, None].repeat(1, channels // 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        angles = _per_channel(self.angles, x, self.channels, "Householder")
+        angles = per_channel(self, self.angles, x)
         for theta in angles:
             a, b = x.chunk(2, dim=1)
             c, s = theta.cos(), theta.sin()

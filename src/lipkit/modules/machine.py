@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.plain import ROWS, RoundingBound, RoundingError, Shape
+from lipkit.modules.plain import RoundingBound, RoundingError, Shape, row_of
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 
@@ -23,14 +23,14 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
         NoRuleError: no rule for exactly this type, or a module whose forward pass may not be that of its type.
     """
     guard(module)
-    row = ROWS.get(type(module))
-    if row is None or row.rounding is None:
+    rule = row_of(type(module)).rounding
+    if rule is None:
         raise NoRuleError(
             "rounding='sound': expected modules with a bound of their rounding error, got "
             f"{type_name(type(module))}, which has none: export the network, give one to its row "
             "(lipkit.modules.add_plain), or certify with rounding='ignore'"
         )
-    return row.rounding(module, input_shape, arithmetic)
+    return rule(module, input_shape, arithmetic)
 
 
 def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:

@@ -19,7 +19,7 @@ from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import Range, around, within_one
 from lipkit.modules.registry import check_dims, export_copy, output_shape
-from lipkit.modules.views import Reshape, Together
+from lipkit.modules.views import Reshape, Together, per_channel
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import gamma, multiply_up, reciprocal_up, to_double, up
 
@@ -167,19 +167,13 @@ class Center(Shown):
         self.channels, self.momentum = channels, momentum
         self.register_buffer("running_mean", torch.zeros(channels))
 
-    def _check(self, x: Tensor) -> None:
-        if x.ndim < 2 or x.shape[1] != self.channels:
-            name, shape = type(self).__name__, tuple(x.shape)
-            raise ShapeError(f"{name}: expected {self.channels} channels in dimension 1, got shape {shape}")
-
     def forward(self, x: Tensor) -> Tensor:
-        self._check(x)
-        mean = self.running_mean
+        mean = per_channel(self, self.running_mean, x)
         if self.training:
-            mean = x.mean([d for d in range(x.ndim) if d != 1])
+            mean = x.mean([d for d in range(x.ndim) if d != 1], keepdim=True)
             with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        return x - mean.view(-1, *[1] * (x.ndim - 2))
+                self.running_mean.lerp_(mean.flatten().to(self.running_mean.dtype), self.momentum)
+        return x - mean
 
 
 def _center(module: Center, input_shape: Shape | None) -> float | Tensor:
@@ -238,8 +232,7 @@ class BatchLipNorm(Center):
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check(x)
-        variance = self.running_var
+        bias, variance = per_channel(self, self.bias, x), self.running_var
         if self.training:
             if x.numel() < 2 * x.shape[1]:
                 raise ShapeError(f"BatchLipNorm: expected two numbers of each channel or more, got {tuple(x.shape)}")
@@ -249,7 +242,7 @@ class BatchLipNorm(Center):
                 unbiased = variance * (count / (count - 1))  # as the statistics of torch
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         factor = (variance.amax() + self.eps).rsqrt()
-        return super().forward(x) * factor + self.bias.view(-1, *[1] * (x.ndim - 2))
+        return super().forward(x) * factor + bias
 
     def factor(self) -> Tensor:
         """The factor of all channels in evaluation, in float64."""

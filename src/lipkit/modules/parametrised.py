@@ -41,9 +41,7 @@ def settled(module: nn.Module) -> nn.Module:
     if not parametrize.is_parametrized(module):
         if not options:
             return module
-        same = type(module).__new__(type(module))
-        vars(same).update(vars(module) | options)
-        return same
+        return alike(module, **options)
     kind, lists = type(module), module._modules["parametrizations"]
     assert isinstance(lists, nn.ModuleDict)
     base: type[nn.Module] = kind.__bases__[0]  # torch derives a class from it
@@ -57,11 +55,17 @@ def settled(module: nn.Module) -> nn.Module:
     kept = {key: parametrize._cache.get((id(module), key)) for key in lists}
     if stale := [key for key, t in kept.items() if t is not None and not torch.equal(t, values[key])]:
         raise NoRuleError(f"{name}: expected numbers that stay inside of parametrize.cached(), got other {stale} since")
-    plain = base.__new__(base)
-    vars(plain).update(vars(module) | options)
-    vars(plain)["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}
-    vars(plain)["_parameters"] = {**{key: _parameter(v) for key, v in values.items()}, **module._parameters}
-    return plain
+    options["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}
+    options["_parameters"] = {**{key: _parameter(v) for key, v in values.items()}, **module._parameters}
+    return alike(module, base, **options)
+
+
+def alike(module: nn.Module, kind: type[nn.Module] | None = None, **changes: Any) -> nn.Module:
+    """A module of the same type, or of ``kind``, that shares all attributes but ``changes``."""
+    kind = kind or type(module)
+    made = kind.__new__(kind)
+    vars(made).update(vars(module) | changes)
+    return made
 
 
 def _parameter(value: Tensor) -> Tensor:
@@ -80,15 +84,17 @@ def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
         )
     else:
         value, ends = hook.compute_weight(module, do_power_iteration=False), ("_orig", "_u", "_v")
-    gone, plain, own = {hook.name, *(hook.name + end for end in ends)}, type(module).__new__(type(module)), vars(module)
-    vars(plain).update({name: v for name, v in own.items() if name not in gone})  # the hook's last weight
+    gone, plain = {hook.name, *(hook.name + end for end in ends)}, alike(module)
+    own = vars(plain)
+    for name in gone & own.keys():
+        del own[name]  # the hook's last weight
     for place in ("_parameters", "_buffers"):
-        vars(plain)[place] = {name: v for name, v in own[place].items() if name not in gone}
-    vars(plain)["_parameters"][hook.name] = _parameter(value)
+        own[place] = {name: v for name, v in own[place].items() if name not in gone}
+    own["_parameters"][hook.name] = _parameter(value)
     for place in ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
         # A hook of states refers to that of the forward pass, and may be wrapped. Torch wants a dict of this type.
         known = {k: getattr(getattr(one, "hook", one), "fn", one) for k, one in own[place].items()}
-        vars(plain)[place] = collections.OrderedDict((k, own[place][k]) for k, one in known.items() if one is not hook)
+        own[place] = collections.OrderedDict((k, own[place][k]) for k, one in known.items() if one is not hook)
     return plain
 
 

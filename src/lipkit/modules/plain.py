@@ -92,6 +92,7 @@ class Plain(NamedTuple):
         range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
         integer: ``integer(builder, module, value, gain)``, its program in int32 (`lipkit.integer.Builder`).
         export: ``export(module, input_shape)``, plain modules that compute the same, if it is not plain itself.
+        join: how several values that it reads are bounded, a `lipkit.modules.graph.Joining`.
         dims: least and most dimensions of a sample: with fewer, torch takes the batch for channels or pixels.
     """
 
@@ -102,6 +103,7 @@ class Plain(NamedTuple):
     range: RangeRule | None = None
     integer: IntegerRule | None = None
     export: ExportRule | None = None
+    join: Any = None
     dims: tuple[int, int] = (0, 9)
 
 
@@ -122,7 +124,7 @@ def add_plain(row: Plain) -> None:
     taken = row.kind if row.kind in ROWS else None if row.stored is None else stored_type(row.kind.__name__)
     if taken is not None:
         raise NoRuleError(f"{type_name(taken)} already has a rule; expected one rule for each type")
-    ROWS[row.kind] = row
+    ROWS[row.kind] = row._replace(stored=Stored(row.stored)) if isinstance(row.stored, Mapping) else row
     remember(row.kind)
 
 
@@ -149,7 +151,7 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
 
     def filled(rule: Rule) -> Rule:
         for kind in types:
-            row = ROWS.get(kind, Plain(kind))  # another rule may have made it
+            row = row_of(kind)
             if getattr(row, column) is not None:
                 raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
             answer: dict[str, Any] = {column: rule}
@@ -160,9 +162,14 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
     return filled
 
 
+def row_of(kind: type[nn.Module]) -> Plain:
+    """The row of exactly this type; one that answers nothing if it has none."""
+    return ROWS.get(kind, Plain(kind))
+
+
 def bounded(kind: type[nn.Module]) -> bool:
     """True for a type whose row has a Lipschitz constant."""
-    return kind in ROWS and ROWS[kind].constant is not None
+    return row_of(kind).constant is not None
 
 
 def stored_types() -> tuple[type[nn.Module], ...]:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.forms import Form, added
-from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, add_join, check_alike
+from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, check_alike
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import UnitNorm
-from lipkit.modules.plain import ROWS, Plain, Stored, add_plain
+from lipkit.modules.plain import Plain, Stored, add_plain, row_of
 from lipkit.modules.ranges import Range, around
-from lipkit.modules.registry import _LIMITS, lipschitz
+from lipkit.modules.registry import LATER, lipschitz
 from lipkit.proof.arithmetic import Line, grow
 from lipkit.proof.roundoff import root, to_double
 
@@ -132,14 +132,12 @@ def _joining(operations: Callable[[Any], int]) -> Joining:
     return Joining(_form, lines, operations, number=lambda product: float(product.limits.abs().max()))
 
 
-add_join(Product, _joining(lambda product: 3))
-add_join(MatrixProduct, _joining(lambda product: product.inner + 3))
-
-add_plain(Plain(Product, stored=Stored({}, make=lambda: Product(torch.zeros(2)))))
+_empty = Stored({}, make=lambda: Product(torch.zeros(2)))
 _sizes = Stored(
     dict.fromkeys(("rows", "inner", "cols"), COUNT), make=lambda **sizes: MatrixProduct(**sizes, limits=torch.zeros(2))
 )
-add_plain(Plain(MatrixProduct, stored=_sizes))
+add_plain(Plain(Product, stored=_empty, join=_joining(lambda product: 3)))
+add_plain(Plain(MatrixProduct, stored=_sizes, join=_joining(lambda product: product.inner + 3)))
 
 # Relative allowance for float64 rounding of a range.
 _SLACK = 1e-6
@@ -193,9 +191,8 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
 
 
 def _range_of(module: nn.Module, x: Range) -> Range:
-    row = ROWS.get(type(module))
-    if row is not None and row.range is not None:
-        return row.range(module, x)
+    if (rule := row_of(type(module)).range) is not None:
+        return rule(module, x)
     out: Tensor = module(x.centre)
     distance = float(lipschitz(module, tuple(x.low.shape[1:]))) * float(x.radius.norm())
     return around(out, torch.full_like(out, distance, dtype=torch.float64))
@@ -222,4 +219,4 @@ def _joined(join: nn.Module, parts: list[Range]) -> Range:
     raise NoRuleError(f"expected a join whose range is known, got {kind.__qualname__}")
 
 
-_LIMITS.update(limited=limited, refused=refuse_unlimited)
+LATER.update(limited=limited, refused=refuse_unlimited)

@@ -351,8 +351,8 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
     return plain
 
 
-def _of_torch(module: Any) -> tuple[Tensor, Tensor, System]:
-    """M, b and the system of a network of torch, in float64: its states are the units of the step before."""
+def _of_torch(module: Any) -> tuple[Any, Tensor, System]:
+    """A network of torch, and its b and system in float64: the states are the units of the step before."""
     rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
     guard(rnn)
     if (kind := type(rnn)) is not nn.RNN:
@@ -376,7 +376,7 @@ def _of_torch(module: Any) -> tuple[Tensor, Tensor, System]:
             b[own] = sum(to_double(one) for one in both)
     m[nx : 2 * nx, :nx] = torch.eye(nx)  # the next states are the units
     m[2 * nx :, nx - n : nx] = torch.eye(n)  # outputs are the units of the last layer
-    return m, b, System(m, nx, (nx, nx), n)
+    return rnn, b, System(m, nx, (nx, nx), n)
 
 
 def _torch_constant(module: nn.RNN | Outputs, input_shape: Shape | None) -> float:
@@ -385,12 +385,11 @@ def _torch_constant(module: nn.RNN | Outputs, input_shape: Shape | None) -> floa
 
 
 def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
-    rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
+    rnn, b, system = _of_torch(module)
     if input_shape[1:] != (rnn.input_size,):
         raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
-    (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
-    m, b, p, lam = (t.to(like) for t in (m, b, found.metric, found.multiplier))
+    m, b, p, lam = (t.to(rnn.weight_ih_l0) for t in (system.matrix, b, found.metric, found.multiplier))
     made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)  # `real` accepts no more
     made.gain = min(_gain(made), made.gain * 2)  # the claim is what the rounded metric proves
     return made
@@ -408,12 +407,8 @@ class Outputs(nn.Module):
         return outputs
 
 
-def _bound(module: Recurrent, shape: Shape | None) -> Tensor | float:
-    return _over(_gain(module), module.rate, shape)
-
-
 _sizes = {"in_features": COUNT, "out_features": COUNT, "states": COUNT, "units": whole(0, count=2), "block": COUNT}
 _stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, make=_made)
-add_plain(Plain(Recurrent, _bound, _rounding, _stored, export=_export, dims=(2, 2)))
+add_plain(Plain(Recurrent, lambda m, s: _over(_gain(m), m.rate, s), _rounding, _stored, export=_export, dims=(2, 2)))
 for _kind in (nn.RNN, Outputs):
     add_plain(Plain(_kind, _torch_constant, export=_torch_export, dims=(2, 2)))

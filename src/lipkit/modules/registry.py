@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.network import Network, checked_shape, first_floating
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import ROWS, Plain, Shape, bounded, rules
+from lipkit.modules.plain import Plain, Shape, bounded, row_of, rules
 
 
 def what_is_missing(module: nn.Module) -> str | None:
@@ -55,7 +55,7 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     encoder = kind in (nn.TransformerEncoderLayer, nn.TransformerEncoder)
     if encoder or (kind not in rules() and not kind.__module__.startswith("torch.nn.")):
         # Its own forward pass says what it computes.
-        return _TRACED[function]
+        return LATER[function]
     if why := what_is_missing(module):
         raise NoRuleError(f"{function} has no rule for {type_name(kind)}: {why}")
     parents = [type_name(base) for base in kind.__mro__[1:] if _answer(base, function)]
@@ -67,7 +67,7 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
 
 
 def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
-    row = ROWS.get(kind, Plain(kind))
+    row = row_of(kind)
     if function == "export":
         return row.export or (export_copy if row.stored is not None and row.constant is not None else None)
     constant = row.constant
@@ -86,15 +86,10 @@ def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
     return plain
 
 
-# Filled in by modules that import this one. For modules with their own forward pass: what `lipkit.lowering.structure`
-# does in place of a rule, by the name of the function.
-_TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {}
-
-# Products of two values: "limited" of a network and its box, "refused" without one (`products`).
-_LIMITS: dict[str, Callable[..., Any]] = {}
-
-# The multipliers of LipSDP: "tight" of an exported network (`lipkit.certificates.gains`).
-_TIGHT: dict[str, Callable[[Network], Network]] = {}
+# Filled in by modules that import this one. "lipschitz" and "export" of a module with its own forward pass
+# (`lipkit.lowering.structure`); "limited" of a network and its box, "refused" without one (`products`); "tight", the
+# multipliers of LipSDP (`lipkit.certificates.gains`).
+LATER: dict[str, Callable[..., Any]] = {}
 
 
 def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
@@ -107,7 +102,7 @@ def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: i
 
 def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
     """Refuse modules of torch that would mix samples of this shape, or take the batch for channels."""
-    check_dims(module, input_shape, *ROWS.get(type(module), Plain(type(module))).dims)
+    check_dims(module, input_shape, *row_of(type(module)).dims)
     if isinstance(module, nn.Softmax | nn.Flatten | nn.Unflatten):
         dim = module.start_dim if isinstance(module, nn.Flatten) else module.dim
         least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
@@ -149,9 +144,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
     if tight:
         if type(module) is not Network:
             module = export(module, checked_shape(input_shape or ()))
-        if not _TIGHT:
+        if "tight" not in LATER:
             raise OptionError("tight=True: expected lipkit.lipschitz, or lipkit.certificates to be imported")
-        module = _TIGHT["tight"](module)
+        module = LATER["tight"](module)
     with without_autocast():
         module = settled(module)
         rule = _rule(module, "lipschitz")
@@ -201,11 +196,11 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     """
     limits = None if box is None else interval("box", box)
     network = export_plain(module, input_shape)
-    if limits is not None:
-        limited: Network = _LIMITS["limited"](network, limits)
-        return limited
-    _LIMITS["refused"](network)
-    return network
+    if limits is None:
+        LATER["refused"](network)
+        return network
+    limited: Network = LATER["limited"](network, limits)
+    return limited
 
 
 def export_plain(module: nn.Module, input_shape: Shape) -> Network:
@@ -245,17 +240,25 @@ def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
     return network[0] if len(network) == 1 else network
 
 
+def export_parts(parts: Iterable[nn.Module], input_shape: Shape) -> list[nn.Module]:
+    """`export_part` of modules that follow each other."""
+    found: list[nn.Module] = []
+    for part in parts:
+        found.append(export_part(part, input_shape))
+        input_shape = output_shape(found[-1], input_shape)
+    return found
+
+
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
     """The result of the rule of ``kind``, with those of its modules that cannot be stored exported in turn."""
     part = [type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1) for m in network]  # of a sample: not stored
-    rows = [None if type(m) is kind else ROWS.get(type(m)) for m in network]
-    old = [row is not None and (row.stored is None or flat) for row, flat in zip(rows, part, strict=True)]
-    if not any(old):
+    rows = [Plain(kind) if type(m) is kind else row_of(type(m)) for m in network]
+    again = [row.export is not None and (row.stored is None or flat) for row, flat in zip(rows, part, strict=True)]
+    if not any(again):
         return network
     parts, shape = list[Network](), network.input_shape
-    for i, (module, replaced) in enumerate(zip(network, old, strict=True)):
-        again = replaced and ROWS[type(module)].export is not None
-        parts.append(export_plain(module, shape) if again else Network([module], shape))
+    for i, (module, replaced) in enumerate(zip(network, again, strict=True)):
+        parts.append(export_plain(module, shape) if replaced else Network([module], shape))
         multiplier = network.multiplier(i)
         if multiplier is not None and len(parts[-1]) == 1:
             parts[-1].carry(0, multiplier)

@@ -17,10 +17,10 @@ from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
 from lipkit.modules.graph import Add, Graph
-from lipkit.modules.guarding import guard
 from lipkit.modules.machine import chain_error, local_error
+from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
-from lipkit.modules.registry import export_part, lipschitz, output_shape
+from lipkit.modules.registry import export_parts, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
@@ -47,12 +47,7 @@ class Block(nn.Module):
 
 def _export_block(module: Block, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    parts: list[nn.Module] = []
-    for part in module.parts():
-        parts.append(export_part(part, input_shape))
-        input_shape = output_shape(parts[-1], input_shape)
-    first, activation, second = parts
-    return type(module)(first, activation, second, module.multiplier)
+    return type(module)(*export_parts(module.parts(), input_shape), module.multiplier)
 
 
 def _stored(kind: type[Block]) -> Stored:
@@ -103,9 +98,10 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     product = chain_constant(module.parts(), None)
     if not slope_restricted(module.activation) or not bool(product.isfinite()):
         return product
-    multiplier, one, two = module.multiplier, module.first, module.second
+    multiplier, one, two = module.multiplier, settled(module.first), settled(module.second)
     first, second = _matrix(one), _matrix(two)
-    if first is not None and second is not None and len(first) == len(multiplier) == second.shape[1]:
+    alike = type(one) is type(two)  # else hidden units are columns of an image for one, its channels for the other
+    if alike and first is not None and second is not None and len(first) == len(multiplier) == second.shape[1]:
         return torch.minimum(product, sandwich_gain(first, second, multiplier))
     if type(one) is FourierConv2d and type(two) is FourierConv2d and one.out_channels == len(multiplier):
         transforms = one.matrices() if one.whole and two.whole else []
@@ -180,9 +176,8 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
 
 def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     """The smaller of the multiplier's bound and 1 + the product of the three parts' constants."""
-    guard(*module.parts())
-    lam, one, two = module.multiplier, module.first, module.second
-    product = up(1 + torch.stack([lipschitz(part).to(lam.device) for part in module.parts()]).prod(), 5)
+    lam, one, two = module.multiplier, settled(module.first), settled(module.second)
+    product = up(1 + chain_constant(module.parts(), None), 5).to(lam.device)
     usable = slope_restricted(module.activation) and bool((torch.isfinite(lam) & (lam >= 0)).all())
     if not usable or not bool(product.isfinite()):
         return product

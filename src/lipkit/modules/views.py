@@ -6,6 +6,7 @@ All are exact, except bilinear upsampling. Dimensions are counted as in torch; n
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,14 @@ class Reshape(Shown):
         if x.ndim < 2 or math.prod(x.shape[1:]) != math.prod(self.shape):
             raise ShapeError(f"Reshape: expected {math.prod(self.shape)} entries of each sample, got {tuple(x.shape)}")
         return x.reshape(x.shape[0], *self.shape)
+
+
+def per_channel(module: Any, values: Tensor, x: Tensor) -> Tensor:
+    """``values`` (..., n) shaped to meet dimension 1 of x; ``ShapeError`` unless x has the module's channels there."""
+    if x.ndim < 2 or x.shape[1] != module.channels:
+        expected = f"expected {module.channels} channels in dimension 1"
+        raise ShapeError(f"{type(module).__name__}: {expected}, got shape {tuple(x.shape)}")
+    return values.view(*values.shape, *[1] * (x.ndim - 2))
 
 
 def reshaped(shape: Shape) -> nn.Module:
