@@ -353,21 +353,26 @@ def made(runs: Sequence[TableRun], row: Row) -> list[TableRecord]:
     ]
 
 
-def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[TableRecord]:
-    """The kept records of a row in the ``folder`` of its table, at the given scale or the largest that has records.
+def kept(table: Table, folder: Path, scale: Scale | None = None) -> dict[str, list[TableRecord]]:
+    """The records in ``folder`` of each row, by its label, at the given scale or the largest that has records.
 
-    A record is ``current`` if its recipe agrees with one of ``runs``, the present plan at every scale (`plan`).
+    A record is ``current`` if its recipe agrees with that of a run in the row's present plan.
     """
-    for wanted in SCALES if scale is None else (scale,):
-        paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
-        if paths:
+    found: dict[str, list[TableRecord]] = {row.label: [] for row in table.rows}
+    scales = SCALES if scale is None else (scale,)
+    out = Path("runs") / folder.name
+    runs = [run for each in scales for run in plan(table, out, scale=each)] if folder.is_dir() else []
+    for row in table.rows:
+        for wanted in scales:
+            paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
             now = [run for run in runs if run.row == row and run.scale == wanted]
-            found = [(path, read_any_record(path)) for path in paths]
-            return [
-                TableRecord(wanted, _seed(path), record, current=any(_same(record, run) for run in now))
-                for path, record in found
-            ]
-    return []
+            for path in paths:
+                record = read_any_record(path)
+                current = any(_same(record, run) for run in now)
+                found[row.label].append(TableRecord(wanted, _seed(path), record, current=current))
+            if paths:
+                break
+    return found
 
 
 def _seed(path: Path) -> int:

@@ -17,12 +17,12 @@ from lipkit.errors import OptionError
 ATTACKED = 1000
 # Name in a table -> module of this package that holds a function of that name.
 MEASURES = {
-    "block_evaluation": "times",
-    "exponential": "times",
+    "block_evaluation": "speed",
+    "exponential": "speed",
     "gap": "kernels",
     "kernel_bounds": "kernels",
     "layer_step": "speed",
-    "lipconvnet_step": "times",
+    "lipconvnet_step": "speed",
     "modulus": "kernels",
     "network_bounds": "networks",
     "network_step": "speed",
