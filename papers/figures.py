@@ -33,7 +33,7 @@ class Curve:
     joined: bool = True
     ours: list[Point] = field(default_factory=list)
     published: list[Point] = field(default_factory=list)
-    lines: list[tuple[Point, float]] = field(default_factory=list)
+    lines: list[tuple[tuple[float, float], float]] = field(default_factory=list)
 
 
 @dataclass
