@@ -455,7 +455,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "EfficientNet block": (MBConv, (3, 16, 16)),
     "ViT": (ViT, (3, 16, 16)),
 }
-"""Name to constructor and the shape of one input; the last two have a Lipschitz constant on a box only."""
+"""Name to constructor and the shape of one input."""
+
+ON_A_BOX = ("EfficientNet block", "ViT")
+"""Those that have a Lipschitz constant on a box only."""
 
 SMALL: dict[str, Callable[[], nn.Module]] = {
     "LeNet": lambda: LeNet(2),

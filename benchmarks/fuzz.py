@@ -39,34 +39,10 @@ from lipkit.interop import from_pretrained, save_pretrained
 
 SECONDS, BYTES = 20, 1 << 29
 WORDS = (
-    *(
-        b"null",
-        b"NaN",
-        b"Infinity",
-        b"-1",
-        b"1e999",
-        b"[]",
-        b"{}",
-        b'""',
-        b"true",
-        b"[[[[[[",
-        b'{"a":',
-        b"\x00",
-        b"\xff" * 8,
-    ),
-    *(
-        b"os\nsystem\n",
-        b"cnumpy\nndarray\n",
-        b"(",
-        b".",
-        b"\x80\x02",
-        b"\x8c\x02os",
-        b"\x93",
-        b"F32",
-        b"BF16",
-        b"data_offsets",
-    ),
-)
+    b"null", b"NaN", b"Infinity", b"-1", b"1e999", b"[]", b"{}", b'""', b"true", b"[[[[[[", b'{"a":', b"\x00",
+    b"\xff" * 8, b"os\nsystem\n", b"cnumpy\nndarray\n", b"(", b".", b"\x80\x02", b"\x8c\x02os", b"\x93",
+    b"F32", b"BF16", b"data_offsets",
+)  # fmt: skip
 Reader = Callable[[Path], object]
 
 

@@ -14,12 +14,10 @@ import sys
 import time
 
 import torch
-from benchmarks.architectures import NETWORKS
+from benchmarks.architectures import NETWORKS, ON_A_BOX
 
 from lipkit import certify, export, lipschitz
 from lipkit.analysis import lipschitz_lower_bound
-
-ON_A_BOX = ("EfficientNet block", "ViT")
 
 
 def row(name: str) -> str:

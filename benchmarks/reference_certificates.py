@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.architectures import NETWORKS, SMALL, settle
+from benchmarks.architectures import NETWORKS, ON_A_BOX, SMALL, settle
 from torch import nn
 
 import lipkit
@@ -44,8 +44,6 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "wide_resnet": ("wide_resnet", {"widen": 1, "input_shape": (3, 16, 16), "classes": 4}),
     "convnet": ("convnet", {"classes": 4}),
 }
-BOX = {"EfficientNet block": (0.0, 1.0), "ViT": (0.0, 1.0)}
-"""Those of the twelve networks that have a Lipschitz constant on a box only."""
 
 
 def names() -> list[str]:
@@ -74,13 +72,13 @@ def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 def certificates(name: str) -> dict[str, Any]:
     """SHA-256, constants, logits and radii of one network, floats as hexadecimal strings."""
     model, shape = network(name)
-    exported = lipkit.export(model, shape, box=BOX.get(name))
+    exported = lipkit.export(model, shape, box=(0.0, 1.0) if name in ON_A_BOX else None)
     exported.input_range = (0.0, 1.0)  # integer programs hold no inputs outside a range
     x = torch.rand(SAMPLES, *shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         logits = exported(x)
     labels = logits.argmax(1)
-    bound = lipkit.lipschitz(exported if name in BOX else model, shape)
+    bound = lipkit.lipschitz(exported if name in ON_A_BOX else model, shape)
     found: dict[str, Any] = {"bound": float(bound.detach()).hex(), "labels": labels.tolist()}
     found["logits"] = [value.hex() for value in logits[0].tolist()]
     for rounding, evaluator in WAYS:

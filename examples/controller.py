@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime
 import torch
 from torch import Tensor, nn
 
@@ -42,14 +42,9 @@ def law(x: np.ndarray) -> np.ndarray:
     wanted = 3 * np.tanh(-(0.8 * position + 1.2 * velocity) / 3)
     roll, pitch, yaw = attitude.T
     thrust = MASS * (GRAVITY + wanted[:, 2]) / (np.cos(roll) * np.cos(pitch))
-    tilt = np.stack(
-        (
-            wanted[:, 0] * np.sin(yaw) - wanted[:, 1] * np.cos(yaw),
-            wanted[:, 0] * np.cos(yaw) + wanted[:, 1] * np.sin(yaw),
-            np.zeros(len(x)),
-        ),
-        axis=1,
-    )
+    forward = wanted[:, 0] * np.cos(yaw) + wanted[:, 1] * np.sin(yaw)
+    left = wanted[:, 1] * np.cos(yaw) - wanted[:, 0] * np.sin(yaw)
+    tilt = np.column_stack((-left, forward, np.zeros(len(x))))
     limit = np.array([0.3, 0.3, 0.1])
     stiffness, damping = np.array([16.0, 16.0, 4.0]), np.array([7.0, 7.0, 3.0])
     torque = INERTIA * (stiffness * (tilt / GRAVITY - attitude) - damping * rates)
@@ -114,25 +109,10 @@ def train(steps: int, seed: int = 0) -> nn.Sequential:
 
 def write_onnx(plain: lipkit.modules.Network, gamma: float, path: Path) -> None:
     """Plain ONNX of any batch size, with the gain and the multipliers that prove it among its metadata."""
-    import onnx
-
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it reports that torchvision is not there
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
-        batch = ({0: torch.export.Dim("batch")},)
-        program = torch.onnx.export(
-            plain, (torch.zeros(2, *plain.input_shape),), dynamo=True, dynamic_shapes=batch, verbose=False
-        )
-    model = program.model_proto
-    for node in model.graph.node:
-        del node.metadata_props[:]  # file names and stack traces of this computer
-    onnx.helper.set_model_props(
-        model,
-        {
-            "lipkit.gamma": repr(gamma),
-            "lipkit.multipliers": json.dumps([m.tolist() for m in plain.multipliers().values()]),
-        },
-    )
+    model = onnx.load(lipkit.interop.write_onnx(plain, path))
+    multipliers = [m.tolist() for m in plain.multipliers().values()]
+    model.metadata_props.add(key="lipkit.gamma", value=repr(gamma))
+    model.metadata_props.add(key="lipkit.multipliers", value=json.dumps(multipliers))
     onnx.save(model, path)
 
 
@@ -174,8 +154,6 @@ def main(arguments: list[str] | None = None) -> None:
     checker = [sys.executable, str(Path(__file__).with_name("verify_onnx.py")), str(path)]
     checked = subprocess.run([*checker, str(options.out / "samples.npz")], check=True, capture_output=True, text=True)
     print(checked.stdout, end="")
-
-    import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name

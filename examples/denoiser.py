@@ -83,9 +83,8 @@ def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, see
     generator = torch.Generator().manual_seed(seed)
     optimiser, start = torch.optim.Adam(net.parameters(), lr=rate), time.process_time()
     for step in range(steps):
-        optimiser.param_groups[0]["lr"] = (
-            rate * min(1.0, 20 * (step + 1) / steps) * math.cos(math.pi * step / steps / 2) ** 2
-        )
+        warm, falling = min(1.0, 20 * (step + 1) / steps), math.cos(math.pi * step / steps / 2) ** 2
+        optimiser.param_groups[0]["lr"] = rate * warm * falling
         clean = patches(strips, 16, generator)
         loss = (net(clean + NOISE * torch.randn(clean.shape, generator=generator)) - clean).square().mean()
         optimiser.zero_grad()

@@ -13,7 +13,6 @@ from lipkit.cli.main import data_root
 from lipkit.cli.main import main as program
 from lipkit.cli.train import split_arguments
 from lipkit.errors import OptionError, suggestion
-from lipkit.experiments.outcome import Display
 from lipkit.files import write_atomic
 from lipkit.memory import keep_freed_memory
 from lipkit.report.record import hardware
@@ -21,7 +20,7 @@ from lipkit.text import table as aligned
 from papers import table_runs, tables
 from papers.figures import draw
 from papers.table_runs import TableRecord
-from papers.tables import SCALES, Available, Scale, Table
+from papers.tables import Available, Scale, Table
 
 
 @click.command("papers", context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,23 +83,30 @@ def command(
             raise click.UsageError(
                 "--records only reads: expected no KEY=VALUE and no option but --scale, --all, --row and --figures"
             )
-        for number, (key, table) in enumerate(chosen.items()):
-            click.echo(("\n\n" if number else "") + print_kept(key, table, records, scale, figures))
+        for key, table in chosen.items():
+            found = table_runs.kept(table, records / key, scale)
+            print_table(key, table, found, figures, last=key == [*chosen][-1])
         return
     if root is not None:
         overrides.append(data_root(root))
-    wanted: Scale = scale or "full"
     available = Available(root)
     failed: list[str] = []
     with display() as show:
-        for number, (key, table) in enumerate(chosen.items()):
-            text, problems = run_table(
-                key, table, overrides, seeds, workers, out, scale=wanted, available=available, root=root, keep=keep,
-                figures=figures, show=show, make=not only_print, keep_going=everything,
-                thin=not skip_thin,
+        for key, table in chosen.items():
+            runs = table_runs.plan(
+                table, out / key, overrides, seeds,
+                scale=scale or "full", available=available, root=root, thin=not skip_thin,
             )  # fmt: skip
-            failed += [f"{key}: {problem}" for problem in problems]
-            click.echo(("\n\n" if number else "") + text)
+            if not only_print:
+                show.note(f"{key}: {table.source}, scale {scale or 'full'}")
+                at_a_time = workers or (hardware().cores if table.parallel else 1)
+                problems = table_runs.make_missing(runs, workers=at_a_time, display=show, keep_going=everything)
+                failed += [f"{key}: {problem}" for problem in problems]
+            if keep is not None:
+                show.note(f"{len(table_runs.keep(runs, keep / key))} records are in {keep / key}")
+            found = {row.label: table_runs.made(runs, row) for row in table.rows}
+            folder = figures or (out / key if any(found.values()) else None)
+            print_table(key, table, found, folder, last=key == [*chosen][-1])
     if failed:
         raise click.ClickException(f"{len(failed)} runs failed: {'; '.join(failed)}")
 
@@ -134,53 +140,17 @@ def only_rows(table: Table, labels: Sequence[str]) -> Table:
     return table.model_copy(update={"rows": rows})
 
 
-def run_table(
-    name: str,
-    table: Table,
-    overrides: Sequence[str],
-    seeds: int | None,
-    workers: int | None,
-    out: Path,
-    *,
-    scale: Scale,
-    available: Available,
-    root: Path | None,
-    keep: Path | None,
-    figures: Path | None,
-    show: Display,
-    make: bool,
-    keep_going: bool,
-    thin: bool = True,
-) -> tuple[str, list[str]]:
-    """Make the missing runs; return the table as text and the failed runs."""
-    runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root, thin=thin)
-    failed: list[str] = []
-    if make:
-        show.note(f"{name}: {table.source}, scale {scale}")
-        workers = workers or (hardware().cores if table.parallel else 1)
-        failed = table_runs.make_missing(runs, workers=workers, display=show, keep_going=keep_going)
-    if keep is not None:
-        copied = table_runs.keep(runs, keep / name)
-        show.note(f"{len(copied)} records are in {keep / name}")
-    found = {row.label: table_runs.made(runs, row) for row in table.rows}
-    return render(name, table, found, figures or (out / name if any(found.values()) else None)), failed
-
-
-def print_kept(name: str, table: Table, folder: Path, scale: Scale | None, figures: Path | None = None) -> str:
-    """The table from kept records, as text."""
-    runs = [run for each in SCALES for run in table_runs.plan(table, Path("runs") / name, scale=each)]
-    found = {row.label: table_runs.kept(folder / name, row, runs, scale) for row in table.rows}
-    return render(name, table, found, figures)
-
-
-def render(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]], figures: Path | None) -> str:
-    """The table as text; its picture, if it has one, as a file in ``figures``."""
+def print_table(
+    name: str, table: Table, found: Mapping[str, Sequence[TableRecord]], figures: Path | None, *, last: bool
+) -> None:
+    """Print the table; draw its picture, if it has one, to a file in ``figures``."""
     text = table_runs.render(table, found)
-    if table.figure is None or figures is None:
-        return text
-    figures.mkdir(parents=True, exist_ok=True)
-    write_atomic(figures / f"{name}.svg", draw(name, table, found).encode())
-    return f"{text}\nfigure: {figures / f'{name}.svg'}"
+    if table.figure is not None and figures is not None:
+        path = figures / f"{name}.svg"
+        figures.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, draw(name, table, found).encode())
+        text += f"\nfigure: {path}"
+    click.echo(text + ("" if last else "\n\n"))
 
 
 def main(arguments: Sequence[str]) -> int:

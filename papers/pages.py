@@ -87,20 +87,13 @@ def cost_key(recipe: Recipe) -> dict[str, Any]:
 @functools.cache
 def found_of(name: str) -> dict[str, list[TableRecord]]:
     """The kept records of a table, by the labels of its rows."""
-    table, folder = TABLES[name], RECORDS / name
-    runs = [run for scale in SCALES for run in plan(table, Path("runs") / name, scale=scale)] if folder.is_dir() else []
-    return {row.label: kept(folder, row, runs) if runs else [] for row in table.rows}
+    return kept(TABLES[name], RECORDS / name)
 
 
 @functools.cache
 def known_costs() -> dict[str, dict[str, Any]]:
     """`cost_key` as JSON text -> its measured cost."""
     return {json.dumps(one["recipe"], sort_keys=True): one for one in json.loads(COSTS.read_text()).values()}
-
-
-def cost_of(recipe: Recipe) -> dict[str, Any]:
-    """The measured cost of a recipe; empty if it was not measured."""
-    return known_costs().get(json.dumps(cost_key(recipe), sort_keys=True), {})
 
 
 def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
@@ -130,7 +123,8 @@ def missing_run(run: TableRun, found: Sequence[TableRecord]) -> Missing:
     """Cost of a run; a training takes the mean time of the row's full records, else its extrapolated cost."""
     if run.recipe is None:
         return Missing(measurement_hours(run.row, found), ABSENT.get(str(run.row.options.get("data"))))
-    made, cost = [one.record.times["train"] / 3600 for one in found if one.scale == "full"], cost_of(run.recipe)
+    made = [one.record.times["train"] / 3600 for one in found if one.scale == "full"]
+    cost = known_costs().get(json.dumps(cost_key(run.recipe), sort_keys=True), {})
     hours = statistics.fmean(made) if made else cost.get("hours")
     return Missing(hours, ABSENT.get(run.recipe.data.spec), cost.get("left_out", UNMEASURED))
 
@@ -270,9 +264,8 @@ def row_line(name: str, row: Row, columns: Sequence[str]) -> str:
         wanted = TABLES[name].seeds if found[0].scale == "full" else 1
         star = "" if all(one.current for one in found) else "*"
         number = f"{len(found)} of {wanted}" if len(found) < wanted else len(found)
-        how = (
-            f"{found[0].scale}{star}, {number} run{'s' * (wanted > 1)}, {max(one.record.created for one in found)[:10]}"
-        )
+        day = max(one.record.created for one in found)[:10]
+        how = f"{found[0].scale}{star}, {number} run{'s' * (wanted > 1)}, {day}"
         how += f"; in full: {price(missing)}" if missing else ""
     else:
         how = row.absent or f"not made: {price(missing)}"
@@ -315,13 +308,8 @@ def rows_of(paper: Paper) -> Iterator[str]:
     """The lines of one paper."""
     lines = [(item, f"| {item} | not made: {reason} | | |") for item, reason in paper.not_made.items()]
     for item, arguments, name, rows in paper.rows(TABLES):
-        cells = (
-            item,
-            f"`python -m papers {arguments}`",
-            recorded(name, rows),
-            summary(name, rows, paper.said.get(item)),
-        )
-        lines.append((item, f"| {' | '.join(cells)} |"))
+        made, verdicts = recorded(name, rows), summary(name, rows, paper.said.get(item))
+        lines.append((item, f"| {item} | `python -m papers {arguments}` | {made} | {verdicts} |"))
     yield from (line for _, line in sorted(lines, key=lambda pair: order(pair[0])))
 
 
@@ -336,10 +324,8 @@ def index() -> str:
 
 def totals() -> str:
     """How many figures of each paper have each verdict, and what the rest would cost."""
-    heads, columns = (
-        ["published", "reached", "by one seed", "missed", "at 400 s", "times", "not made", "parameters", "left"],
-        [],
-    )
+    heads = ["published", "reached", "by one seed", "missed", "at 400 s", "times", "not made", "parameters", "left"]
+    columns = []
     for paper in load_papers().values():
         tables = [name for name, table in TABLES.items() if table.source.startswith(paper.source)]
         verdicts = [verdict for name in tables for verdict in verdicts_of(name, TABLES[name].rows)]
@@ -347,9 +333,8 @@ def totals() -> str:
         counted = f"{right} of {right + wrong} right" if right + wrong else ""
         missing = merged(runs for name in tables for runs in missing_runs(name).values())
         left = price(missing).partition(";")[0].removesuffix(" core hours")
-        columns.append(
-            [paper.source.partition(",")[0], len(verdicts), *(verdicts.count(word) for word in VERDICTS), counted, left]
-        )
+        numbers = [len(verdicts), *(verdicts.count(word) for word in VERDICTS)]
+        columns.append([paper.source.partition(",")[0], *numbers, counted, left])
     head, *rows = zip(["", *heads], *columns, strict=True)
     lines = [f"| {' | '.join(map(str, row))} |" for row in (head, ["--:"] * len(head), *rows)]
     return "\n" + "\n".join(lines) + "\n\n"

@@ -353,21 +353,26 @@ def made(runs: Sequence[TableRun], row: Row) -> list[TableRecord]:
     ]
 
 
-def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[TableRecord]:
-    """The kept records of a row in the ``folder`` of its table, at the given scale or the largest that has records.
+def kept(table: Table, folder: Path, scale: Scale | None = None) -> dict[str, list[TableRecord]]:
+    """The records in ``folder`` of each row, by its label, at the given scale or the largest that has records.
 
-    A record is ``current`` if its recipe agrees with one of ``runs``, the present plan at every scale (`plan`).
+    A record is ``current`` if its recipe agrees with that of a run in the row's present plan.
     """
-    for wanted in SCALES if scale is None else (scale,):
-        paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
-        if paths:
+    found: dict[str, list[TableRecord]] = {row.label: [] for row in table.rows}
+    scales = SCALES if scale is None else (scale,)
+    out = Path("runs") / folder.name
+    runs = [run for each in scales for run in plan(table, out, scale=each)] if folder.is_dir() else []
+    for row in table.rows:
+        for wanted in scales:
+            paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
             now = [run for run in runs if run.row == row and run.scale == wanted]
-            found = [(path, read_any_record(path)) for path in paths]
-            return [
-                TableRecord(wanted, _seed(path), record, current=any(_same(record, run) for run in now))
-                for path, record in found
-            ]
-    return []
+            for path in paths:
+                record = read_any_record(path)
+                current = any(_same(record, run) for run in now)
+                found[row.label].append(TableRecord(wanted, _seed(path), record, current=current))
+            if paths:
+                break
+    return found
 
 
 def _seed(path: Path) -> int:
@@ -409,33 +414,36 @@ def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
     return f"{table.source}: {table.description}\n\n{aligned([], [header, *lines])}" + (f"\n\n{notes}" if notes else "")
 
 
-def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence[str] | None = None) -> list[list[str]]:
+def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence[str]) -> list[list[str]]:
     """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
 
-    ``also`` names the figures of further columns; None for those of the table. The deviation of a single run is its
-    95 % interval, if the figure is a fraction of test images.
-
+    ``also`` names the figures of further columns. The deviation of a single run is its 95 % interval, if the figure is
+    a fraction of test images.
     """
     measured = [figures(one.record) for one in found]
     names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
-    published, columns = table.published(row), table.also if also is None else also
+    published = table.published(row)
     marks = [("" if one.current else "*") + (", slow machine" if slow(row, one.record) else "") for one in found]
     scale = ", ".join(dict.fromkeys(one.scale + mark for one, mark in zip(found, marks, strict=True)))
+
+    def values_of(name: str) -> list[float]:
+        return [metrics[name] for metrics in measured if name in metrics]
+
+    def mean_of(name: str) -> float | None:
+        return statistics.fmean(values) if (values := values_of(name)) else None
+
     lines = []
     for column, name in names.items():
-        values = [metrics[name] for metrics in measured if name in metrics]
-        mean = statistics.fmean(values) if values else None
+        values, mean, paper = values_of(name), mean_of(name), published.get(column)
         deviation = statistics.stdev(values) if len(values) > 1 else None
-        paper = published.get(column)
         difference = None if mean is None or paper is None else mean - paper
         ends = interval(found[0].record, name) if len(values) == 1 and len(found) == 1 else None
         spread = f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f} %" if ends else shown(name, deviation)
-        extra = [_mean(other, [metrics[other] for metrics in measured if other in metrics]) for other in columns]
         ours = NOT_MADE if not found else shown(name, mean) or "n/a"
         lines.append(
             [
                 row.label, column, scale, str(len(values)) if found else "", shown(name, paper), ours,
-                spread, shown(name, difference, sign=True), *extra,
+                spread, shown(name, difference, sign=True), *(shown(other, mean_of(other)) for other in also),
             ]
         )  # fmt: skip
     return lines
@@ -451,10 +459,6 @@ def shown(name: str, value: float | None, sign: bool = False) -> str:
         return ""
     plus = "+" if sign else ""
     return f"{100 * value:{plus}.2f} %" if is_fraction(name) else f"{value:{plus}.4g}"
-
-
-def _mean(name: str, values: Sequence[float]) -> str:
-    return shown(name, statistics.fmean(values)) if values else ""
 
 
 def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:

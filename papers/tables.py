@@ -20,23 +20,10 @@ Scale = Literal["full", "budget", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "budget", "smoke")
 # Figures that are fractions, printed in per cent: names in ``metrics()`` without their brackets.
 FRACTIONS = (
-    "clean",
-    "clean_attacked",
-    "certified",
-    "pgd",
-    "pgd_linf",
-    "cw",
-    "autoattack",
-    "autoattack_apgd",
-    "autoattack_early",
-    "tightness",
-    "reached",
-    "error_after",
-    "layer_gain",
-    "least_layer_gain",
-    "pgd_after",
-    "cw_after",
-)
+    "clean", "clean_attacked", "certified", "pgd", "pgd_linf", "pgd_after", "cw", "cw_after",
+    "autoattack", "autoattack_apgd", "autoattack_early",
+    "tightness", "reached", "error_after", "layer_gain", "least_layer_gain",
+)  # fmt: skip
 
 
 class _Part(BaseModel):
@@ -70,10 +57,6 @@ class After(_Part):
     budget: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale budget")
     smoke: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale smoke")
     skip: tuple[Scale, ...] = Field(default=(), description="scales that leave it out")
-
-    def at(self, scale: Scale) -> dict[str, Any]:
-        """The options at a scale."""
-        return {**self.options, **{"full": {}, "budget": self.budget, "smoke": self.smoke}[scale]}
 
 
 class Reference(_Part):
@@ -145,18 +128,19 @@ class Table(_Part):
 
     def overrides(self, row: Row, scale: Scale) -> list[str]:
         """Changes of the row's recipe at a scale, in the order in which they apply."""
-        if scale == "full":
-            return list(row.set)
-        own = row.budget if scale == "budget" else row.smoke
-        return [*row.set, *(self.budget if scale == "budget" else self.smoke), *own]
+        return [*row.set, *_at(scale, self.budget, self.smoke), *_at(scale, row.budget, row.smoke)]
 
     def options(self, row: Row, scale: Scale) -> dict[str, Any]:
         """Options of the row's measurement at a scale."""
-        return {**row.options, **{"full": {}, "budget": row.budget_options, "smoke": row.smoke_options}[scale]}
+        return {**row.options, **dict(_at(scale, row.budget_options, row.smoke_options))}
 
     def after_options(self, scale: Scale) -> dict[str, tuple[str, dict[str, Any]]]:
         """Name -> measurement of the trained networks and its options at a scale."""
-        return {name: (a.measure, a.at(scale)) for name, a in self.after.items() if scale not in a.skip}
+        return {
+            name: (one.measure, {**one.options, **dict(_at(scale, one.budget, one.smoke))})
+            for name, one in self.after.items()
+            if scale not in one.skip
+        }
 
     def published(self, row: Row) -> dict[str, float | None]:
         """The paper's figures by column, fractions in [0, 1]; None where the paper has no number."""
@@ -172,6 +156,11 @@ class Table(_Part):
             column: value / 100 if value is not None and self.per_cent and is_fraction(figure) else value
             for (column, figure), value in zip(self.columns.items(), figures, strict=True)
         }
+
+
+def _at(scale: Scale, budget: Any, smoke: Any) -> Any:
+    """The changes at a scale; the full one has none."""
+    return {"full": (), "budget": budget, "smoke": smoke}[scale]
 
 
 class Paper(_Part):
@@ -225,40 +214,27 @@ def is_fraction(figure: str) -> bool:
     return figure.partition("(")[0] in FRACTIONS
 
 
-def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
-    """The tables of the files in ``published``, by name, in the order of the files' names.
-
-    Keys that begin with a dot are no tables: they hold YAML anchors that several tables share.
-
-    >>> load_tables()["square_wave"].source
-    'Wang & Manchester, ICML 2023, table 1'
-    """
-    tables: dict[str, Table] = {}
-    for content in _contents(files).values():
-        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
-    return tables
+def _published() -> dict[str, dict[str, Any]]:
+    files = sorted((Path(__file__).parent / "published").glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
 
 
-def load_papers(files: Sequence[Any] | None = None) -> dict[str, Paper]:
-    """The numbered items of each paper, by the name of its file.
+def load_papers() -> dict[str, Paper]:
+    """The numbered items of each paper, by the name of its file in ``published``.
 
     >>> load_papers()["cayley"].made["table 8"]
     ('cayley_8',)
     """
-    return {
-        name: Paper.model_validate(content[".paper"])
-        for name, content in _contents(files).items()
-        if ".paper" in content
-    }
+    return {name: Paper.model_validate(tables[".paper"]) for name, tables in _published().items() if ".paper" in tables}
 
 
-def _contents(files: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
-    if files is None:
-        files = sorted((Path(__file__).parent / "published").glob("*.yaml"))
-    return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
-
-
-TABLES: dict[str, Table] = load_tables()
+# By name, in the order of the files' names. Keys that begin with a dot hold YAML anchors that several tables share.
+TABLES: dict[str, Table] = {
+    name: Table.model_validate(table)
+    for tables in _published().values()
+    for name, table in tables.items()
+    if not name.startswith(".")
+}
 
 DIGITS = "papers.tables:enlarged_digits"
 # Substitutes for a data set, with the same number of channels, in order of preference.

@@ -17,32 +17,19 @@ from lipkit.errors import OptionError
 ATTACKED = 1000
 # Name in a table -> module of this package that holds a function of that name.
 MEASURES = {
-    "block_evaluation": "times",
-    "exponential": "times",
-    "gap": "kernels",
-    "kernel_bounds": "kernels",
-    "layer_step": "speed",
-    "lipconvnet_step": "times",
-    "modulus": "kernels",
+    **dict.fromkeys(("gap", "kernel_bounds", "modulus", "truncation"), "kernels"),
+    **dict.fromkeys(("layer_step", "network_step", "recipe_step", "lipconvnet_step"), "speed"),
+    **dict.fromkeys(("block_evaluation", "exponential"), "speed"),
     "network_bounds": "networks",
-    "network_step": "speed",
-    "recipe_step": "speed",
-    "square_wave_fit": "square_wave",
     "norm_preservation": "preservation",
-    "truncation": "kernels",
+    "square_wave_fit": "square_wave",
     "wasserstein": "trained",
 }
-AFTER = {
-    "accuracy": "trained",
-    "attack": "trained",
-    "attack_steps": "trained",
-    "jacobian_norms": "trained",
-    "layer_gains": "trained",
-    "layer_norms": "trained",
-    "responses": "trained",
-    "local_lipschitz": "trained",
-    "secant_slopes": "trained",
-}
+# Measurements of a trained network.
+AFTER = dict.fromkeys(
+    ("accuracy", "attack", "attack_steps", "jacobian_norms", "layer_gains", "layer_norms", "responses",
+     "local_lipschitz", "secant_slopes"), "trained"
+)  # fmt: skip
 # Measurements from the files that training wrote to the run's folder: ``(folder, **options) -> figures by name``.
 OF_FOLDER = {"learning_curve": "trained"}
 

@@ -1,45 +1,51 @@
-"""Run times of layers and networks as ratios to plain ones, by the clocks of ``benchmarks.speed``."""
+"""Run times of layers, networks and matrix exponentials, as ratios, by the clocks of ``benchmarks.speed``.
+
+All are process times of one thread. The contenders take turns, each at least twice, and a ratio is that of the medians.
+"""
 
 from __future__ import annotations
 
-import importlib
-import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.speed import work
+from benchmarks.speed.clock import Work, cpu_clock, interleaved, measuring
+from benchmarks.speed.networks import CIRCULAR, step
+from benchmarks.speed.ratios import median, ratio
+from benchmarks.speed.shapes import Shape
 from torch import nn
 
-import lipkit
 from lipkit import models
 from lipkit.errors import OptionError
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers.families import get
+from lipkit.linalg.exponential import skew_bound, skew_part, taylor
+from lipkit.lowering import export
+from lipkit.models import lipconvnet
+from lipkit.models.convolutional import BLOCKS
 
 
-def benchmark(name: str) -> Any:
-    """Import a module of ``benchmarks.speed``, a folder of the source tree that is not in the wheel.
-
-    Raises:
-        OptionError: there is no folder ``benchmarks`` beside the sources.
-
-    >>> benchmark("shapes").Shape(3, 8, 16).input_shape
-    (3, 16, 16)
-    """
-    root = Path(lipkit.__file__).parents[2]
-    if not (root / "benchmarks" / "speed").is_dir():
-        raise OptionError(f"run times: expected the source tree of lipkit, with benchmarks/speed, got {root}")
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
-    return importlib.import_module(f"benchmarks.speed.{name}")
+def times(
+    seed: int, make: Callable[[], Mapping[str, Work]], seconds: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median time of each contender over the first one's, and in ms; ``make`` builds them with torch's seed set."""
+    with torch.random.fork_rng(devices=[]), measuring("cpu"):
+        torch.manual_seed(seed)
+        samples = interleaved(make(), cpu_clock, seconds=seconds, least=2)
+    first = next(iter(samples.values()))
+    return (
+        {name: ratio(one, first) for name, one in samples.items()},
+        {name: 1e3 * median(one) for name, one in samples.items()},
+    )
 
 
-def _ratio(samples: dict[str, list[float | None]]) -> tuple[float, float]:
-    """Median over the rounds of the layer's time over the plain one's, and the layer's median time in ms."""
-    both = [(t, r) for t, r in zip(samples["layer"], samples["plain"], strict=True) if t is not None and r is not None]
-    return statistics.median(t / r for t, r in both), 1e3 * statistics.median(t for t, _ in both)
+def compared(seed: int, make: Callable[[], tuple[Work, Work]], seconds: float) -> dict[str, float]:
+    """``ratio`` of the time of the second contender over that of the first, and the second one's ``ms``."""
+    ratios, ms = times(seed, lambda: dict(zip(("plain", "other"), make(), strict=True)), seconds)
+    return {"ratio": ratios["other"], "ms": ms["other"]}
 
 
 def network_step(
@@ -58,21 +64,18 @@ def network_step(
         model: name of the architecture, ``lipkit list models``.
         layer: acronym of the family, or ``plain_conv``: plain convolutions before Cayley's dense layers.
         batch: images of a step: forward, cross-entropy, backward, Adam.
-        seconds: budget of each of the two, which take turns; at least two steps each.
+        seconds: budget of each of the two.
         options: of both networks.
 
     Returns:
-        ``ratio``, median over the turns, and ``ms``, process time of one step on one thread.
+        ``ratio``, and ``ms`` of one step.
     """
-    clock, networks = benchmark("clock"), benchmark("networks")
-    circular = {"padding_mode": "circular"}
-    with torch.random.fork_rng(devices=[]), clock.measuring("cpu"):
-        torch.manual_seed(seed)
-        plain = models.build(model, layer="plain", **circular, **options)
-        network = models.build(model, layer=layer, **(circular if layer == "plain_conv" else {}), **options)
-        work = {"plain": networks.step(plain, batch), "layer": networks.step(network, batch)}
-        ratio, ms = _ratio(clock.interleaved(work, clock.cpu_clock, seconds=seconds, least=2))
-    return {"ratio": ratio, "ms": ms}
+    own = CIRCULAR if layer == "plain_conv" else {}
+
+    def contender(layer: str, **own: Any) -> Work:
+        return step(models.build(model, layer=layer, **own, **options), batch)
+
+    return compared(seed, lambda: (contender("plain", **CIRCULAR), contender(layer, **own)), seconds)
 
 
 def recipe_step(
@@ -88,29 +91,50 @@ def recipe_step(
     batch: int | None = None,
     seconds: float = 5.0,
 ) -> dict[str, float]:
-    """A training step of a recipe's network over that of another recipe's.
+    """A training step of a recipe's network over that of another recipe's, as `network_step`.
 
     Args:
         recipe, set: a packaged recipe and its changes.
         over: the other recipe.
         both: changes made to both recipes.
         side, classes: of the random images, 3 x side x side, and of the outputs.
-        batch: images of a step: forward, cross-entropy, backward, Adam. None: those of the recipe.
-        seconds: budget of each of the two, which take turns; at least two steps each.
-
-    Returns:
-        ``ratio``, median over the turns, and ``ms``, process time of one step on one thread.
+        batch: images of a step. None: those of each recipe.
+        seconds: budget of each of the two.
     """
-    clock, networks = benchmark("clock"), benchmark("networks")
     shape = (3, side, side)
-    with torch.random.fork_rng(devices=[]), clock.measuring("cpu"):
-        torch.manual_seed(seed)
-        work = {}
-        for name, read in (("plain", load_recipe(over, list(both))), ("layer", load_recipe(recipe, [*set, *both]))):
-            network = models.build(read.model.name, input_shape=shape, classes=classes, **read.model.options)
-            work[name] = networks.step(network, batch or read.train.batch_size, shape=shape)
-        ratio, ms = _ratio(clock.interleaved(work, clock.cpu_clock, seconds=seconds, least=2))
-    return {"ratio": ratio, "ms": ms}
+
+    def contender(name: str, changes: Sequence[str]) -> Work:
+        read = load_recipe(name, list(changes))
+        network = models.build(read.model.name, input_shape=shape, classes=classes, **read.model.options)
+        return step(network, batch or read.train.batch_size, shape=shape)
+
+    return compared(seed, lambda: (contender(over, both), contender(recipe, [*set, *both])), seconds)
+
+
+def lipconvnet_step(
+    *,
+    seed: int = 0,
+    root: Path | None = None,
+    depth: int,
+    network: Mapping[str, Any],
+    over: Mapping[str, Any],
+    width: float = 1.0,
+    batch: int = 128,
+    seconds: float = 5.0,
+) -> dict[str, float]:
+    """A training step of a LipConvnet on 3 x 32 x 32 images over that of another one, as `network_step`.
+
+    Args:
+        depth, width: of both.
+        network, over: further options of `lipkit.models.lipconvnet`.
+        batch: images of a step.
+        seconds: budget of each of the two.
+    """
+
+    def contender(options: Mapping[str, Any]) -> Work:
+        return step(lipconvnet(depth, width=width, **options), batch)
+
+    return compared(seed, lambda: (contender(over), contender(network)), seconds)
 
 
 def layer_step(
@@ -134,7 +158,7 @@ def layer_step(
         vary: the quantity that varies: ``channels`` (cin and cout), ``cin``, ``cout``, ``side`` or ``kernel``.
         values: of that quantity, one for each point of the curve.
         batch: images.
-        seconds: budget of each of the two, which take turns, at each point.
+        seconds: budget of each of the two at each point.
         cin, cout, side, kernel: of the layer, where they do not vary.
 
     Returns:
@@ -143,16 +167,89 @@ def layer_step(
     fixed = {"cin": cin, "cout": cout, "side": side, "kernel": kernel}
     if vary not in ("channels", *fixed):
         raise OptionError(f"vary: expected channels, {', '.join(fixed)}, got {vary!r}")
-    clock, work, shapes = benchmark("clock"), benchmark("work"), benchmark("shapes")
     figures: dict[str, float] = {}
     for value in values:
         c = fixed | ({"cin": value, "cout": value} if vary == "channels" else {vary: value})
-        with torch.random.fork_rng(devices=[]), clock.measuring("cpu"):
-            torch.manual_seed(seed)
-            plain = nn.Conv2d(c["cin"], c["cout"], c["kernel"], padding=c["kernel"] // 2, padding_mode="circular")
-            layer = get(family).conv(c["cin"], c["cout"], c["kernel"])
-            arguments = work.tensors(shapes.Shape(c["cin"], c["cout"], c["side"]), batch, "cpu")
-            both = {"plain": work.train_step(plain, *arguments), "layer": work.train_step(layer, *arguments)}
-            ratio, ms = _ratio(clock.interleaved(both, clock.cpu_clock, seconds=seconds))
-        figures |= {f"ratio({value})": ratio, f"ms({value})": ms}
+        one = compared(seed, partial(layer_and_plain, family, batch, **c), seconds)
+        figures |= {f"{name}({value})": figure for name, figure in one.items()}
     return figures
+
+
+def layer_and_plain(family: str, batch: int, cin: int, cout: int, side: int, kernel: int) -> tuple[Work, Work]:
+    """Training steps of the plain circular convolution of a shape, and of the family's layer."""
+    plain = nn.Conv2d(cin, cout, kernel, padding=kernel // 2, padding_mode="circular")
+    tensors = work.tensors(Shape(cin, cout, side), batch, "cpu")
+    return work.train_step(plain, *tensors), work.train_step(get(family).conv(cin, cout, kernel), *tensors)
+
+
+def block_evaluation(
+    *, seed: int = 0, root: Path | None = None, depth: int, width: float = 1.0, batch: int = 128, seconds: float = 3.0
+) -> dict[str, float]:
+    """Evaluation of the third block of a LipConvnet of SOC layers over that of ECO layers, exported.
+
+    ``convolutions`` is the comparison in [ECO]: weights are computed beforehand, SOC takes 10 convolutions per layer.
+
+    Args:
+        depth, width: of the network, whose block has depth / 5 convolutions on 6 x 6 pixels.
+        batch: images.
+        seconds: budget of each contender.
+
+    Returns:
+        ``convolutions``, ``layers`` and ``exported``: time of SOC's Taylor recurrence (its export with zero padding),
+        of its layers in evaluation mode, which bound their kernel at each call, and of their export with circular
+        padding, one Fourier convolution; all relative to ECO's export, which takes ``ms``.
+    """
+
+    def make() -> dict[str, Work]:
+        blocks = {family: third_block(depth, family, width).eval() for family in ("eco", "soc")}
+        blocks["convolutions"] = third_block(depth, "soc", width, padding_mode="zeros").eval()
+        channels = max(2, 2 * round(BLOCKS[1][1] * width / 2))
+        x = torch.rand(batch, channels, 6, 6)
+        fixed = {family: export(block, (channels, 6, 6)) for family, block in blocks.items()}
+        forward = work.forward_pass
+        return {name: forward(block, x) for name, block in fixed.items()} | {"layers": forward(blocks["soc"], x)}
+
+    ratios, ms = times(seed, make, seconds)
+    exported = {"convolutions": ratios["convolutions"], "exported": ratios["soc"]}
+    return {"layers": ratios["layers"], **exported, "ms": ms["eco"]}
+
+
+def third_block(depth: int, family: str, width: float = 1.0, **options: Any) -> nn.Sequential:
+    """The third block of ``lipconvnet(depth, layer=family, last_options=options)``: convolutions, MaxMin after each.
+
+    >>> [type(layer).__name__ for layer in third_block(10, "eco", 0.1)]
+    ['EcoConv2d', 'MaxMin', 'EcoConv2d', 'MaxMin']
+    """
+    network = lipconvnet(depth, layer=family, width=width, last_options=options)
+    layers = [layer for layer in network if not isinstance(layer, nn.ZeroPad2d)]
+    each = 2 * depth // len(BLOCKS)
+    return nn.Sequential(*layers[2 * each : 3 * each])
+
+
+def exponential(
+    *,
+    seed: int = 0,
+    root: Path | None = None,
+    channels: int,
+    count: int = 5,
+    terms: int = 10,
+    seconds: float = 3.0,
+) -> dict[str, float]:
+    """Time of the exact exponential of a layer's skew matrices over that of their Taylor polynomial, without gradients.
+
+    Args:
+        seed: of the matrices, normal and divided by a bound of their norm.
+        channels: size of the matrices.
+        count: how many; 5 for kernels of 3 x 3.
+        terms: T, the degree.
+        seconds: budget of each of the two.
+
+    Returns:
+        ``ratio``, and ``ms`` of the polynomial.
+    """
+    a = skew_part(torch.randn(count, channels, channels, generator=torch.Generator().manual_seed(seed)))
+    a = a / skew_bound(a)[:, None, None]
+    both = {"truncated": lambda: taylor(a, terms), "exact": lambda: torch.linalg.matrix_exp(a)}
+    with torch.inference_mode():
+        ratios, ms = times(seed, lambda: both, seconds)
+    return {"ratio": ratios["exact"], "ms": ms["truncated"]}

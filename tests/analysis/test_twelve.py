@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.architectures import NETWORKS, SMALL, settle
+from benchmarks.architectures import NETWORKS, ON_A_BOX, SMALL, settle
 from torch import nn
 
 from lipkit import analyze, certify, export, lipschitz, load, save
@@ -21,7 +21,6 @@ from lipkit.interop import load_onnx, onnx_runtime, write_onnx
 
 pytestmark = pytest.mark.usefixtures("onnx_operators_once")
 
-ON_A_BOX = ("EfficientNet block", "ViT")
 EVERYWHERE = [name for name in SMALL if name not in ON_A_BOX]
 
 

@@ -16,8 +16,8 @@ from lipkit.experiments.recipe import load_recipe
 from papers import full_costs, pages
 
 ROOT = Path(__file__).parents[2]
-# Written down from the papers alone: the numbers of their tables and figures, and the experiments that have none.
 VERDICT = r": (?:reached|missed by|budget:|on a CPU|(?:not )?as printed|not made(?= \|))"
+# Written down from the papers alone: the numbers of their tables and figures, and the experiments that have none.
 NUMBERED = json.loads((Path(__file__).parent / "numbered.json").read_text())
 PAPERS = load_papers()
 
@@ -49,13 +49,7 @@ def test_the_page_has_every_published_figure_and_full_rows_first() -> None:
         lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
         printed = [sum(value is not None for value in row.published) for row in table.rows]
         assert len(lines) == sum(count > 0 for count in printed), name
-        verdicts = [
-            word
-            for line in lines
-            for word in re.findall(
-                r": (?:reached|missed by|budget:|on a CPU|(?:not )?as printed|not made(?= \|))", line
-            )
-        ]
+        verdicts = [word for line in lines for word in re.findall(VERDICT, line)]
         assert len(verdicts) == sum(printed), name
         places = [line.startswith("| full") for line in (f"| {line.split(' | ')[1]}" for line in lines)]
         assert places == sorted(places, reverse=True), name
