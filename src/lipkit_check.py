@@ -408,16 +408,14 @@ def linear(config, get, shape):
     n, m = config["in_features"], config["out_features"]
     need(shape[-1] == n, f"{n} features, got {shape}")
     (w, error), bias = ops.of(get("weight", (m, n))), get.bias(config, m)
-    pixels = math.prod(shape[:-1])
 
     def forward(c):
         y = ops.dot(c.reshape(-1, n), w).reshape(*c.shape[:-1], m)
         return y if bias is None else ops.add(y, bias)
 
-    stack = w[None]
-    blocks = (stack, error, 1, "dense")
-    out = (*shape[:-1], m)
-    return product(stack, error, m * pixels, out, forward, spectral(stack, error), bias, blocks=blocks)
+    stack, out = w[None], (*shape[:-1], m)
+    norm, blocks = spectral(stack, error), (stack, error, 1, "dense")
+    return product(stack, error, math.prod(out), out, forward, norm, bias, blocks=blocks)
 
 
 def symbol(kernel, error, sides, starts, dilation, strides):
@@ -1428,7 +1426,6 @@ ARGUMENTS = {
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
     "Pad": "padding*", "Flatten": "start_dim end_dim", "Reshape Expand": "shape*", "Piece": "dim start stop step",
     "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
-    "Recurrent": "in_features out_features states units% block phi! gain. rate.",
     "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
