@@ -65,11 +65,6 @@ def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
     else:
         points = half_turn(periods)
         points = points[points.sum(1) % 2 == 0]
-    return each_group(points, symbol)
-
-
-def each_group(points: Tensor, symbol: GramSymbol) -> Tensor:
-    """Points ``(N, 2)`` of every group, in the order of the groups: ``(g N, 3)``."""
     group = torch.arange(symbol.groups).repeat_interleave(len(points))
     return torch.cat((group[:, None], points.repeat(symbol.groups, 1)), 1).to(symbol.lags.device)
 

@@ -113,10 +113,8 @@ def write_certificate(file: CertificateFile, path: str | Path) -> Path:
         "data": dict(file.data),
         "versions": dict(file.versions),
     }
-    columns = (found.label, found.prediction, found.radius, found.radius_ignored, found.margin)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    lines = [_dump(header)]
-    lines += [_dump(dict(zip(COLUMNS, (index, *row), strict=True))) for index, row in enumerate(rows)]
+    rows = zip(range(len(found)), *(getattr(found, name).tolist() for name in COLUMNS[1:]), strict=True)
+    lines = [_dump(header), *(_dump(dict(zip(COLUMNS, row, strict=True))) for row in rows)]
     path, data = Path(path), ("\n".join(lines) + "\n").encode()
     write_atomic(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path

@@ -298,13 +298,12 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     if turned:
         back = functools.partial(F.conv2d, **options)
         ahead: Any = functools.partial(F.conv_transpose2d, output_padding=module.output_padding, **options)
-        counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         # Output padding adds windows behind those of the inputs: they are dropped.
         adjoint = lambda a: back(a, weight)[..., : into[1], : into[2]]  # noqa: E731
     else:
         ahead = functools.partial(F.conv2d, **options)
-        counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         adjoint = lambda a: conv2d_input((len(a), *into), weight, a, **options)  # noqa: E731
+    counts = module.in_channels // groups * taps, module.out_channels // groups * taps
     bias = None if module.bias is None else module.bias.detach()[:, None, None].expand(out)
     # The blocked evaluator sums only these in blocks.
     noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
@@ -326,9 +325,8 @@ def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
 def _averages(circuit: Circuit, module: Any, value: int) -> int:
     shape = circuit.shapes[value]
     out = output_shape(module, shape)
-    centred, most = isinstance(module, LayerCenter), 0
-    if isinstance(module, nn.AvgPool2d):
-        most = abs(module.divisor_override or 0)
+    centred = isinstance(module, LayerCenter)
+    most = abs(module.divisor_override or 0) if isinstance(module, nn.AvgPool2d) else 0
     if centred:
         terms = math.prod(shape)
     else:
@@ -404,8 +402,7 @@ def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
     sorted_ = circuit.stack(parts, 1)
     if isinstance(module, MaxMin):
         return sorted_
-    whole = _positions(shape, torch.device("cpu"))[0].long()
-    return circuit.select(sorted_, torch.stack(whole.chunk(2), 1).flatten(0, 1))  # pairs side by side again
+    return circuit.select(sorted_, torch.stack(grid.chunk(2), 1).flatten(0, 1))  # pairs side by side again
 
 
 @circuit_rule(nn.MaxPool2d)
