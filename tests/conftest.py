@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for place in range(min(FAST_CASES, len(alike))):
             alike[place * len(alike) // min(FAST_CASES, len(alike))].add_marker("fast")
+
+
+def pytest_runtest_setup() -> None:
+    """For every ONNX file, torch parses the source of its 500 translations again: here once per process."""
+    exporter = sys.modules.get("torch.onnx._internal.exporter._registration")
+    registry = getattr(exporter, "ONNXRegistry", None)
+    read = getattr(registry, "from_torchlib", None)
+    if registry is not None and read is not None and not hasattr(read, "cache_info"):
+        registry.from_torchlib = staticmethod(functools.cache(read))
 
 
 @pytest.fixture(scope="module")
