@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,15 +44,6 @@ FLAWS = """() => {
 }"""
 
 
-@pytest.fixture(scope="session")
-def onnx_operators_once() -> Iterator[None]:
-    """torch.onnx parses the source of 497 operators at every export, 0.4 of its time: in these tests only once."""
-    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib)))
-        yield
-
-
 # Of a test with more cases than this, as many are fast, evenly spread.
 FAST_CASES = 8
 
@@ -68,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for place in range(min(FAST_CASES, len(alike))):
             alike[place * len(alike) // min(FAST_CASES, len(alike))].add_marker("fast")
+
+
+def pytest_runtest_setup() -> None:
+    """For every ONNX file, torch parses the source of its 500 translations again: here once per process."""
+    exporter = sys.modules.get("torch.onnx._internal.exporter._registration")
+    registry = getattr(exporter, "ONNXRegistry", None)
+    read = getattr(registry, "from_torchlib", None)
+    if registry is not None and read is not None and not hasattr(read, "cache_info"):
+        registry.from_torchlib = staticmethod(functools.cache(read))
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ from lipkit.errors import NoRuleError, OptionError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.interop import load_onnx, onnx_runtime, write_onnx
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 EVERYWHERE = [name for name in SMALL if name not in ON_A_BOX]
 
 

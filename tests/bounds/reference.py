@@ -68,17 +68,18 @@ def symbol_norm(kernel: Tensor, w: np.ndarray) -> np.ndarray:
     k = kernel.detach().double().numpy()
     first = np.exp(1j * np.outer(w[:, 0], np.arange(k.shape[2])))
     second = np.exp(1j * np.outer(w[:, 1], np.arange(k.shape[3])))
-    symbols = np.einsum("ocst,ns,nt->noc", k, first, second, optimize=True)
+    symbols = np.tensordot(first[:, :, None] * second[:, None, :], k, axes=((1, 2), (2, 3)))
     return np.linalg.svd(symbols, compute_uv=False)[:, 0]
 
 
 def supremum(kernel: Tensor) -> float:
     """The largest ``||F(w)||``: a fine grid, then the best points improved by Nelder and Mead."""
     side = [1 if k == 1 else 8 * k for k in kernel.shape[2:]]
-    w = np.stack(np.meshgrid(*(2 * np.pi * np.arange(s) / s for s in side), indexing="ij"), -1).reshape(-1, 2)
+    w = np.stack(np.meshgrid(*(2 * np.pi * np.arange(s) / s for s in side), indexing="ij"), -1)
+    w = w[: side[0] // 2 + 1].reshape(-1, 2)  # w and -w have the same norm
     values = symbol_norm(kernel, w)
     best = values.max()
-    for start in w[np.argsort(values)[-8:]]:  # w and -w have the same norm
+    for start in w[np.argsort(values)[-5:]]:
         found = minimize(
             lambda x: -symbol_norm(kernel, x[None])[0], start, method="Nelder-Mead", options={"xatol": 1e-6}
         )

@@ -42,7 +42,7 @@ def kernel_of(kind: str, *shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.thorough
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     kind=st.sampled_from(["random", "smooth", "low rank", "one tap", "float32"]),
     n=st.sampled_from([3, 5, 8, 16]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from lipkit import layers
 from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import load
 
+_digits = cache(lambda: load("digits").test)
+
 
 def digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first test images and labels."""
-    return load("digits").test.batch(slice(0, count))
+    x, y = _digits().batch(slice(0, count))
+    return x.clone(), y.clone()
 
 
 def tiny() -> nn.Module:

@@ -130,17 +130,19 @@ def cost(bomb: Bomb) -> tuple[bool, int, int]:
     return refused, peak, calls
 
 
-SIZES = {"AdaptiveAvgPool2d": 1 << 20, "Pad": 1 << 30, "Pad and back": 1 << 30, "pieces": 15,
-         "Mean": 1 << 22, "logits": 1 << 20, "modules": 1 << 15, "TaylorConv2d": 50, "slopes": 100}  # fmt: skip
+SIZES = {"AdaptiveAvgPool2d": 1 << 20, "Pad": 1 << 30, "Pad and back": 1 << 30, "pieces": 10,
+         "Mean": 1 << 22, "logits": 1 << 20, "modules": 1 << 12, "TaylorConv2d": 50, "slopes": 100}  # fmt: skip
 LONG = ("modules", "pieces")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in LONG)) for n in BOMBS])
-def test_bombs_are_refused_before_they_cost_anything(name: str) -> None:
+def test_bombs_are_refused_before_they_cost_anything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = 8 if name in LONG else 1
+    monkeypatch.setattr(k, "FREE", k.FREE // part)  # what is allowed in proportion
     refused, peak, calls = cost(BOMBS[name](SIZES.get(name, 1 << 14)))
     assert refused
-    assert peak < 64 << 20
-    assert calls < 4_000_000
+    assert peak < (64 << 20) // part
+    assert calls < 4_000_000 // part
 
 
 ONE = {"kernel_size": [1, 1], "in_channels": 1, "out_channels": 1, "bias": False}
@@ -198,8 +200,8 @@ def test_forms_of_many_pieces_are_paid() -> None:
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_is_just_small_enough_costs_little(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2
-    monkeypatch.setattr(k, "FREE", k.FREE // 4)  # what is allowed in proportion
+    monkeypatch.setattr(k, "FREE", k.FREE // 32)  # what is allowed in proportion
     while not (found := cost(BOMBS[name](2 * size)))[0]:
         size, (_, peak, calls) = 2 * size, found
-        assert peak < 32 << 20, size
-        assert calls < 1_000_000, size
+        assert peak < 4 << 20, size
+        assert calls < 125_000, size

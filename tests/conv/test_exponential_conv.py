@@ -143,8 +143,9 @@ def test_missing_channels_are_zeros_and_surplus_ones_are_dropped(way: Way) -> No
 def test_gradients(way: Way) -> None:
     torch.manual_seed(0)
     kernel, x = kernel_of(3, 3, 3).requires_grad_(), torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda k, x: exponential_conv2d(k, x, 5, 2, way=way), (kernel, x))
-    torch.autograd.gradgradcheck(lambda k, x: exponential_conv2d(k, x, 2, 1, way=way), (kernel[:, :, :1], x))
+    whole, row = (kernel, x), (kernel[:, :, :1], x)
+    torch.autograd.gradcheck(lambda k, x: exponential_conv2d(k, x, 5, 2, way=way), whole, fast_mode=True)
+    torch.autograd.gradgradcheck(lambda k, x: exponential_conv2d(k, x, 2, 1, way=way), row, fast_mode=True)
 
 
 def test_the_count_decides() -> None:

@@ -20,8 +20,6 @@ import torch
 
 from lipkit.modules import ROWS, guarding
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
 # Run by a test of its own, which compares the numbers in its comments too.

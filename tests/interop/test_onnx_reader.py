@@ -16,8 +16,6 @@ from lipkit.interop import write_onnx
 from lipkit.interop.onnx_operators import OPERATORS
 from lipkit.interop.onnx_reader import load_onnx, read_onnx
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 onnx = pytest.importorskip("onnx")
 onnx_files = pytest.importorskip("benchmarks.onnx_files")
 H = onnx.helper

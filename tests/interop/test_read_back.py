@@ -17,8 +17,6 @@ from lipkit.errors import LipkitError
 from lipkit.interop.runtimes import CLAIM
 from lipkit.modules.activations import ACTIVATIONS
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 
 def comes_back(network: modules.Network, onnx_file: Path, program: Path) -> None:
     """The network, from both of its files."""

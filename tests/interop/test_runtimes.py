@@ -18,8 +18,6 @@ from lipkit.experiments.build import load_data
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import families
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 SHAPE = (1, 6, 6)
 
 

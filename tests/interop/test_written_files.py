@@ -24,8 +24,6 @@ from lipkit.integer import c_source
 from lipkit.interop import runtimes
 from lipkit.modules.plain import stored_types
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 IMAGE = (2, 8, 8)
 Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
 

@@ -179,9 +179,9 @@ def test_taylor_exponential_ignores_the_scale() -> None:
 @pytest.mark.parametrize("complex_", [False, True])
 def test_gradients(shape: tuple[int, int], complex_: bool) -> None:
     w = random(2, *shape, dtype=torch.complex128 if complex_ else torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(exponential, w)
-    assert torch.autograd.gradcheck(lambda w: taylor_exponential(w, 5), w)
-    assert torch.autograd.gradcheck(lambda w: schatten_bound(skew_part(w)), w)
+    assert torch.autograd.gradcheck(exponential, w, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda w: taylor_exponential(w, 5), w, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda w: schatten_bound(skew_part(w)), w, fast_mode=True)
 
 
 def by_definition(w: torch.Tensor, terms: int, squarings: int = 4) -> torch.Tensor:

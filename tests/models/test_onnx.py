@@ -17,7 +17,7 @@ import lipkit
 from lipkit.layers import Normalize, Rescale
 from lipkit.models import build, lbdn
 
-pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("onnx_operators_once")]
+pytestmark = pytest.mark.thorough
 
 
 def to_onnx(network: lipkit.modules.Network) -> onnx.ModelProto:

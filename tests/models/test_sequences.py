@@ -15,8 +15,6 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.models import sequences
 from lipkit.models.sequences import SumOverTime
 
-pytestmark = pytest.mark.usefixtures("onnx_operators_once")
-
 MEAN, STD = [0.5, -1.0, 0.0], [0.5, 2.0, 1.0]
 
 
