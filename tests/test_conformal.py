@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lipkit import conformal, export, load, models, prove
@@ -103,28 +103,18 @@ def test_intervals_are_those_of_the_definition() -> None:
     assert found.predict_interval(new, 0.1).mean_width == pytest.approx(float(2 * q.mean()))
 
 
-def curve_of(net: Network, x: Tensor, y: Tensor, radii: list[float]) -> conformal.CoverageCurve:
-    return conformal.calibrate(net, x[:60], y[:60]).coverage_curve(x[60:], y[60:], radii, alpha=0.1)
-
-
 @pytest.mark.thorough
-def test_the_curve_falls_and_bounds_what_attacks_leave() -> None:
+def test_sets_made_for_eps_keep_their_coverage_under_attack() -> None:
     split = load_data("digits").test
     x, y = split.batch(slice(None))
     net = load("digits-cayley")
-    found = curve_of(net, x, y, [0.0, 0.2, 0.4])
-    assert list(found.measured) == sorted(found.measured, reverse=True)
-    room = math.sqrt(math.log(20) / (2 * (len(x) - 60)))
-    assert found.coverage[1] == pytest.approx(found.measured[1] - room)
     sets, wide = conformal.calibrate(net, x[:60], y[:60]), load("digits-cayley").double()
     moved, label = x[60:].double().requires_grad_(), y[60:]
     outputs = wide(moved)
     margin = outputs.gather(1, label[:, None])[:, 0] - outputs.scatter(1, label[:, None], -9.0).amax(1)
     (slope,) = torch.autograd.grad(margin.sum(), moved)
     attacked = (moved - 0.2 * slope / slope.flatten(1).norm(dim=1).view(-1, 1, 1, 1)).detach().clamp(0, 1)
-    assert sets.predict_set(attacked, 0.1).coverage(label) >= found.measured[1]
     assert sets.predict_set(attacked, 0.1, 0.2).coverage(label) >= sets.predict_set(x[60:], 0.1).coverage(label)
-    assert ">=" in str(found)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.01, 1.0, float("nan"), True, "a"])
@@ -147,10 +137,6 @@ def test_what_does_not_fit_is_refused() -> None:
         conformal.calibrate(classifier(), x, torch.randn(9))
     with pytest.raises(OptionError, match="expected labels from 0 to 2"):
         conformal.calibrate(classifier(), x, torch.full((9,), 3))
-    with pytest.raises(OptionError, match="delta"):
-        found.coverage_curve(x, torch.randint(3, (9,)), [0.1], delta=0.7)
-    with pytest.raises(OptionError, match="eps: expected radii"):
-        found.coverage_curve(x, torch.randint(3, (9,)), 0.1)  # type: ignore[arg-type]
     sets, labels = found.predict_set(x, 0.2), torch.randint(3, (9,))
     assert sets.coverage(labels.numpy()) == sets.coverage(labels)
     for wrong, error in ((labels[:3], ShapeError), (labels.float(), OptionError), (labels + 3, OptionError)):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -108,32 +107,6 @@ def _covers(found: PredictionSets | PredictionIntervals) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class CoverageCurve(Shown):
-    """Lower bounds of the coverage that plain sets (made for eps = 0) keep under attack.
-
-    Attributes:
-        eps: radii.
-        coverage: for each, a lower bound of the probability that the plain set of a new sample, moved anywhere within
-            eps, holds its label (intervals: all its targets). All hold together with probability at least ``1 - delta``
-            over the samples of the curve.
-        measured: for each, the fraction of those samples whose sets are certain to hold the label.
-        alpha, delta: of the sets, and of the curve.
-    """
-
-    eps: tuple[float, ...]
-    coverage: tuple[float, ...]
-    measured: tuple[float, ...]
-    alpha: float
-    delta: float
-
-    def describe(self) -> str:
-        """The curve as a table."""
-        head = f"plain sets of 1 - alpha = {1 - self.alpha:g} keep, at all radii with confidence {1 - self.delta:g}"
-        rows = zip(self.eps, self.coverage, self.measured, strict=True)
-        return "\n".join([head, *(f"{format_radius(e):>8}  >= {c:.4f}  (measured {m:.4f})" for e, c, m in rows)])
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration(Shown):
     """Conformity scores of a network on data that it was not trained on.
 
@@ -204,34 +177,6 @@ class Calibration(Shown):
         half = torch.where(outputs.isfinite(), half, math.inf)  # what overflowed may be anything
         outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, eps)
-
-    def coverage_curve(
-        self, x: Samples, y: Samples, eps: Sequence[float], *, alpha: float = 0.1, delta: float = 0.05
-    ) -> CoverageCurve:
-        r"""The coverage that plain sets keep under attack: :math:`F_m(\varepsilon) - \sqrt{\log(1/\delta) / 2m}`.
-
-        F is the fraction of m more samples whose plain set holds the label wherever the input moves within eps. Its
-        deviation is bounded for all eps together (Dvoretzky, Kiefer & Wolfowitz; Massart 1990).
-
-        Args:
-            x, y: m samples, neither trained on nor calibrated with, drawn independently as the new one is.
-            eps: l2 radii.
-            alpha: of the plain sets.
-            delta: probability that the curve is too high somewhere, in (0, 0.5].
-
-        Raises:
-            OptionError, ShapeError: as `predict_set`; a delta outside (0, 0.5].
-        """
-        if not 0 < delta <= 0.5:
-            raise OptionError(f"delta: expected a number in (0, 0.5], got {delta!r}")
-        if not hasattr(eps, "__iter__"):
-            raise OptionError(f"eps: expected radii, such as [0, 0.1], got {eps!r}")
-        q, x, y = self.quantile(alpha), as_tensor(x), as_tensor(y)
-        measured, worst = _measured(self.proof, x), _own if self.labels else _distances
-        radii = tuple(finite("eps", radius, least=0) for radius in eps)
-        found = tuple(float((worst(measured, y, radius) <= q).all(1).double().mean()) for radius in radii)
-        room = math.sqrt(math.log(1 / delta) / (2 * len(x)))  # Massart's constant for one side
-        return CoverageCurve(radii, tuple(max(0.0, value - room) for value in found), found, alpha, delta)
 
     def _checked(self, labels: bool, eps: float) -> float:
         """``eps``, refused where targets are not of this kind."""
@@ -313,6 +258,6 @@ def _distances(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     return torch.where(outputs.isfinite(), distance, math.inf)
 
 
-__all__ = ["Calibration", "CoverageCurve", "PredictionIntervals", "PredictionSets", "calibrate"]
+__all__ = ["Calibration", "PredictionIntervals", "PredictionSets", "calibrate"]
 
 __dir__ = __all__.copy
