@@ -47,7 +47,8 @@ class Block(nn.Module):
 
 def _export_block(module: Block, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    return type(module)(*export_parts(module.parts(), input_shape), module.multiplier)
+    first, activation, second = export_parts(module.parts(), input_shape)
+    return type(module)(first, activation, second, module.multiplier)
 
 
 def _stored(kind: type[Block]) -> Stored:
