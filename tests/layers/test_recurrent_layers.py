@@ -169,6 +169,8 @@ def test_arguments_that_do_not_fit(make: Callable[[], nn.Module], match: str) ->
     torch.manual_seed(0)
     with pytest.raises(OptionError, match=match):
         make()
+    with pytest.raises(TypeError, match=r"Layer.__init__\(\) got an unexpected keyword argument 'activation'"):
+        R2dn(2, 3, 4, 6, activation="relu")
 
 
 def test_a_phi_that_was_replaced_is_refused() -> None:

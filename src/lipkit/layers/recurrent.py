@@ -44,16 +44,26 @@ class RecurrentLayer(nn.Module):
     phi: nn.Module
 
     def __init__(
-        self, in_features: int, out_features: int, states: int, gamma: float = 1.0, rate: float = 1.0, **place: Any
+        self,
+        in_features: int,
+        out_features: int,
+        states: int,
+        gamma: float = 1.0,
+        rate: float = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_dtype(place.get("dtype"))
+        check_dtype(dtype)
         check_positive(in_features=in_features, out_features=out_features, states=states)
         if not 0 < finite("rate", rate) <= 1:
             raise OptionError(f"rate: expected a number in (0, 1], got {rate}")
         self.in_features, self.out_features, self.states = in_features, out_features, states
         self.gamma, self.rate = finite("gamma", gamma, positive=True), float(rate)
-        self.state_bias, self.output_bias = (nn.Parameter(torch.zeros(n, **place)) for n in (states, out_features))
+        self.state_bias, self.output_bias = (
+            nn.Parameter(torch.zeros(n, device=device, dtype=dtype)) for n in (states, out_features)
+        )
 
     @property
     def place(self) -> dict[str, Any]:
