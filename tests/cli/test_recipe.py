@@ -42,7 +42,7 @@ def test_without_a_name_every_key_and_option_is_shown(capsys: pytest.CaptureFixt
     # Behind a description stands what the key takes.
     for end in (
         "peak learning rate (number > 0)",
-        "(number >= 0 < 1)",
+        "(number >= 0 and < 1)",
         "(global | local | best)",
         "l2 radii of the attack; null for those of eps (list of number >= 0, or null)",
     ):

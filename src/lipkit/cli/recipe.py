@@ -75,7 +75,7 @@ def takes(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema allows, in words.
 
     >>> takes({"anyOf": [{"type": "number", "gt": 0, "exclusiveMaximum": 1}, {"type": "null"}]})
-    'number > 0 < 1, or null'
+    'number > 0 and < 1, or null'
     """
     if parts := schema.get("anyOf"):
         return ", or ".join(map(takes, parts))
@@ -85,7 +85,8 @@ def takes(schema: Mapping[str, Any]) -> str:
         return f"list of {takes(schema.get('items', {}))}"
     kinds = {"string": "text", "boolean": "true | false", "object": "keys and values"}
     name = schema.get("type", "number")  # of the items of a pair
-    return " ".join([kinds.get(name, name), *(f"{SIGNS[key]} {schema[key]:g}" for key in SIGNS if key in schema)])
+    limits = " and ".join(f"{SIGNS[key]} {schema[key]:g}" for key in SIGNS if key in schema)
+    return f"{kinds.get(name, name)} {limits}".rstrip()
 
 
 def named_options() -> list[str]:
