@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lipkit import export
 from lipkit.analysis import analyze
 from lipkit.errors import NoRuleError
 
@@ -296,3 +297,25 @@ def test_the_modes_of_the_caller_change_nothing() -> None:
         assert analyze(model, (4,), restarts=1, steps=3) == expected
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert analyze(model, (4,), restarts=1, steps=3) == expected
+
+
+@pytest.mark.parametrize(("by_name", "by_place"), [
+    (lambda s, x: torch.add(input=s.a(x), other=x), lambda s, x: torch.add(s.a(x), x)),
+    (lambda s, x: torch.sub(s.a(x), other=x, alpha=3), lambda s, x: torch.sub(s.a(x), x, alpha=3)),
+    (lambda s, x: s.a(x).sub(other=x), lambda s, x: s.a(x) - x),
+    (lambda s, x: torch.mul(other=x, input=s.mid), lambda s, x: s.mid * x),
+    (lambda s, x: torch.div(other=s.mid, input=s.a(x)), lambda s, x: s.a(x) / s.mid),
+    (lambda s, x: torch.matmul(x, other=s.w), lambda s, x: x @ s.w),
+    (lambda s, x: torch.maximum(input=x, other=s.a(x)), lambda s, x: torch.maximum(x, s.a(x))),
+    (lambda s, x: torch.mean(dim=1, keepdim=True, input=s.a(x)), lambda s, x: s.a(x).mean(1, keepdim=True)),
+    (lambda s, x: torch.clamp(max=0.5, input=s.a(x)), lambda s, x: s.a(x).clamp(max=0.5)),
+])  # fmt: skip
+def test_operands_by_the_names_that_torch_gives_them(by_name, by_place):
+    torch.manual_seed(0)
+    named = Net(by_name).eval()
+    placed = Net(by_place).eval()
+    placed.load_state_dict(named.state_dict())
+    assert analyze(named, (4,)).upper == analyze(placed, (4,)).upper > 0
+    x = torch.randn(5, 4)
+    assert torch.equal(export(named, (4,))(x), export(placed, (4,))(x))
+    assert torch.allclose(export(named, (4,))(x), named(x))

@@ -131,6 +131,10 @@ class Interpreter:
     def _function(self, node: fx.Node, args: Any, kwargs: Any, results: tuple[Operand, ...]) -> Any:
         like = torch.zeros((), dtype=torch.float64 if self._bounding else self._format)
         name, what = _called(node), self._what(node)
+        for place, word in enumerate(("input", "other")):  # torch's names of its first two operands
+            ours = name.startswith(("torch.", "Tensor.")) and "input" not in kwargs.keys() - {word}
+            if word in kwargs and len(args) == place and ours:
+                args, kwargs = (*args, kwargs[word]), {key: value for key, value in kwargs.items() if key != word}
         call = batch_first(Build(name, what, node.target, args, kwargs, results, self.wiring, like, self._bounding))
         row = FUNCTIONS.get(call.target, Function())
         if row.rule is None and self._bounding:
