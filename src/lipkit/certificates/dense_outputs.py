@@ -207,7 +207,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     one = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)
     found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
-    last = proof.network[-1]
+    last = proof.network[-1] if len(proof.network) else None
     pointwise = type(last) is nn.Conv2d and {*last.kernel_size, *last.stride, last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
     made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
