@@ -25,6 +25,7 @@ from lipkit.modules.configuration import describe
 from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
+from lipkit.proof.roundoff import check_readable
 from lipkit.shown import Shown, upper
 
 
@@ -342,6 +343,7 @@ def as_tensor(values: object) -> Tensor:
         # torch takes only the machine's byte order.
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
+        check_readable(values)
         return values
     kind = "a masked array" if isinstance(values, np.ma.MaskedArray) else "an array"
     got = f"{kind} of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
