@@ -241,8 +241,8 @@ def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | No
     if proof.last is None or proof.body_constant is None:
         return constants, None
     distances = margins.row_distances(proof.last.weight.cpu())
-    body = margins.scaled_distances(distances, proof.body_constant * proof.slack)
-    return torch.minimum(constants, body), margins.scaled_distances(distances, 1.0)
+    body = margins.last_layer_constants(distances, proof.body_constant * proof.slack)
+    return torch.minimum(constants, body), margins.last_layer_constants(distances, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,7 +310,7 @@ def evaluate(
                 outputs.append(logits[-1].values)
             if check is not None:
                 check(outputs[-1])
-    return Measurement(proof, torch.cat(outputs), sound.Logits.join(logits) if logits else None, made_for)
+    return Measurement(proof, torch.cat(outputs), sound.merged(logits, torch.cat) if logits else None, made_for)
 
 
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 128) -> Measurement:
