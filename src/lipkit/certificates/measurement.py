@@ -106,8 +106,8 @@ def _asked(
     return where, evaluators.evaluator(evaluator, where, network, rounding)
 
 
-# What no function of a plain module depends on: hooks of gradients, the line of the code that it stands for.
-_IDLE = ("_is_full_backward_hook", "where")
+# What no function of a plain module depends on: hooks of gradients, its line in the code, the first value of a weight.
+_IDLE = ("_is_full_backward_hook", "where", "init")
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
