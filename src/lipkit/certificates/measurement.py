@@ -313,12 +313,12 @@ def evaluate(
     return Measurement(proof, torch.cat(outputs), sound.merged(logits, torch.cat) if logits else None, made_for)
 
 
-def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 128) -> Measurement:
+def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:
     """`measure` for the rounding, evaluator and device of a proof; None proves the network for the default ones."""
-    check_inputs(network, x, batch_size)
+    check_inputs(network, x, 1)
     proof = prove(network) if proof is None else proof
-    made = {"rounding": proof.rounding, "evaluator": proof.evaluator.option, "device": proof.device}
-    return measure(network, x, batch_size=batch_size, proof=proof, **made)  # type: ignore[arg-type]
+    name, where = proof.evaluator.option, proof.device
+    return measure(network, x, rounding=proof.rounding, evaluator=name, batch_size=128, device=where, proof=proof)
 
 
 Samples = Tensor | np.ndarray[Any, Any]
