@@ -340,6 +340,10 @@ def test_loaders_are_refused_with_the_remedy() -> None:
             certify(network, other, y)
     with pytest.raises(OptionError, match="numpy arrays of numbers, got NoneType"):
         certify(network, x)
+    for strange, remedy in ((x.to_sparse(), r"use \.to_dense"), (x.to("meta"), "load its numbers first")):
+        with pytest.raises(OptionError, match=remedy):
+            certify(network, strange, y)
+    assert certify(network, x.to_sparse().to_dense(), y).radius.equal(certify(network, x, y).radius)
 
 
 @pytest.mark.parametrize("eps", ["36/255", None, math.nan])

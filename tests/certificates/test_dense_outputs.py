@@ -161,6 +161,14 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], kind: type[Exc
         dense(identity(3, 4), **given)  # type: ignore[arg-type]
 
 
+def test_a_network_without_modules_decides_by_its_inputs() -> None:
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    y = x.argmax(1)
+    empty, same = Network([], (2,)), Network([nn.Flatten()], (2,))
+    for eps, right in ((0.7, [1, 1]), (0.71, [0, 0])):  # 1 / sqrt(2) turns each
+        assert dense(empty, x, y, eps).worst.tolist() == dense(same, x, y, eps).worst.tolist() == right
+
+
 def test_labels_may_be_integers_of_any_size() -> None:
     x, y = sample(3, 4, 5)
     expected = dense(identity(4, 5), x, y, 0.1)

@@ -21,6 +21,10 @@ def double(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def last_layer(weight: torch.Tensor, constant: float) -> torch.Tensor:
+    return margins.last_layer_constants(margins.row_distances(weight), constant)
+
+
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=200)
 @given(st.lists(FINITE, min_size=2, max_size=5), st.floats(1e-6, 1e6))
@@ -43,7 +47,7 @@ def test_last_layer_radius_is_the_exact_one_rounded_down(
     weight: list[float], values: list[float], constant: float
 ) -> None:
     label = int(values[1] > values[0])
-    pairs = margins.last_layer_constants(double([weight[:2], weight[2:]]), constant)
+    pairs = last_layer(double([weight[:2], weight[2:]]), constant)
     radius = margins.radii(double([values]), torch.tensor([label]), pairs).item()
     square = sum((Fraction(weight[j]) - Fraction(weight[2 + j])) ** 2 for j in range(2)) * Fraction(constant) ** 2
     margin = abs(Fraction(values[0]) - Fraction(values[1]))
@@ -86,7 +90,7 @@ def test_the_smaller_constant_counts_pair_by_pair() -> None:
 )
 @pytest.mark.parametrize("constant", [0.0, 1e-300, 1.0, math.inf])
 def test_no_radius(logits: list[float], constant: float) -> None:
-    for pairs in (margins.global_constants(constant, 3), margins.last_layer_constants(torch.eye(3), constant)):
+    for pairs in (margins.global_constants(constant, 3), last_layer(torch.eye(3), constant)):
         assert margins.radii(double([logits]), torch.tensor([0]), pairs).item() == 0.0
 
 
@@ -101,14 +105,14 @@ def test_an_unknown_constant_certifies_nothing() -> None:
     logits, label = double([[5.0, 0.0]]), torch.tensor([0])
     assert margins.radii(logits, label, margins.global_constants(math.inf, 2)).item() == 0.0
     equal_rows = torch.ones(2, 3)
-    assert margins.radii(logits, label, margins.last_layer_constants(equal_rows, math.inf)).item() == 0.0
+    assert margins.radii(logits, label, last_layer(equal_rows, math.inf)).item() == 0.0
     unknown_rows = double([[math.nan, 0.0], [0.0, 0.0]])
     for constant in (0.0, 1.0, math.inf):
-        assert margins.radii(logits, label, margins.last_layer_constants(unknown_rows, constant)).item() == 0.0
+        assert margins.radii(logits, label, last_layer(unknown_rows, constant)).item() == 0.0
 
 
 def test_rows_that_differ_by_less_than_the_root_of_the_smallest_number_are_not_equal() -> None:
-    pairs = margins.last_layer_constants(double([[1e-200, 0.0], [0.0, 0.0]]), 1.0)
+    pairs = last_layer(double([[1e-200, 0.0], [0.0, 0.0]]), 1.0)
     assert pairs[0, 1].item() == pytest.approx(1e-200, rel=1e-12)
     assert pairs[0, 1].item() >= 1e-200
 
@@ -135,7 +139,7 @@ def test_refuses_what_is_no_constant(constant: float) -> None:
     with pytest.raises(OptionError, match=f"expected a Lipschitz constant >= 0, got {constant}"):
         margins.global_constants(constant, 2)
     with pytest.raises(OptionError, match=f"got {constant}"):
-        margins.last_layer_constants(torch.eye(2), constant)
+        last_layer(torch.eye(2), constant)
 
 
 @pytest.mark.parametrize(
@@ -158,4 +162,4 @@ def test_refuses_constants_of_another_size() -> None:
     with pytest.raises(ShapeError, match=r"\(3, 3\), got \(2, 2\)"):
         margins.radii(torch.zeros(1, 3), torch.tensor([0]), torch.zeros(2, 2))
     with pytest.raises(ShapeError, match=r"\(K, n\), got \(3,\)"):
-        margins.last_layer_constants(torch.zeros(3), 1.0)
+        last_layer(torch.zeros(3), 1.0)

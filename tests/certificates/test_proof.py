@@ -291,6 +291,18 @@ def test_sizes_that_only_describe_a_weight_may_be_stale() -> None:
         lipkit.prove(steep)
 
 
+def test_the_first_value_of_a_slope_is_no_part_of_the_network() -> None:
+    network = lipkit.export(nn.Sequential(nn.Linear(2, 3), nn.PReLU(init=0.1), nn.Linear(3, 2)), (2,))
+    x, y = torch.eye(2), torch.tensor([0, 1])
+    proof = lipkit.prove(network)
+    radius = lipkit.certify(network, x, y, proof=proof).radius
+    with torch.no_grad():
+        network[1].weight.fill_(0.9)  # the slope itself is one
+    with pytest.raises(OptionError, match="expected one of the network with sha256"):
+        lipkit.certify(network, x, y, proof=proof)
+    assert not lipkit.certify(network, x, y).radius.equal(radius)
+
+
 def test_parts_count_in_the_order_of_the_chain_whatever_their_names() -> None:
     torch.manual_seed(0)
     plain, x = modules.Network([nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)], (3,)), torch.randn(6, 3)

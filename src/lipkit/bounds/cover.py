@@ -33,13 +33,12 @@ _DEPTH = 10
 
 
 class Cover(NamedTuple):
-    """A proved level, the frequency (group, point, periods) that required it, and the number of tests."""
+    """A proved level, and the frequency (group, point, periods) that required it."""
 
     level: float
     group: int
     point: tuple[int, int]
     periods: tuple[int, int]
-    tests: int
 
 
 def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
@@ -107,13 +106,12 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
     elsewhere, to choose the size of cells; no proof rests on them. The level proved is at most ``start.level`` or
     ``(1 + tolerance)`` times the supremum, whichever is larger.
     """
-    level, group, point, where, tests = start
+    level, group, point, where = start
     periods, _ = choose_periods(symbol, sample, level)
     cells = first_cells(symbol, periods)
     while len(cells):
         part = fraction(symbol, periods, level)
         if part > 0:
-            tests += len(cells)
             cells = cells[~symbol.below(cells, periods, level * part, max(1 - part, tolerance))]
         if not len(cells):
             break
@@ -127,4 +125,4 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
         # If that is no higher, only rounding (below 1e-6) made the test fail: leave room for it.
         level = raised if raised > level else level * (1 + tolerance / 4)
         group, point, where = g, (i, j), periods
-    return Cover(level, group, point, where, tests)
+    return Cover(level, group, point, where)

@@ -149,7 +149,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
     weight, left = barrier.size / float(z[0]), max_steps
     while left > 0:
         # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to their limit.
-        z, used = newton(barrier.at(rate), z, weight, left)
+        z, used = newton(_Barrier(system, rate), z, weight, left)
         left -= used
         lower = barrier.lowest(z, rate)
         if lower < rate * 0.997 or lower == 1 < rate:
@@ -193,9 +193,6 @@ class _Barrier:
         self.free[: self.nv + nx] = 0
         self.free[before : before + nx] = 0
 
-    def at(self, rate: float) -> _Barrier:
-        return _Barrier(self.system, rate)
-
     def parts(self, z: Tensor) -> tuple[float, Tensor, Tensor]:
         """Gain, metric and multiplier."""
         p = z.new_zeros(self.nx, self.nx)
@@ -212,18 +209,19 @@ class _Barrier:
         for k in range(400):
             rate = max(1.0, 2.0 ** (k / 4 - 8))
             z = torch.cat((torch.tensor([2.0 ** (k / 2)], dtype=torch.float64), p[self.rows, self.columns], lam))
-            if math.isfinite(self.at(rate).value(z)):
+            if math.isfinite(_Barrier(self.system, rate).value(z)):
                 return z, rate
         raise OptionError("expected a system with finite numbers near 1, got one for which no gain was found")
 
     def lowest(self, z: Tensor, rate: float) -> float:
         """A rate between 1 and ``rate`` for which z is strictly feasible; 1 if z is feasible there."""
-        if math.isfinite(self.at(1.0).value(z)):
+        if math.isfinite(_Barrier(self.system).value(z)):
             return 1.0
         low, high = 1.0, rate
         while high - low > 1e-6 * rate:
             middle = (low + high) / 2
-            low, high = (low, middle) if math.isfinite(self.at(middle).value(z)) else (middle, high)
+            fits = math.isfinite(_Barrier(self.system, middle).value(z))
+            low, high = (low, middle) if fits else (middle, high)
         return min(rate, high + (rate - high) / 10)
 
     def value(self, z: Tensor) -> float:

@@ -57,7 +57,6 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
     """
     if correction not in ("exact", "paper"):
         raise OptionError(f"correction: expected 'exact' or 'paper', got {correction!r}")
-    check_kernel(kernel)
     sizes = _points(kernel, points)
     kh, kw = kernel.shape[-2:]
     if correction == "exact":
@@ -86,12 +85,12 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
     References:
         [LipBound] algorithm 1 (PolyGrid).
     """
-    check_kernel(kernel)
     return _polygrid(kernel, groups, _points(kernel, points), 1.0)
 
 
 def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
     """Grid points of each axis; a single one if the kernel has one tap there."""
+    check_kernel(kernel)
     if points is not None:
         check_integer("points", points, 1)
     first, second = (1 if k == 1 else 5 * (k - 1) if points is None else points for k in kernel.shape[-2:])

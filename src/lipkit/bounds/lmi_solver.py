@@ -24,9 +24,10 @@ Journal on Optimization 2 (1992), for its second-order term. Using rank two and 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,28 +76,6 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
 
 # Norms between this and its inverse keep all intermediate numbers in range.
 _SMALLEST = 2.0**-120
-
-
-class Solution(NamedTuple):
-    """A proved gain, its multipliers, the product of the norms for comparison, and the Newton steps taken."""
-
-    gain: float
-    multipliers: list[Tensor]
-    product: float
-    steps: int
-
-
-def norm_multipliers(norms: Sequence[float]) -> list[float]:
-    r"""Scalars :math:`t_k = \prod_j s_j / \prod_{j \le k} s_j^2` whose multipliers prove the product of the norms.
-
-    >>> norm_multipliers([2.0, 3.0])
-    [1.5]
-    """
-    product, total, out = math.prod(norms), 1.0, []
-    for s in norms[:-1]:
-        total *= s * s
-        out.append(product / total)
-    return out
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
@@ -254,8 +233,8 @@ def repaired(
 
 def minimise_gain(
     weights: Sequence[Tensor], errors: Sequence[Tensor] = (), *, accuracy: float = 1e-5, max_steps: int = 300
-) -> Solution:
-    """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, and that gain.
+) -> tuple[float, list[Tensor], int]:
+    """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
     Weights, each of which reads the layer before, and errors are those of `lipkit.bounds.lmi.proves_gain`, which has
     proved the gain, at most a rounding above the product of the norms; the method stops at a relative duality gap
@@ -264,8 +243,8 @@ def minimise_gain(
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
 
-    >>> s = minimise_gain([torch.eye(2), torch.eye(2)])
-    >>> abs(s.gain - 1) < 1e-4, [m.shape for m in s.multipliers]
+    >>> gain, multipliers, _ = minimise_gain([torch.eye(2), torch.eye(2)])
+    >>> abs(gain - 1) < 1e-4, [m.shape for m in multipliers]
     (True, [torch.Size([2])])
     """
     weights = [to_double(w.detach()).cpu() for w in weights]
@@ -280,15 +259,16 @@ def minimise_gain(
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
         ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
-        return Solution(bound, ones, bound, 0)
+        return bound, ones, 0
     # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
     barrier = GainProgram(_reduced(unit))
     x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)
     x[0] = 1.1
     x, steps = barrier.minimum(x, accuracy, max_steps)
-    back = norm_multipliers(norms)
+    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s.
+    back = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
     safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]
     found = [m * t for m, t in zip(x[1:].split(barrier.widths), back, strict=True)]
     gain, proved = repaired(weights, found, safe, [e.cpu() for e in errors])
-    return Solution(gain, proved, bound, steps) if gain <= bound else Solution(bound, safe, bound, steps)
+    return (gain, proved, steps) if gain <= bound else (bound, safe, steps)

@@ -174,8 +174,8 @@ def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
         with outside(kernels) as values:
             proved = _proved(values, peak, squared, tolerance, finer)
         level = proved.level
-        if differentiated(kernels) and proved[1:4] != peak[:3]:
-            value = _norm_at(kernels, *proved[1:4])
+        if differentiated(kernels) and proved[1:] != peak[:3]:
+            value = _norm_at(kernels, *proved[1:])
     bound = torch.full((), up(math.sqrt(level), 2), dtype=torch.float64, device=kernels.device)
     return scale_to(bound, value) if differentiated(kernels) else bound
 
@@ -205,7 +205,7 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
             tolerance = closer
             break
     relative = _relative(tolerance)
-    start = Cover(squared * (1 + relative), peak.group, peak.point, peak.periods, 0)
+    start = Cover(squared * (1 + relative), peak.group, peak.point, peak.periods)
     return cover(symbol, start, sample, relative)
 
 

@@ -252,7 +252,11 @@ def certify(
         radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
-        local = _local(network, proof, x, labels, radius, progress)
+        # The search takes gradients, which tensors made in inference mode do not have.
+        with torch.inference_mode(False), inner_products_only(proof.device):
+            bounds = Bounds(proof.network, proof.arithmetic if rounding == "sound" else None, network.input_range)
+            at, known = (t.to(proof.device, torch.float64, copy=True) for t in (x, radius))
+            local = bounds.radii(at, labels.to(proof.device, copy=True), known, progress).cpu()
         name = "local" if method == "local" or bool((local > radius).any()) else name
         radius, ignored = torch.maximum(radius, local), torch.maximum(ignored, local)
     return Certificate(
@@ -272,23 +276,6 @@ def certify(
         input_range=network.input_range,
         sample_range=seen,
     )
-
-
-def _local(
-    network: modules.Network,
-    proof: Proof,
-    x: Tensor,
-    labels: Tensor,
-    known: Tensor,
-    progress: Callable[[int, int], None] | None,
-) -> Tensor:
-    """Local radii (N,); their search begins at the ``known`` ones."""
-    arithmetic = proof.arithmetic if proof.rounding == "sound" else None
-    # The search takes gradients, which tensors made in inference mode do not have.
-    with torch.inference_mode(False), inner_products_only(proof.device):
-        bounds = Bounds(proof.network, arithmetic, network.input_range)
-        at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
-        return bounds.radii(at, labels.to(proof.device, copy=True), starts, progress).cpu()  # no inference tensors
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

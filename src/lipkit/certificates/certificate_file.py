@@ -158,13 +158,10 @@ def read_certificate(path: str | Path) -> CertificateFile:
         raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
     local = header["method"] == "local"
     limits = header["input_range"] if local else None
-    read = dict(zip(COLUMNS, (torch.tensor(column, dtype=torch.float64) for column in columns), strict=True))
+    read: dict[str, Any] = dict(zip(COLUMNS, (torch.tensor(c, dtype=torch.float64) for c in columns), strict=True))
+    whole = {name: read[name].long() for name in ("label", "prediction")}
     certificate = Certificate(
-        label=read["label"].long(),
-        prediction=read["prediction"].long(),
-        radius=read["radius"],
-        radius_ignored=read["radius_ignored"],
-        margin=read["margin"],
+        **{name: read[name] for name in COLUMNS[1:]} | whole,
         evaluator=_evaluator(path, header.get("evaluator")),
         input_shape=tuple(header["input_shape"]),
         input_range=(limits[0], limits[1]) if limits else None,

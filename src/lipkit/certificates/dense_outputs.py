@@ -17,13 +17,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.margins import last_layer_constants
+from lipkit.certificates.margins import last_layer_constants, row_distances
 from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
@@ -207,7 +207,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     one = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)
     found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
-    last = proof.network[-1]
+    last: Any = proof.network[-1] if len(proof.network) else None
     pointwise = type(last) is nn.Conv2d and {*last.kernel_size, *last.stride, last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
     made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
@@ -215,7 +215,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
         rows = last.weight.detach().cpu().flatten(1)
         reach = torch.full_like(error, product(chain.prefixes[-2] * chain.slack, eps), dtype=torch.float64)
         # Distances from a row of zeros are the norms of the rows.
-        alone = last_layer_constants(torch.cat((rows, torch.zeros_like(rows[:1]))), 1.0)
+        alone = last_layer_constants(row_distances(torch.cat((rows, torch.zeros_like(rows[:1])))), 1.0)
         found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error, True))
     return found
 

@@ -161,9 +161,9 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
         kinds = sorted({type(m).__name__ for m in network.modules()})
         raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")
     for path, part, run in found:
-        solution = minimise_gain(run.weights, run.errors, accuracy=accuracy, max_steps=max_steps)
-        steps += solution.steps
-        values = dict(zip(run.places, solution.multipliers, strict=True))
+        _, diagonals, taken = minimise_gain(run.weights, run.errors, accuracy=accuracy, max_steps=max_steps)
+        steps += taken
+        values = dict(zip(run.places, diagonals, strict=True))
         if not values and run.stop - run.start > 1:
             values = {run.stop - 1: torch.ones(1)}  # marks a run without activations, see `slope_runs`
         for i, value in values.items():

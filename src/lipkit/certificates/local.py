@@ -30,6 +30,7 @@ ReLU networks", ICML 2018.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 
@@ -175,17 +176,6 @@ class Ball:
 
     def _range(self, value: int) -> tuple[Tensor, Tensor]:
         """Bounds of the machine's number in every entry of a value; H becomes no larger than they are."""
-        low, high = self._extremes(value)
-        size = self.sizes[value]
-        # The cheap bound by moduli is sometimes the tighter one.
-        low, high = torch.maximum(low, -size), torch.minimum(high, size)
-        self.fits &= (low <= high).flatten(1).all(1)  # false for NaN
-        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # others get the finite range 0; fits tells
-        low, high = torch.where(known, low, 0.0), torch.where(known, high, 0.0)
-        self.sizes[value] = torch.maximum(low.abs(), high.abs())
-        return low, high
-
-    def _extremes(self, value: int) -> tuple[Tensor, Tensor]:
         shape = self.circuit.shapes[value]
         entries = math.prod(shape)
         low, high = self.x.new_empty(2, len(self.x), entries)
@@ -200,7 +190,14 @@ class Ball:
             found = next_down(base - next_up(self.radius[:, None] * norm))  # least of rows v, and of minus them
             low[:, units], negative = found.expand(len(self.x), -1).chunk(2, 1)
             high[:, units] = -negative  # the most of v is minus the least of -v
-        return low.reshape(-1, *shape), high.reshape(-1, *shape)
+        low, high, size = low.reshape(-1, *shape), high.reshape(-1, *shape), self.sizes[value]
+        # The cheap bound by moduli is sometimes the tighter one.
+        low, high = torch.maximum(low, -size), torch.minimum(high, size)
+        self.fits &= (low <= high).flatten(1).all(1)  # false for NaN
+        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # others get the finite range 0; fits tells
+        low, high = torch.where(known, low, 0.0), torch.where(known, high, 0.0)
+        self.sizes[value] = torch.maximum(low.abs(), high.abs())
+        return low, high
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.
@@ -325,12 +322,8 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds behind each module of the network, from the constants of those before it."""
-        walks, walk = {}, start(x)
-        for index, step in enumerate(self.steps):  # the bounds so far
-            walk = advance(walk, step)
-            walks[index] = walk
-        return walks
+        """Error bounds behind each module of the network, from the constants of those before it; -1 for the input."""
+        return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
         """One pass: proved radii (N,), at most ``radius``, and p(R), which its lines would allow (may be negative)."""

@@ -79,26 +79,22 @@ def row_distances(weight: Tensor) -> Tensor:
     return torch.where((found > 0) & (found < 2.0**-1000), found + 2.0**-1073, found)
 
 
-def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
+def last_layer_constants(distances: Tensor, body_constant: float) -> Tensor:
     r"""``K_ti = L_b ||w_t - w_i||`` for a network that ends in a linear layer, (K, K), rounded up.
 
-    ``w_i`` are the rows of the last layer's ``weight`` and L_b a proved upper bound for everything before it. 0 on the
-    diagonal, and where two rows are equal: then the difference of the two logits is the same for every input.
+    The ``distances`` are `row_distances` of the last layer's weight, L_b is a proved upper bound for everything before
+    it. 0 on the diagonal, and where two rows are equal: then the difference of the two logits is the same for every
+    input.
 
-    >>> last_layer_constants(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), 2.0)[0, 1].item() >= 10.0
+    >>> last_layer_constants(row_distances(torch.tensor([[3.0, 0.0], [0.0, 4.0]])), 2.0)[0, 1].item() >= 10.0
     True
     """
-    return scaled_distances(row_distances(weight), body_constant)
-
-
-def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
-    """`last_layer_constants`, from the `row_distances`."""
     check_constant(body_constant)
     if body_constant == 0:
-        return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)  # 0 * inf is unknown, not 0
+        return torch.where(distances.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)  # 0 * inf is unknown, not 0
     # Equal rows stay a proved 0, but only behind a finite body: 0 * inf proves nothing.
     equal = 0.0 if math.isfinite(body_constant) else math.inf
-    return torch.where(result == 0, equal, next_up(result * body_constant)).fill_diagonal_(0.0)
+    return torch.where(distances == 0, equal, next_up(distances * body_constant)).fill_diagonal_(0.0)
 
 
 def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lipkit.modules.configuration import describe
 from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
+from lipkit.proof.roundoff import check_readable
 from lipkit.shown import Shown, upper
 
 
@@ -105,8 +106,8 @@ def _asked(
     return where, evaluators.evaluator(evaluator, where, network, rounding)
 
 
-# What no function of a plain module depends on: hooks of gradients, the line of the code that it stands for.
-_IDLE = ("_is_full_backward_hook", "where")
+# What no function of a plain module depends on: hooks of gradients, its line in the code, the first value of a weight.
+_IDLE = ("_is_full_backward_hook", "where", "init")
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
@@ -240,8 +241,8 @@ def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | No
     if proof.last is None or proof.body_constant is None:
         return constants, None
     distances = margins.row_distances(proof.last.weight.cpu())
-    body = margins.scaled_distances(distances, proof.body_constant * proof.slack)
-    return torch.minimum(constants, body), margins.scaled_distances(distances, 1.0)
+    body = margins.last_layer_constants(distances, proof.body_constant * proof.slack)
+    return torch.minimum(constants, body), margins.last_layer_constants(distances, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -309,15 +310,15 @@ def evaluate(
                 outputs.append(logits[-1].values)
             if check is not None:
                 check(outputs[-1])
-    return Measurement(proof, torch.cat(outputs), sound.Logits.join(logits) if logits else None, made_for)
+    return Measurement(proof, torch.cat(outputs), sound.merged(logits, torch.cat) if logits else None, made_for)
 
 
-def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 128) -> Measurement:
+def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:
     """`measure` for the rounding, evaluator and device of a proof; None proves the network for the default ones."""
-    check_inputs(network, x, batch_size)
+    check_inputs(network, x, 1)
     proof = prove(network) if proof is None else proof
-    made = {"rounding": proof.rounding, "evaluator": proof.evaluator.option, "device": proof.device}
-    return measure(network, x, batch_size=batch_size, proof=proof, **made)  # type: ignore[arg-type]
+    name, where = proof.evaluator.option, proof.device
+    return measure(network, x, rounding=proof.rounding, evaluator=name, batch_size=128, device=where, proof=proof)
 
 
 Samples = Tensor | np.ndarray[Any, Any]
@@ -342,6 +343,7 @@ def as_tensor(values: object) -> Tensor:
         # torch takes only the machine's byte order.
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
+        check_readable(values)
         return values
     kind = "a masked array" if isinstance(values, np.ma.MaskedArray) else "an array"
     got = f"{kind} of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__

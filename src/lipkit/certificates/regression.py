@@ -6,6 +6,7 @@ constant ``K_j <= L`` of its own. Both hold at every input, not only at the samp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -186,7 +187,10 @@ def certify_regression(
     constants, method = output_constants(measured.proof, target.shape[1])
     moved = reach(constants, delta)
     if sensors is not None:
-        moved = torch.minimum(moved, _by_entries(measured.proof.network, sensors, chain.slack, moved))
+        with contextlib.suppress(NoRuleError):  # of a network that no matrix bounds
+            terms = gain_matrix(measured.proof.network) * sensors.flatten() * chain.slack
+            terms = grow(terms).nan_to_num(nan=math.inf, posinf=math.inf)
+            moved = torch.minimum(moved, up(terms.sum(1), terms.shape[1]))  # a sum of that many terms, in any order
     centre, machine = (error.expand_as(prediction) for error in measured.errors(delta))
     return RegressionCertificate(
         delta=delta,
@@ -206,16 +210,6 @@ def certify_regression(
         moved=moved,
         sensors=sensors,
     )
-
-
-def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tensor) -> Tensor:
-    """How far each output moves if each input moves by at most ``sensors``; ``otherwise`` if no matrix bounds it."""
-    try:
-        matrix = gain_matrix(network)
-    except NoRuleError:
-        return otherwise
-    terms = grow(matrix * sensors.flatten() * slack).nan_to_num(nan=math.inf, posinf=math.inf)
-    return up(terms.sum(1), terms.shape[1])  # a sum of that many terms, in any order
 
 
 def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:

@@ -55,18 +55,12 @@ class Logits(NamedTuple):
     own: Own | None
     peak: Line
 
-    @staticmethod
-    def join(parts: Sequence[Logits]) -> Logits:
-        """The logits of several batches."""
-        joined: Logits = parts[0] if len(parts) == 1 else _merged(parts, torch.cat)
-        return joined
 
-
-def _merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
+def merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
     """Nested tuples merged tensor by tensor; other values, which they share, from the first."""
     first = parts[0]
     if isinstance(first, tuple):
-        return type(first)(*(_merged(each, merge) for each in zip(*parts, strict=True)))
+        return type(first)(*(merged(each, merge) for each in zip(*parts, strict=True)))
     return merge(parts) if isinstance(first, Tensor) else first
 
 
@@ -105,9 +99,9 @@ class Evaluation:
             rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]  # also near an overflow
             if len(rows):
                 near = self._logits(through(self.steps, x[rows]))
-                found = _merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
+                found = merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
         outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # features are read no more
-        on_cpu: Logits = outputs if x.device.type == "cpu" else _merged([outputs], lambda tensors: tensors[0].cpu())
+        on_cpu: Logits = outputs if x.device.type == "cpu" else merged([outputs], lambda tensors: tensors[0].cpu())
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
