@@ -71,8 +71,9 @@ def architecture(
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
     ``image`` has one line in the docstring. The builder checks options by their annotations: each ``int``, also in
-    sequences, is a size of at least 1, each ``bool`` true or false, each ``float`` a finite number. An architecture without ``**options`` ends in ``**common: Unpack[Common]``,
-    for type checkers only. ``input_shape`` and ``classes`` are defaults.
+    sequences, is a size of at least 1, each ``bool`` true or false, each ``float`` a finite number. An architecture
+    without ``**options`` ends in ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes``
+    are defaults.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):
@@ -122,7 +123,7 @@ def _check_kind(name: str, value: Any, annotation: Any) -> None:
             raise OptionError(f"{name}: expected a list of sizes, got {value!r}")
         check_sizes(**{name: list(value)})
     elif kind == "bool":
-        check_flag(**{name: value})
+        check_flag(name, value)
     elif kind == "float":
         finite(name, value)
 
@@ -199,11 +200,10 @@ def check_sizes(**sizes: Any) -> None:
             check_positive(**{name: value})
 
 
-def check_flag(**flags: Any) -> None:
-    """Raise ``OptionError`` unless each is a boolean."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise OptionError(f"{name}: expected true or false, got {value!r}")
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is a boolean."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: expected true or false, got {value!r}")
 
 
 def sizes_of(input_shape: Shape) -> Shape:
