@@ -211,7 +211,16 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
     labels, measured = not y.is_floating_point(), measure_by(network, x, proof)
     if measured.logits is None:
         raise OptionError("proof: expected one with rounding='sound', got rounding='ignore'")
-    scores = _own(measured, y, 0.0) if labels else _distances(measured, y, 0.0)
+    if labels:
+        y = y.long().cpu()
+        margins.check_logits(measured.outputs, y)
+        scores = _scores(measured, 0.0, lower=False).gather(1, y[:, None])
+    else:
+        outputs, target = with_targets(measured.outputs, y)
+        if not bool(target.isfinite().all()):
+            raise OptionError("expected finite targets, got NaN or infinity")
+        distances = grow((outputs - target).abs() + measured.errors(0.0)[0])
+        scores = torch.where(outputs.isfinite(), distances, math.inf)
     return Calibration(scores.sort(0).values, labels, measured.proof)
 
 
@@ -239,23 +248,6 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
         found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))
     unknown = -math.inf if lower else math.inf  # so that the label counts as in (lower), or as missed
     return torch.where(outputs.isfinite().all(1, keepdim=True), torch.stack(found, 1), unknown)
-
-
-def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
-    """Upper bounds (N, 1) of the labels' own scores within eps."""
-    y = y.long().cpu()
-    margins.check_logits(measured.outputs, y)
-    return _scores(measured, eps, lower=False).gather(1, y[:, None])
-
-
-def _distances(measured: Measurement, y: Tensor, eps: float) -> Tensor:
-    """Upper bounds (N, d) of the distances of outputs within eps from the targets."""
-    outputs, target = with_targets(measured.outputs, y)
-    if not bool(target.isfinite().all()):
-        raise OptionError("expected finite targets, got NaN or infinity")
-    moved = reach(output_constants(measured.proof, outputs.shape[1])[0], eps)
-    distance = grow((outputs - target).abs() + measured.errors(0.0)[0] + moved)
-    return torch.where(outputs.isfinite(), distance, math.inf)
 
 
 __all__ = ["Calibration", "PredictionIntervals", "PredictionSets", "calibrate"]

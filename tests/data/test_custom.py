@@ -85,6 +85,10 @@ def test_data_and_datasets(module):
         ("def make(): return 1, 2, 3", "got 3 values"),
         ("def make(): return torch.zeros(2, 2), torch.zeros(2)", "train: expected a pair .* got Tensor"),
         ("def make(): return (1, 2), (1, 2)", "train: x: expected a tensor or a numpy array, got int"),
+        (
+            "import numpy as np\ndef make(): return ((np.ma.zeros((4, 2)), np.zeros(4, int)),) * 2",
+            "train: x: expected a tensor or a numpy array, got MaskedArray",
+        ),
         ("def make(): return [(torch.zeros(2), torch.zeros(2))] * 2", r"train: expected x of shape"),
     ],
 )

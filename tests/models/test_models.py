@@ -41,6 +41,25 @@ def test_every_architecture_for_images_has_the_common_keywords(name: str) -> Non
         builder(classes=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "expected"),
+    [
+        ("kwlarge", {"width": "abc"}, "width: expected an integer of at least 1, got 'abc'"),
+        ("kwlarge", {"width": True}, "width: expected an integer of at least 1, got True"),
+        ("kwlarge", {"dense": 5}, "dense: expected a list of sizes, got 5"),
+        ("kwlarge", {"pool": 1}, "pool: expected true or false, got 1"),
+        ("lbdn_conv", {"hidden": "ab"}, "hidden: expected a list of sizes, got 'ab'"),
+        ("lipconvnet", {"width": "abc"}, "width: expected a finite number, got 'abc'"),
+        ("lipconvnet", {"first": 6}, "first: expected a number of blocks from 0 to 5, got 6"),
+        ("resnet_plain", {"blocks": [1, 1, 1, 0]}, r"blocks\[3\]: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_options_of_another_kind_are_refused_by_name(name: str, option: dict[str, Any], expected: str) -> None:
+    with pytest.raises(OptionError, match=f"^{expected}$"):
+        build(name, **option)
+    assert build("sllnet", channels=4, depth=None, dense=(8, 8), last_layer_normalization=True) is not None
+
+
 def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 

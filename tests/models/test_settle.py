@@ -74,6 +74,17 @@ def test_layers_of_torch_become_plain(name: str) -> None:
     assert float(torch.linalg.matrix_norm(matrix.double(), 2)) <= float(lipkit.lipschitz(plain)) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_hook_is_settled_before_its_first_pass(training: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(hooked(nn.Linear(4, 3), nn.utils.spectral_norm), nn.ReLU()).train(training)
+    made = lipkit.convert(net, None, input_shape=(4,))
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(made.model(x), net.eval()(x))
+    near = lipkit.convert(net.train(training), "lot", input_shape=(4,))
+    assert [(row.name, row.start) for row in near.converted] == [("0", "nearest")]
+
+
 def test_nothing_is_done_to_plain_networks() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 2)))
     settled = settle(net, torch.randn(2, 3))

@@ -82,11 +82,8 @@ def apgd(
         index = best.left(stop_early)
         if not len(index):
             break
-        centre = x[index].detach()  # samples that an earlier start left
-        point = space.start(centre, radius[index], box, generator) if start else centre.clone()
         target = order[index, start % order.shape[1]] if targeted else None
-        climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
-               generator, stop_early)  # fmt: skip
+        climb(space, model, best, index, radius[index], start > 0, target, loss, steps, box, generator, stop_early)
     return best.points
 
 
@@ -129,15 +126,17 @@ def _keep(state: SimpleNamespace, rows: Tensor) -> None:
 
 
 def climb(
-    space: Ball, model: Model, best: Best, index: Tensor, centre: Tensor, label: Tensor, radius: Tensor, point: Tensor,
-    target: Tensor | None, loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool,
-    look: int | None = None,
+    space: Ball, model: Model, best: Best, index: Tensor, radius: Tensor, random: bool, target: Tensor | None,
+    loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool, look: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run one start and update ``best``; return the entries of ``index`` that stayed to the end.
+    """Run one start, at the samples ``index`` or ``random``, and update ``best``; return those that stayed to the end.
 
-    After every ``look`` steps it drops hopeless rows: those whose loss is further below 0 than a quarter of its rise so
-    far, and than ten times its rise since the last look.
+    ``radius`` and ``target`` have an entry for each of ``index``. After every ``look`` steps it drops hopeless
+    rows: those whose loss is further below 0 than a quarter of its rise so far, and than ten times its rise since the
+    last look.
     """
+    centre, label = best.samples[index], best.labels[index]
+    point = space.start(centre, radius, box, generator) if random else centre
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)
     s = SimpleNamespace(  # a row for each sample that is still attacked

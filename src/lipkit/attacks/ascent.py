@@ -18,6 +18,7 @@ class Best:
     """The best point seen of each sample: a misclassified one if any, else the one of largest loss.
 
     Attributes:
+        samples, labels: (N, ...) and (N,), as given.
         points: (N, ...), at first the samples.
         fooled: (N,) bool, whether ``points`` was seen to be misclassified.
     """
@@ -25,7 +26,7 @@ class Best:
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.points = x.detach().clone()
         self.fooled = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        self._labels = y
+        self.samples, self.labels = x.detach(), y
         self._loss = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
 
     def left(self, stop_early: bool) -> Tensor:
@@ -34,9 +35,9 @@ class Best:
 
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         """Keep those of ``points`` (of the samples ``index``) that are better; ``loss=None`` compares margins."""
-        wrong = misclassified(logits, self._labels[index])
+        wrong = misclassified(logits, self.labels[index])
         if loss is None:
-            loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified
+            loss = margin_loss(logits, self.labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified
         loss = loss.to(self._loss)
         better = (wrong & ~self.fooled[index]) | ((wrong == self.fooled[index]) & (loss > self._loss[index]))
         chosen = index[better]

@@ -106,7 +106,7 @@ class _Rows(Best):
 
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         super().update(index, points, logits, loss)
-        self.won[index] |= misclassified(logits, self._labels[index])
+        self.won[index] |= misclassified(logits, self.labels[index])
         self.fooled = torch.isin(self.owner, self.owner[self.won])  # one success ends all starts of the sample
 
 
@@ -122,11 +122,10 @@ def _searched(
         for index in (~wrong).nonzero()[:, 0].split(max(1, batch_size // starts)):
             owner = index.repeat_interleave(starts)
             rows = _Rows(x[owner], y[owner], owner)
-            point = x[owner] if targets is None else space.start(x[owner], radius[owner], box, generator)
+            target = None if targets is None else targets[index].flatten()
             stayed = climb(
-                space, model, rows, torch.arange(len(owner), device=x.device), x[owner], y[owner], radius[owner],
-                point, None if targets is None else order[index].flatten(), "margin", _STEPS, box, generator,
-                True, _LOOK,
+                space, model, rows, rows.left(False), radius[owner], target is not None, target, "margin", _STEPS, box,
+                generator, True, _LOOK,
             )  # fmt: skip
             found[owner[rows.won]], wrong[owner[rows.won]] = rows.points[rows.won], True
             near.append(owner[stayed])  # FAB is expensive: it tries only these

@@ -38,6 +38,8 @@ def load_mnist(root: Path) -> Data:
     for part in (train, test):
         if tuple(part.x.shape[1:]) != INPUT_SHAPE:
             raise DataError(f"{folder}: expected images of 28 x 28, got {part.x.shape[2]} x {part.x.shape[3]}")
+        if (most := int(part.y.max())) >= len(CLASSES):
+            raise DataError(f"{folder}: expected labels below the number of classes {len(CLASSES)}, got {most}")
     return Data("mnist", train, test, CLASSES)
 
 

@@ -253,7 +253,7 @@ def as_split(value: Any, name: str = "data") -> Split:
     if not isinstance(value, tuple | list) or len(value) != 2:
         got = f"{len(value)} values" if isinstance(value, tuple | list) else type(value).__name__
         raise DataError(f"{name}: expected a pair (x, y) of tensors or a torch Dataset of such pairs, got {got}")
-    x, y = _tensor(value[0], f"{name}: x"), _tensor(value[1], f"{name}: y")
+    x, y = as_tensor(value[0], f"{name}: x"), as_tensor(value[1], f"{name}: y")
     if x.dtype == torch.uint8 and x.ndim == 3:
         x = x[:, None]  # grey images without a channel axis
     if x.dtype == torch.uint8 and x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
@@ -273,10 +273,11 @@ def as_targets(y: Tensor) -> Tensor:
     return y.to(torch.int64)
 
 
-def _tensor(value: Any, name: str) -> Tensor:
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A tensor without its graph, or an array of numbers copied to one; ``DataError`` for anything else."""
     if isinstance(value, Tensor):
         return value.detach()
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):  # masked numbers would count
         raise DataError(f"{name}: expected a tensor or a numpy array, got {type(value).__name__}")
     if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
         raise DataError(f"{name}: expected an array of numbers of at most 64 bits, got dtype {value.dtype}")
@@ -295,8 +296,8 @@ def _collect(dataset: Dataset[Any], name: str) -> tuple[Tensor, Tensor]:
         sample = dataset[i]
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise DataError(f"{name}: expected samples (x, y), got {type(sample).__name__} at index {i}")
-        x, y = _tensor(sample[0], f"{name}: x at index {i}"), sample[1]
-        y = torch.as_tensor(y) if isinstance(y, int | float | np.number) else _tensor(y, f"{name}: y at index {i}")
+        x, y = as_tensor(sample[0], f"{name}: x at index {i}"), sample[1]
+        y = torch.as_tensor(y) if isinstance(y, int | float | np.number) else as_tensor(y, f"{name}: y at index {i}")
         if xs and (x.shape != xs[0].shape or y.shape != ys[0].shape):
             first, here = (f"{tuple(a.shape)} with target {tuple(b.shape)}" for a, b in ((xs[0], ys[0]), (x, y)))
             raise DataError(f"{name}: expected samples of one shape, {first} as at index 0, got {here} at index {i}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.attacks import ATTACKS, run_attack, shrink
-from lipkit.attacks.ascent import Box, check_choice, clip, misclassified
+from lipkit.attacks.ascent import Box, check_choice, clip, like, misclassified
 from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
@@ -195,9 +195,8 @@ def attack_samples(
         reached: list[float | Tensor] = [radii[row] for row in order]
         if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
-            reached.append(
-                torch.where(own.isfinite(), own, max(radii, default=0.0))
-            )  # an infinite radius cannot be attacked
+            # An infinite radius cannot be attacked.
+            reached.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))
         alive = torch.ones(len(index), dtype=torch.bool)
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)
@@ -278,7 +277,7 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
             right = ~misclassified(exact(result), labels)
         if not bool(right.any()):
             break
-        result = torch.where(right.view(-1, *[1] * (clean.ndim - 1)), ahead, result)
+        result = torch.where(like(right, ahead), ahead, result)
     return result
 
 

@@ -71,7 +71,7 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     check_names(name, options)
     split = options.pop("split", False)  # handled here, not by the architecture
-    check_flag(split=split)
+    check_flag("split", split)
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
-from lipkit.models.frame import Common, Image, Layers, architecture, check_flag, check_sizes
+from lipkit.models.frame import Common, Image, Layers, architecture
 from lipkit.modules.views import Pad
 
 
@@ -53,7 +53,6 @@ def kwlarge(
     units = [512 * width, 512] if dense is None else list(dense)
     if len(units) != 2:
         raise OptionError(f"dense: expected the units of two layers, got {dense!r}")
-    check_sizes(kernel_size=kernel_size, dense=units)
     made, features = Layers(layer, options, activation), 64 * width * image.pixels(4)
     down = (kernel_size, 1) if pool else (made.strided(kernel_size), 2)  # kernel and stride of the second of each pair
     return [
@@ -133,8 +132,6 @@ def lbdn_conv(
     References:
         [LBDN] table 6, section 5.2; Singla, Singla & Feizi, ICLR 2022 (last-layer normalisation).
     """
-    check_sizes(blocks=blocks, width=width, kernel_size=kernel_size, hidden=hidden)
-    check_flag(last_layer_normalization=last_layer_normalization)
     made, pixels = Layers(layer, options), image.pixels(2**blocks)
     layers: list[nn.Module] = []
     widths = [image.channels, *(width * 2**block for block in range(blocks))]  # half the sides, twice the channels
@@ -156,7 +153,7 @@ def lipconvnet(
     depth: int = 5,
     first_blocks: str = "soc",
     last_blocks: str = "eco",
-    first: int = 2,
+    first: Literal[0, 1, 2, 3, 4, 5] = 2,
     *,
     layer: str | None = None,
     width: float = 1.0,
@@ -196,12 +193,11 @@ def lipconvnet(
     References:
         [ECO] Table 1, section 5.1; Singla & Feizi, ICML 2021.
     """
-    check_sizes(depth=depth)
     if depth % 5:
         raise OptionError(f"depth: expected a multiple of 5, got {depth}")
-    if not 0 <= first <= 5:
-        raise OptionError(f"first: expected a number of blocks from 0 to 5, got {first}")
-    if side < 24 or side % 24:
+    if first not in range(6):
+        raise OptionError(f"first: expected a number of blocks from 0 to 5, got {first!r}")
+    if side % 24:
         raise OptionError(f"side: expected a multiple of 24, got {side}")
     if layer is not None:
         first_blocks = last_blocks = layer  # `first` does not matter then
@@ -270,12 +266,10 @@ def sllnet(
     """
     if size not in SIZES:
         raise OptionError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
-    check_flag(last_layer_normalization=last_layer_normalization)
     width, convolutions, linears = SIZES[size]
     width = width if channels is None else channels
     convolutions = convolutions if depth is None else depth
     units = [2048] * linears if dense is None else list(dense)
-    check_sizes(channels=width, depth=convolutions, inner=inner, dense=units)
     features = width * image.pixels(POOL)
     if width < image.channels:
         raise OptionError(f"channels: expected at least the {image.channels} of the images, got {width}")
@@ -303,8 +297,6 @@ def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: 
     (['Conv2d', 'ReLU', 'Conv2d'], 10)
     """
     pixels = image.pixels(4)
-    check_sizes(width=width)
-    check_flag(batch_norm=batch_norm)
     layers: list[nn.Module] = []
     cin = image.channels
     for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):

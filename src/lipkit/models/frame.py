@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypedDict, get_type_hints
 
 from torch import nn
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
 from lipkit.layers.base import check_positive
 from lipkit.linalg.matrices import check_integer
@@ -70,8 +70,10 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    ``image`` has one line in the docstring. An architecture without ``**options`` ends in ``**common: Unpack[Common]``,
-    for type checkers only. ``input_shape`` and ``classes`` are defaults.
+    ``image`` has one line in the docstring. The builder checks options by their annotations: each ``int``, also in
+    sequences, is a size of at least 1, each ``bool`` true or false, each ``float`` a finite number. An architecture
+    without ``**options`` ends in ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes``
+    are defaults.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):
@@ -84,14 +86,16 @@ def architecture(
     common = [keyword(name, default=defaults[name], annotation=t) for name, t in get_type_hints(Common).items()]
 
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
-        given = inspect.signature(layers).parameters.values()
-        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]  # annotations are strings here
+        _, *given = inspect.signature(layers).parameters.values()  # the image comes first
+        own = [p for p in given if p.annotation != "Unpack[Common]"]  # annotations are strings here
         ordered = sorted([*own, *common], key=lambda p: p.kind)  # keywords before ``**options``, as Python requires
         signature = inspect.Signature(ordered, return_annotation=nn.Sequential)
 
         @functools.wraps(layers)
         def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
-            signature.bind(*args, **options)  # raises a TypeError about the caller's arguments
+            bound = signature.bind(*args, **options)  # raises a TypeError about the caller's arguments
+            for name, value in bound.arguments.items():
+                _check_kind(name, value, signature.parameters[name].annotation)
             values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
             shape, outputs, gain, mean, std = values  # in the order of `defaults`
             image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
@@ -105,6 +109,23 @@ def architecture(
         return build
 
     return frame
+
+
+def _check_kind(name: str, value: Any, annotation: Any) -> None:
+    """Raise ``OptionError`` unless the value of an option is of its annotation, a string."""
+    kind = str(annotation).removesuffix(" | None")
+    if value is None and kind != annotation:
+        return
+    if kind == "int":
+        check_positive(**{name: value})
+    elif kind in ("Sequence[int]", "Sequence[Sequence[int]]"):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise OptionError(f"{name}: expected a list of sizes, got {value!r}")
+        check_sizes(**{name: list(value)})
+    elif kind == "bool":
+        check_flag(name, value)
+    elif kind == "float":
+        finite(name, value)
 
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
@@ -179,11 +200,10 @@ def check_sizes(**sizes: Any) -> None:
             check_positive(**{name: value})
 
 
-def check_flag(**flags: Any) -> None:
-    """Raise ``OptionError`` unless each is a boolean."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise OptionError(f"{name}: expected true or false, got {value!r}")
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is a boolean."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: expected true or false, got {value!r}")
 
 
 def sizes_of(input_shape: Shape) -> Shape:

@@ -22,7 +22,7 @@ from lipkit.layers import (
     StiefelLinear,
     TokenAttention,
 )
-from lipkit.models.frame import Common, Image, Layers, architecture, check_sizes, make_activation
+from lipkit.models.frame import Common, Image, Layers, architecture, make_activation
 from lipkit.modules import Center, L2NormPool2d, MaxMinShift2d, Shift2d
 
 
@@ -77,7 +77,6 @@ def patchnet(
     plan = [tuple(stage) for stage in stages]
     if not plan or any(len(stage) != 2 for stage in plan):
         raise OptionError(f"stages: expected one or more pairs (channels, blocks), got {stages!r}")
-    check_sizes(patch=patch, stages=plan, narrow=1 if narrow is None else narrow, dense=dense)
     if not dense:
         raise OptionError("dense: expected the units of at least one layer, got none")
     if not 0 <= moved <= 0.25:
@@ -109,7 +108,6 @@ def backbone(
     dense: Sequence[int],
 ) -> list[nn.Module]:  # fmt: skip
     """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows."""
-    check_sizes(patch=patch, width=width, blocks=blocks, neck=2 if neck is None else neck, dense=dense)
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
     pixels = image.pixels(patch if neck is None else 2 * patch)
@@ -250,7 +248,6 @@ def vision_transformer(
     References:
         Dosovitskiy et al., ICLR 2021, for the shape.
     """
-    check_sizes(patch=patch, width=width, depth=depth, heads=heads, slots=1 if slots is None else slots, dense=dense)
     made, side = Layers(layer, options, activation), image.divided(patch)  # patches on each side
     layers = [made.bare(image.channels, width, 1, patch), PositionCode(width, *side)]
     for _ in range(depth):

@@ -11,7 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Residual, ScaledAvgPool2d
-from lipkit.models.frame import Common, Image, Layers, architecture, check_sizes
+from lipkit.models.frame import Common, Image, Layers, architecture
 from lipkit.modules import Add, Graph
 
 
@@ -90,7 +90,6 @@ def wide_resnet(
     """
     made = Layers(layer, options)
     rows, columns = image.divided(16)
-    check_sizes(kernel_size=kernel_size)
     if rows != columns:
         got = f"{image.rows} x {image.columns}"
         raise OptionError(f"input_shape: expected a square image for the last pooling, got {got}")
@@ -169,7 +168,6 @@ def resnet_plain(
     pool = nn.AvgPool2d(image.divided(32))  # the whole image at the end of the stages
     if len(blocks) != 4:
         raise OptionError(f"blocks: expected those of four stages, got {list(blocks)}")
-    check_sizes(width=width, blocks=blocks)
     layers: list[nn.Module] = [_conv(image.channels, width, 7, 2), *_activated(width), nn.MaxPool2d(3, 2, 1)]
     current = width
     for stage, count in enumerate(blocks):
@@ -190,7 +188,6 @@ def resnet_plain(
 
 def _groups(depth: int, widen: int, block: Callable[[int, int, int], nn.Module]) -> tuple[list[nn.Module], int]:
     """The groups of a wide residual network after 16 channels, by ``block(cin, cout, stride)``; and the last width."""
-    check_sizes(depth=depth, widen=widen)
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
     blocks, widths = list[nn.Module](), [16, 16 * widen, 32 * widen, 64 * widen]

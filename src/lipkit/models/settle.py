@@ -94,7 +94,8 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         result = exported()
         return result if isinstance(result, nn.Module) and result is not module else None
     if base is not None:
-        return _rebuilt(base, module)
+        # The attribute of an older hook is the weight of the last pass, or of none.
+        return _rebuilt(base, settled_module(module) if module._forward_pre_hooks else module)
     if parametrize.is_parametrized(module):
         return copy.deepcopy(settled_module(module))
     return None

@@ -241,8 +241,7 @@ def conv_options() -> dict[str, tuple[Any, ...]]:
         "padding_mode": ("circular", "zeros"),
         "dilation": (1, 2),
         "groups": (1, 2),
-        "bias": (True, False),
-        "dtype": (torch.float32, torch.float64),
+        **linear_options(),
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from lipkit.data.split import as_tensor
 from lipkit.errors import DataError, OptionError, ShapeError
 
 
@@ -18,13 +19,7 @@ def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
     >>> as_samples(np.zeros(5), "x").shape
     torch.Size([5, 1])
     """
-    if isinstance(values, np.ndarray):
-        if values.dtype.kind not in "uf":
-            raise DataError(f"{name}: expected floating-point samples or uint8 images, got dtype {values.dtype}")
-        values = torch.from_numpy(np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("=")))
-    if not isinstance(values, Tensor):
-        raise DataError(f"{name}: expected a tensor or an array, got {type(values).__name__}")
-    values = values.detach()
+    values = as_tensor(values, name)
     if values.ndim == 0:
         raise ShapeError(f"{name}: expected samples of shape (n, *shape), got a single number")
     if values.dtype == torch.uint8:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError
 from lipkit.lowering import export
-from lipkit.testing.case import Case, LawBroken, distance, forward, require, require_same, require_small
+from lipkit.testing.case import Case, LawBroken, forward, require, require_same, require_small
 from lipkit.testing.reference import tolerance
 
 OBJECTS = ("weight", "kernel", "symbol", "generator")
@@ -84,9 +84,7 @@ def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
         dtypes = f"{a.dtype}, got {b.dtype}"
         require(b.dtype == a.dtype, f"bfloat16 autocast: expected a constrained object of dtype {dtypes}")
         require_same(b, a, tolerance(64, a.dtype), "bfloat16 autocast: constrained object against float32")
-    gap = distance(z, y)
-    allowed = tolerance(1, torch.bfloat16)
-    require(gap <= allowed, f"bfloat16 autocast: expected outputs within {allowed:.2g}, got a difference of {gap:.3g}")
+    gap = require_same(z, y, tolerance(1, torch.bfloat16), "bfloat16 autocast: outputs")
     z.float().square().sum().backward()
     for name, p in layer.named_parameters():
         fine = p.grad is None or (p.grad.dtype == p.dtype and bool(p.grad.isfinite().all()))
