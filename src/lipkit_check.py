@@ -1426,6 +1426,7 @@ ARGUMENTS = {
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
     "Pad": "padding*", "Flatten": "start_dim end_dim", "Reshape Expand": "shape*", "Piece": "dim start stop step",
     "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "Recurrent": "in_features out_features states units% block phi! gain. rate.",
     "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
