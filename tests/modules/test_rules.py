@@ -188,14 +188,22 @@ def test_batch_norm_with_a_negative_variance_bounds_nothing() -> None:
     assert value(module) == math.inf
 
 
-@pytest.mark.parametrize("module", [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()])
-def test_dropout(module: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "kind", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
+)
+def test_dropout(kind: type[nn.Module]) -> None:
+    module = kind()
     with pytest.raises(NoRuleError, match="random"):
         lipschitz(module)
     with pytest.raises(NoRuleError, match="random"):
         export(module, (2, 3, 3))
     assert value(module.eval()) == 1.0
     assert len(export(module, (2, 3, 3))) == 0
+
+
+def test_attraction_without_heads_is_refused() -> None:
+    with pytest.raises(OptionError, match="heads: expected an integer of at least 1, got 0"):
+        lipkit.modules.Attraction(0)
 
 
 @pytest.mark.parametrize("padding", [1, (1, 2, 0, 3), -1, (2, -1, 0, -1)])

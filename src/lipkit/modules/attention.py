@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules.activations import LIBRARY, slope_restricted
 from lipkit.modules.configuration import COUNT, submodule
@@ -85,7 +86,7 @@ class Attraction(nn.Module):
     """:func:`attraction` as a module: 1-Lipschitz, the gradient of a convex function, all values in (-1, 1).
 
     Raises:
-        ShapeError: an input that is not (B, ..., n, heads * e).
+        OptionError: no head. ShapeError: an input that is not (B, ..., n, heads * e).
 
     >>> Attraction(2)(torch.ones(1, 3, 4)).abs().max().item()
     0.0
@@ -93,6 +94,7 @@ class Attraction(nn.Module):
 
     def __init__(self, heads: int = 1) -> None:
         super().__init__()
+        check_positive(heads=heads)
         self.heads = heads
 
     def forward(self, u: Tensor) -> Tensor:

@@ -376,7 +376,7 @@ add_plain(Plain(Enlarge, enlarged, export=_export_enlarge, dims=(3, 3)))
 add_plain(Plain(Expand, _expand, exact, {"shape": COUNT}, one_sign))
 add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))
 add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
-for _kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
+for _kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
     add_plain(Plain(_kind, _dropout, export=_left_out))
 add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
 add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
