@@ -7,7 +7,7 @@ import dataclasses
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,34 @@ def test_sizes_that_only_describe_a_weight_may_be_stale() -> None:
     steep[0].in_features, steep[1].__deepcopy__ = 3, lambda _: clean
     with pytest.raises(OptionError, match=r"'1' as its stored form gives it, with type = .*ReLU'>, got .*LeakyReLU"):
         lipkit.prove(steep)
+
+
+class Louder(nn.Module):
+    """A module from outside whose function depends on attributes with the names of idle ones elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.init, self.where = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.init * self.where)
+
+
+@pytest.fixture
+def louder() -> Iterator[modules.Network]:
+    modules.add_plain(modules.Plain(Louder, 1.0, modules.exact, {}))
+    yield modules.Network([nn.Linear(2, 2), Louder()], (2,))
+    del modules.ROWS[Louder]
+
+
+@pytest.mark.parametrize("key", ["init", "where"])
+def test_names_that_are_idle_in_one_type_count_in_others(louder: modules.Network, key: str) -> None:
+    x, y, proof = torch.eye(2), torch.tensor([0, 1]), lipkit.prove(louder)
+    setattr(louder[1], key, 3.0)
+    with pytest.raises(OptionError, match=f"with {key} = 1.0, got 3.0"):
+        lipkit.prove(louder)
+    with pytest.raises(OptionError, match=f"with {key} = 1.0, got 3.0"):
+        lipkit.certify(louder, x, y, proof=proof)
 
 
 def test_the_first_value_of_a_slope_is_no_part_of_the_network() -> None:
