@@ -216,6 +216,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         ],
     },
     "a network": {
+        "backends": (),  # each of its layers is compiled by itself
         "make": network,
         "input_shape": (3, 4, 4),
         "claim": "contraction",

@@ -42,23 +42,21 @@ def dense_matrix(f: Function, input_shape: Shape, dtype: torch.dtype = torch.flo
 
 
 def jacobians(f: Function, x: Tensor) -> list[Matrix]:
-    """The Jacobian ``(outputs, inputs)`` at each point of ``x`` ``(B, *input_shape)``, by one backward pass each.
+    """The Jacobian ``(outputs, inputs)`` at each point of ``x`` ``(B, *input_shape)``, by one backward pass.
 
     Samples of a batch must not depend on each other.
 
     >>> jacobians(torch.square, torch.tensor([[1.0, 3.0]]))[0].tolist()
     [[2.0, 0.0], [0.0, 6.0]]
     """
-    found = []
-    for point in x.detach():
-        with torch.no_grad():
-            outputs = f(point[None]).numel()
-        copies = point.expand(outputs, *point.shape).clone().requires_grad_()  # clone: a gradient for each copy
-        with torch.enable_grad():
-            # Output i of copy i, from the diagonal, has row i of the Jacobian as its gradient.
-            (rows,) = torch.autograd.grad(f(copies).flatten(1).diagonal().sum(), copies)
-        found.append(rows.flatten(1).double().numpy())
-    return found
+    with torch.no_grad():
+        outputs = f(x[:1]).numel()
+    copies = x.detach().repeat_interleave(outputs, 0).requires_grad_()  # each point once for each of its outputs
+    with torch.enable_grad():
+        # Output i of copy i, from the diagonal, has row i of the Jacobian as its gradient.
+        own = f(copies).reshape(len(x), outputs, outputs).diagonal(dim1=1, dim2=2)
+        (rows,) = torch.autograd.grad(own.sum(), copies)
+    return list(rows.reshape(len(x), outputs, -1).double().numpy())
 
 
 def is_affine(f: Function, x: Tensor) -> bool:
@@ -71,8 +69,8 @@ def is_affine(f: Function, x: Tensor) -> bool:
     with torch.no_grad():
         # Opposite points detect a kink along a plane through 0.
         a, b = torch.cat((4 * x, 4 * x)), torch.cat((4 * x.roll(1, 0), -4 * x))
-        zero = f(torch.zeros_like(x[:1]))
-        parts, whole = f(a) + f(b) - zero, f(a + b)
+        zero, first, second, whole = f(torch.cat((0 * x[:1], a, b, a + b))).split((1, *[len(a)] * 3))
+        parts = first + second - zero
     allowed = tolerance(64 * x[0].numel(), x.dtype)  # three evaluations, far from the origin
     return float((parts - whole).norm()) <= allowed * max(float(whole.norm()), float(parts.norm()))
 
@@ -95,5 +93,6 @@ def steepest_secant(f: Function, x: Tensor) -> float:
     starts = torch.cat((x, x, x, 100 * x))
     ends = torch.cat((x.roll(1, 0), x + (x.roll(1, 0) - x) / 16, 1000 * x, 200 * x))
     with torch.no_grad():
-        rise = (f(ends).double() - f(starts).double()).flatten(1).norm(dim=1)
-    return float((rise / (ends.double() - starts.double()).flatten(1).norm(dim=1)).max())
+        there, here = f(torch.cat((ends, starts))).double().chunk(2)
+    rise, run = ((to - at).flatten(1).norm(dim=1) for to, at in ((there, here), (ends.double(), starts.double())))
+    return float((rise / run).max())
