@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lipkit import models
-from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
+from lipkit.experiments.recipe import Recipe, load_recipe
 from lipkit.files import write_atomic
 from papers.measures import find
 from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
@@ -114,7 +114,7 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
         found = found_of(name)[run.row.label]
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
             # Keyed by the recipe's text, so that a run which two tables share counts once, see `merged`.
-            text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else to_yaml(run.recipe)
+            text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else run.recipe.model_dump_json()
             out[run.row.label][text] = missing_run(run, found)
     return out
 

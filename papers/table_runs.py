@@ -126,7 +126,7 @@ def plan(
         first = recipe.train.seed
         for seed in range(first, first + count):
             own = pipeline.seeded(recipe, seed)
-            folder = _folder(out, row, seed, _digest(to_yaml(own)))
+            folder = _folder(out, row, seed, _digest_of(own))
             after = table.after_options(scale)
             runs.append(TableRun(row, scale, seed, folder, own, after=after, data=words, missing=missing))
     return runs
@@ -134,6 +134,16 @@ def plan(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+_DIGESTS: dict[str, str] = {}  # by recipe as JSON, which is written a hundred times faster than YAML
+
+
+def _digest_of(recipe: Recipe) -> str:
+    key = recipe.model_dump_json()
+    if key not in _DIGESTS:
+        _DIGESTS[key] = _digest(to_yaml(recipe))
+    return _DIGESTS[key]
 
 
 def _folder(out: Path, row: Row, seed: int, digest: str) -> Path:
