@@ -98,25 +98,36 @@ def source(network: modules.Network, tmp_path_factory: pytest.TempPathFactory) -
     return write_c(network, tmp_path_factory.mktemp("c") / "network.c")
 
 
+@pytest.fixture(scope="module")
+def expected(network: modules.Network) -> tuple[Tensor, Tensor, float, lipkit.certificates.Certificate]:
+    """Quantised images, their logits in torch, the unit of those, and the certificate."""
+    program, _ = integer_program(network)
+    x = images(network, 60)
+    logits = program.run(program.quantise(x))
+    certificate = lipkit.certify(network, x, logits.argmax(1), evaluator="integer")
+    return program.quantise(x), logits, 2.0**-program.fraction, certificate
+
+
 @pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("cc", COMPILERS)
 def test_the_bits_are_the_same_with_every_compiler_and_the_radii_those_of_the_certificate(
-    network: modules.Network, source: Path, cc: str, flags: str, tmp_path: Path
+    expected: tuple[Tensor, Tensor, float, lipkit.certificates.Certificate],
+    source: Path,
+    cc: str,
+    flags: str,
+    tmp_path: Path,
 ) -> None:
-    program, _ = integer_program(network)
-    x = images(network, 60)
-    q = program.quantise(x)
+    q, logits, last, certificate = expected
     compiled = c_source.compile_c(source, tmp_path / "network", [*STRICT, *FLAGS[flags]], cc)
     answers = c_source.run_c(compiled, q)
-    assert torch.equal(answers.logits, program.run(q))
+    assert torch.equal(answers.logits, logits)
     assert torch.equal(answers.label, answers.logits.argmax(1))
-    certificate = lipkit.certify(network, x, answers.label, evaluator="integer")
     assert bool((certificate.radius > 0).any())
     assert bool((answers.radius <= certificate.radius).all())
     # Errors are rounded up to whole logits there, and radii to nine digits.
-    unit = 2.0**-program.fraction / float(certificate.constant) * 4
+    unit = last / float(certificate.constant) * 4
     torch.testing.assert_close(answers.radius, certificate.radius, rtol=1e-6, atol=2e-9 + unit)
 
 
