@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.laws.test_families import FORMATS
 from torch import nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
@@ -232,8 +233,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     [
         pytest.param(dtype, n, id=f"{str(dtype).removeprefix('torch.')}-{n}-{LAWS[n].name.replace(' ', '-')}")
         for n in LAWS
-        for dtype in (torch.float32, torch.float64)
-        if (n, dtype) != (9, torch.float32)  # law 9 makes its layers in float64, whatever the dtype of the case
+        for dtype in FORMATS.get(n, (torch.float64,))
     ],
 )
 @pytest.mark.parametrize("name", LAYERS)
