@@ -186,12 +186,13 @@ def fault(folder: Path, module: dict[str, Any], shape: Shape, base: nn.Module, s
 def faults(case: int, share: float, both: bool, seed: int = 0) -> tuple[list[str], Counter[str]]:
     """Faults of a share of the changes of one base; with ``both``, of argument and rank together."""
     module, shape = BASES[case]
+    right = as_json(describe(module))
     draw, found, seen = random.Random(seed * 1000 + case), [], Counter[str]()
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        for config in forged(as_json(describe(module))):
+        for config in forged(right):
             for other in ranks(shape):
-                plain = other == shape or config == as_json(describe(module))
+                plain = other == shape or config == right
                 if (plain or both) and draw.random() < share:
                     what = fault(Path(place), config, other, module, seen)
                     found += [f"{what}: {json.dumps(config)} on {other}"] if what else []

@@ -308,7 +308,7 @@ def model_of(name: str) -> tuple[nn.Module, Tensor]:
     return model, torch.rand(4, *shape)
 
 
-LARGE = ("ResNet-50", "WRN-16-4", "ResNet-18")
+LARGE = ("ResNet-50", "WRN-16-4", "ResNet-18", "DenseNet")  # the last one without floating point, too
 
 
 @pytest.mark.thorough
