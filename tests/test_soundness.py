@@ -21,7 +21,7 @@ def draws(count: int, seed: int = 0, **options: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.thorough
 def test_the_first_draws_hold() -> None:
-    found = draws(100)
+    found = draws(40)
     for kind in soundness.KINDS:
         assert (kind.__name__, "held") in found
     for kind in (soundness.graphs, soundness_modules.ranks, soundness_modules.forward):

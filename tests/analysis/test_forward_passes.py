@@ -67,7 +67,10 @@ def test_bounded_from_above_and_exported_as_it_is(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("row", [pytest.param(row, id=row["name"]) for row in ROWS[::12]])
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row["name"], marks=[pytest.mark.slow] * (i % 3 > 0)) for i, row in enumerate(ROWS[::12])],
+)
 def test_the_truth_is_found_again(row: dict[str, Any]) -> None:
     found = forward_passes.truth(row["body"], SHAPES[row["shape"]])
     assert bool(found.varies) == ("varies" in row)

@@ -166,10 +166,10 @@ def test_no_radius_is_above_the_truth() -> None:
 @pytest.mark.thorough
 def test_no_attack_succeeds_on_any_module_or_where_rounding_decides() -> None:
     with torch.backends.nnpack.flags(enabled=False):
-        found = attacks_on(networks=3, points=1500, seed=1000)
+        found = attacks_on(networks=1, points=600, seed=1000)
     for each in found.values():
         assert each["succeeded"] == 0
-        assert each["points inside"] > 500
+        assert each["points inside"] > 300
     assert found["float64"]["succeeded within 4 times the radii"] > 10
 
 
@@ -262,10 +262,11 @@ def test_attacks_inside_never_succeed(make: Callable[[int], modules.Network], ev
             network = make(seed).to(dtype)
             if seed:
                 network.input_range = (0.0, 1.0)
-            x = torch.rand(8, *network.input_shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            count = 8 if make is joined else 4
+            x = torch.rand(count, *network.input_shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
             labels = network(x).argmax(1)
             found = certify(network, x, labels, method="local", evaluator=evaluator)
-            assert (found.radius > 0).sum() > 6
+            assert (found.radius > 0).sum() > count - 2
             assert attacks(network, x, found.radius, labels, 60) == 0
             plain = certify(network, x, labels, evaluator=evaluator)
             assert (found.radius >= plain.radius).all()
@@ -496,12 +497,12 @@ def test_an_attack_stays_where_local_radii_hold() -> None:
 @pytest.mark.thorough
 def test_rows_in_blocks_and_samples_in_groups_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(24, 3)]
-    network = modules.Network(layers, (2, 4, 6)).double()
-    x = torch.rand(5, 2, 4, 6, dtype=torch.float64)
+    layers = [nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(12, 3)]
+    network = modules.Network(layers, (1, 4, 6)).double()
+    x = torch.rand(5, 1, 4, 6, dtype=torch.float64)
     labels = network(x).argmax(1)
     whole = certify(network, x, labels, method="local").radius
-    monkeypatch.setattr(local, "_BLOCK", 5_000)
+    monkeypatch.setattr(local, "_BLOCK", 1_500)
     assert torch.allclose(certify(network, x, labels, method="local").radius, whole, rtol=1e-9, atol=0)
     assert torch.allclose(certify(network, x[3:], labels[3:], method="local").radius, whole[3:], rtol=1e-9, atol=0)
 

@@ -13,6 +13,8 @@ from benchmarks import reference_certificates as reference
 pytestmark = pytest.mark.thorough
 
 KEPT = json.loads(reference.FILE.read_text())
+# Their blocks are those of ResNet-18, SqueezeNet and resnet9, and of tests/analysis/test_twelve.py.
+SLOW = ("ResNet-50", "WRN-16-4", "DenseNet", "wide_resnet")
 # Weights are float32 numbers, made by iterations: logits move by a few of the last places of the largest one.
 TOLERANCE = 4e-6
 
@@ -22,7 +24,7 @@ def test_every_family_and_every_own_forward_is_kept() -> None:
     assert len(KEPT) >= 20 + len(SMALL)
 
 
-@pytest.mark.parametrize("name", list(KEPT))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KEPT])
 def test_the_certificates_are_those_that_were_kept(name: str) -> None:
     with torch.backends.nnpack.flags(False):
         found = reference.certificates(name)

@@ -222,7 +222,7 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
 
     (tmp_path / "own_test_network.py").write_text(SOURCE.replace("nn.Linear(3, 2)", "nn.Linear(3, 10)"))
     arguments = ["certify", "own_test_network:factory", "digits", "--input-shape", "1,8,8"]
-    quick = ["data.limit=64", "certify.attack_samples=8", "certify.attack_steps=5", "--out", str(tmp_path / "out")]
+    quick = ["data.limit=16", "certify.attack_samples=8", "certify.attack_steps=5", "--out", str(tmp_path / "out")]
     assert main([*arguments, *quick]) == 0
     (folder,) = (tmp_path / "out").iterdir()
     network = lipkit.load(folder / "network")
@@ -232,7 +232,7 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert read_recipe(folder, build=False).model.name == "own_test_network:factory"
     capsys.readouterr()
     # Like any run: checked, attacked and certified again.
-    assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "64"]) == 0
+    assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "16"]) == 0
     assert "confirmed" in capsys.readouterr().out
     assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
     # So is one that came as a file: its name cannot be built, and need not be.
