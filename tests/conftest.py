@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for place in range(min(FAST_CASES, len(alike))):
             alike[place * len(alike) // min(FAST_CASES, len(alike))].add_marker("fast")
+
+
+def pytest_collection_finish() -> None:
+    """Imports and collection leave a million objects that stay: no later search for garbage looks at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

@@ -41,7 +41,7 @@ def flown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *text, end="\n": printed.append(" ".join(map(str, text)) + end))
         threads = torch.get_num_threads()
-        script("examples/controller.py").main(["--steps", "60", "--out", str(folder)])
+        script("examples/controller.py").main(["--steps", "30", "--out", str(folder)])
         torch.set_num_threads(threads)
     return folder, "".join(printed)
 
@@ -225,7 +225,7 @@ def test_the_denoiser_is_proved_and_its_steps_never_grow(tmp_path: Path, capsys:
 
 
 def test_by_hand_trains_certifies_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script("examples/by_hand.py").main(["--epochs", "2", "--out", str(tmp_path / "digits.onnx")])
+    script("examples/by_hand.py").main(["--epochs", "1", "--out", str(tmp_path / "digits.onnx")])
     text = capsys.readouterr().out
     found = re.search(r"^claimed constant (\S+), proved (\S+)$", text, re.M)
     assert found is not None

@@ -27,9 +27,11 @@ def test_version_and_date_are_the_same_everywhere() -> None:
     assert str(cited["date-released"]) == released[1]
 
 
-@pytest.mark.thorough
-def test_the_wheel_works_without_the_repository(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel."""
     pytest.importorskip("hatchling")
+    tmp_path = tmp_path_factory.mktemp("built")
     build = "import sys; from hatchling import build; build.build_wheel(sys.argv[1]); build.build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
@@ -38,12 +40,24 @@ def test_the_wheel_works_without_the_repository(tmp_path: Path) -> None:
         tops = {name.partition("/")[0] for name in file.namelist()}
         file.extractall(tmp_path / "site")
     assert tops == {"lipkit", "lipkit_check.py", f"lipkit-{lipkit.__version__}.dist-info"}
+    return tmp_path / "site"
+
+
+@pytest.mark.thorough
+def test_the_wheel_holds_every_file_of_the_package(site: Path) -> None:
+    package = ROOT / "src/lipkit"
+    files = {file.relative_to(package) for file in package.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    assert {file.relative_to(site / "lipkit") for file in (site / "lipkit").rglob("*") if file.is_file()} == files
+
+
+@pytest.mark.slow  # .ci/run installs and uses the wheel
+def test_the_wheel_works_without_the_repository(site: Path, tmp_path: Path) -> None:
     code = (
         "import lipkit, lipkit_check; print(lipkit.__file__); print(lipkit.load('digits-cayley').input_shape);"
         "from lipkit.experiments import load_recipe; print(load_recipe('digits_cayley').model.name)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
     )
-    assert done.stdout.split("\n")[:2] == [str(tmp_path / "site/lipkit/__init__.py"), "(1, 8, 8)"]
+    assert done.stdout.split("\n")[:2] == [str(site / "lipkit/__init__.py"), "(1, 8, 8)"]

@@ -30,14 +30,18 @@ def test_a_day_at_toy_size(tmp_path: Path) -> None:
     assert row["torch.linalg.inv, ms"] > 0
     assert row["by blocks, ms"] > 0
     assert row["distance"] < 1e-5
+    assert "## flagship\n\nnot made" in (tmp_path / "report.md").read_text()
+    with pytest.raises(SystemExit, match="expected one of checks"):
+        gpu_day.main([*start, "--step", "nothing"])
+
+
+@pytest.mark.slow
+def test_a_training_at_toy_size(tmp_path: Path) -> None:
+    start = ["--out", str(tmp_path), "--toy"]
     gpu_day.main([*start, "--step", "kwlarge"])
     assert found(tmp_path, "kwlarge")["status"] == 0, found(tmp_path, "kwlarge")["said"]
     gpu_day.main([*start, "--step", "kwlarge"])  # resumes a run that is complete
     assert len(list((tmp_path / "runs").iterdir())) == 1
-    report = (tmp_path / "report.md").read_text()
-    assert "## flagship\n\nnot made" in report
-    with pytest.raises(SystemExit, match="expected one of checks"):
-        gpu_day.main([*start, "--step", "nothing"])
 
 
 @pytest.mark.thorough

@@ -119,7 +119,9 @@ def _tiny_imagenet(root: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "write"), [("cifar100", _cifar100), ("tiny_imagenet", _tiny_imagenet)])
+@pytest.mark.parametrize(
+    ("name", "write"), [("cifar100", _cifar100), pytest.param("tiny_imagenet", _tiny_imagenet, marks=pytest.mark.slow)]
+)
 def test_the_recipe_runs_on_other_data(name: str, write: Callable[[Path], None], tmp_path: Path) -> None:
     """From the files in the form that their authors give them."""
     write(tmp_path)
