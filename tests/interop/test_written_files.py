@@ -216,8 +216,7 @@ def differences(network: modules.Network, runtime: Callable[[Tensor], Tensor]) -
         values.append(node(*(values[value] for value in read)))
     parts = [values[end].shape[1] for end in graph.sources[-1]]
     pairs = zip(graph.sources[-1], wanted.split(parts, 1), got.split(parts, 1), strict=True)
-    near = {"rtol": 1e-5, "atol": 2e-5} if x.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
-    return [str(graph.nodes[i - 2]) for i, a, b in pairs if not torch.allclose(a, b, **near)]
+    return [str(graph.nodes[i - 2]) for i, a, b in pairs if not torch.allclose(a, b, rtol=1e-5, atol=2e-5)]
 
 
 def reference(path: Path) -> Callable[[Tensor], Tensor]:
