@@ -35,9 +35,11 @@ from lipkit.conv.normal_matrices import (
 )
 from lipkit.conv.spectrum import Symbol, apply_symbol
 from lipkit.conv.spread import spread_cayley, spread_pays
+from lipkit.conv.symbol import check_images, check_kernel
 from lipkit.conv.transform import count_real, to_images, to_rows, transform_matrices
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.cayley import Factors
+from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.transforms import transformed
 
 
@@ -216,6 +218,9 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Returns:
         ``(B, cout, h, w)``, with the norm of x if cout >= cin and there is no bias.
 
+    Raises:
+        ShapeError: the kernel has no four dimensions, or x other ones.
+
     Cost:
         For c = min(cout, cin), at each of about h w / 2 frequencies: LU factors of size c and a solve for B images
         forward, a solve and one product of B c^2 backward. From B = c / 2 on, an inverse replaces the solves. Where
@@ -229,10 +234,15 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     References:
         [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1.
     """
+    check_kernel(kernel)
     cout, cin = kernel.shape[:2]
-    if spread_pays(kernel, *x.shape[-2:]):
-        return spread_cayley(kernel, x.to(kernel.dtype), bias, x.dtype)
-    return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, *x.shape[-2:]), bias=bias)
+    batch, channels, h, w = check_images(x)
+    if channels != cin:
+        raise ShapeError(f"kernel and x: expected one number of inputs, got {tuple(kernel.shape)} and {tuple(x.shape)}")
+    with autocast_off(x):
+        if batch and spread_pays(kernel, h, w):  # torch refuses to transform empty batches
+            return spread_cayley(kernel, x.to(kernel.dtype), bias, x.dtype)
+        return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, h, w), bias=bias)
 
 
 def solves_pay(x: Tensor, side: int) -> bool:

@@ -200,7 +200,7 @@ class Group(NamedTuple):
     def view(self, rows: Tensor, channels: slice) -> Tensor:
         """The group's rows as a view: real ``(n_r, B, C)``, or pairs ``(n_p, 2, B, C)``."""
         part = rows[self.rows]
-        part = part.view(-1, 2, *part.shape[1:]) if self.factors.matrix.is_complex() else part
+        part = part.unflatten(0, (-1, 2)) if self.factors.matrix.is_complex() else part
         return part[..., channels]
 
     def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:

@@ -79,7 +79,7 @@ class Spectrum(NamedTuple):
 def split_rows(rows: Tensor, h: int, w: int) -> Spectrum:
     """The rows ``(h w, B, C)`` of a transform as a :class:`Spectrum`: two views."""
     n_real = count_real(h, w)
-    return Spectrum(rows[:n_real], rows[n_real:].reshape(-1, 2, *rows.shape[1:]))
+    return Spectrum(rows[:n_real], rows[n_real:].unflatten(0, (-1, 2)))
 
 
 def analyse(x: Tensor, matrices: list[Tensor]) -> Spectrum:

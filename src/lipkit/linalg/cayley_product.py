@@ -22,6 +22,7 @@ from torch import Tensor
 from lipkit.errors import ShapeError
 from lipkit.linalg.cayley import Factors, cayley, factorize, solve_rows
 from lipkit.linalg.matrices import mirrored_product
+from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 
@@ -49,12 +50,10 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         raise ShapeError(
             f"expected a matrix (m, n) and inputs (..., n), got {tuple(weight.shape)} and {tuple(x.shape)}"
         )
-    if torch.compiler.is_compiling() or transformed():
-        return _plain(weight, x, bias)
-    if x.ndim == 2:
-        rows: Tensor = _Product.apply(weight, x, bias)
-        return rows
-    rows = _Product.apply(weight, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), bias)
+    with autocast_off(x):
+        if torch.compiler.is_compiling() or transformed():
+            return _plain(weight, x, bias)
+        rows: Tensor = _Product.apply(weight, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), bias)
     return rows.view(*x.shape[:-1], len(weight))
 
 

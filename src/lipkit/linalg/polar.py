@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
-from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.linalg.precision import autocast_off
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
@@ -43,7 +42,7 @@ class _FirstOnly(torch.autograd.Function):
 def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
     """The differential of the polar factor of W = U S V* along ``change``: a self-adjoint map, so the gradient too."""
     n = max(u.shape[-2:])
-    with autocast_off(change) if autocast_on(change) else contextlib.nullcontext():
+    with autocast_off(change):
         along = change @ vh.mH
         inner = u.mH @ along
         sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
