@@ -61,9 +61,9 @@ def apply_phases(
         return F.conv2d(x, symbol.real[0, :, :, None, None], bias)
     dtype = product_dtype(x, symbol.real.dtype)
     if dtype != symbol.real.dtype:
-        symbol, bias = Symbol(*(part.to(dtype) for part in symbol)), None if bias is None else bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         with autocast_off(x):
-            return apply_phases(symbol, x.to(dtype), kernel_size, bias=bias)
+            return apply_phases(symbol.to(dtype), x.to(dtype), kernel_size, bias=bias)
     if matrices is None:
         matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
     if _in_pieces(symbol, x, matrices, bias):

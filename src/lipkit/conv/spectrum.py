@@ -52,6 +52,10 @@ class Symbol(NamedTuple):
         """
         return self.of(function(self.real), function(as_complex(self.pair)))
 
+    def to(self, dtype: torch.dtype) -> Symbol:
+        """The same symbol in another dtype."""
+        return Symbol(self.real.to(dtype), self.pair.to(dtype))
+
 
 def as_complex(pair: Tensor) -> Tensor:
     """Pairs ``(n, 2, ...)`` as complex numbers ``(n, ...)``."""
@@ -110,14 +114,6 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
-def _copies_parts(t: Tensor) -> bool:
-    """True if batched products copy each operand whose matrices do not follow each other in memory.
-
-    On a CPU in half precision they do; of a transposed operand each element apart, in up to thrice the product's time.
-    """
-    return t.dtype in (torch.bfloat16, torch.float16) and t.device.type == "cpu"
-
-
 def parts_apart(pair: Tensor) -> Tensor:
     """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed.
 
@@ -132,9 +128,9 @@ def parts_apart(pair: Tensor) -> Tensor:
 
 def _turned(s: Tensor, sign: int) -> Tensor:
     """``sign (-b, a)`` of pairs (a, b)."""
-    turned, negative = torch.empty_like(s), 0 if sign > 0 else 1  # the part that gets the minus
-    torch.neg(s[:, 1 - negative], out=turned[:, negative])
-    turned[:, 1 - negative].copy_(s[:, negative])
+    turned = torch.empty_like(s)
+    torch.mul(s[:, 1], -sign, out=turned[:, 0])
+    torch.mul(s[:, 0], sign, out=turned[:, 1])
     return turned
 
 
@@ -151,7 +147,10 @@ def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = Fal
 
 def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
     """Fill ``out`` with the product by the symbol, or by its adjoint."""
-    pair = parts_apart(pair) if _copies_parts(pair) else pair
+    if pair.device.type == "cpu" and pair.dtype in (torch.bfloat16, torch.float16):
+        # There batched products copy operands whose matrices do not follow each other: of a transposed one each element
+        # apart, in up to thrice the time of the product.
+        pair = parts_apart(pair)
     # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
     sign, rows, made = -1 if adjoint else 1, s.pair.flatten(1, 2), out.pair.flatten(1, 2)
@@ -230,9 +229,8 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
     h, w = x.shape[-2:]
     dtype = product_dtype(x, symbol.real.dtype)
     if dtype != symbol.real.dtype:
-        symbol, bias = Symbol(*(part.to(dtype) for part in symbol)), None if bias is None else bias.to(dtype)
         with autocast_off(x):
-            return apply_symbol(symbol, x.to(dtype), bias=bias)
+            return apply_symbol(symbol.to(dtype), x.to(dtype), bias=None if bias is None else bias.to(dtype))
     if matrices is None:
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed() or x.dtype != symbol.real.dtype:
