@@ -1,4 +1,4 @@
-"""Checks and small helpers for matrices, and products of large batches in parts that stay in the cache."""
+"""Checks and small helpers for matrices, and products that are equal to their transpose."""
 
 from __future__ import annotations
 
@@ -101,14 +101,6 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 # Fewest rows of a panel of `mirrored_product`.
 PANEL = 64
-# Bytes of the matrices worked on together, few enough that intermediate results stay in the cache.
-CACHED = 2**19
-
-
-def cached_count(count: int, each: int, device: torch.device) -> int:
-    """How many of ``count`` matrices of ``each`` bytes fit a CPU's cache, at least 1; all of them on other devices."""
-    everything = torch.compiler.is_compiling() or device.type != "cpu"
-    return max(1, count if everything else min(count, CACHED // each))
 
 
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:
