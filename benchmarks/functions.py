@@ -123,7 +123,7 @@ def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:
     yield Pair(
         "first layer (spread._Convolved)",
         f"3->{cout}@{side}, batch {batch}",
-        lambda *t: spread._Convolved.apply(*t, x.dtype),
+        spread._Convolved.apply,
         spread._plain,
         (kernel, x, bias),
     )

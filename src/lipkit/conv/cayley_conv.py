@@ -230,7 +230,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         raise ShapeError(f"kernel and x: expected one number of inputs, got {tuple(kernel.shape)} and {tuple(x.shape)}")
     with autocast_off(x):
         if batch and spread_pays(kernel, h, w):  # torch refuses to transform empty batches
-            return spread_cayley(kernel, x.to(kernel.dtype), bias, x.dtype)
+            return spread_cayley(kernel, x, bias)
         return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, h, w), bias=bias)
 
 

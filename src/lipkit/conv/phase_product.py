@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, split_phases
+from lipkit.conv.patches import Size
+from lipkit.conv.phases import check_fits, merge_phases, phase_order, split_phases
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
 from lipkit.conv.transform import transform_matrices
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype

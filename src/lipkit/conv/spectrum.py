@@ -1,13 +1,10 @@
 r"""The real orthonormal 2-D Fourier transform, and products by a symbol in it: real arithmetic throughout.
 
-An image of ``h x w`` has ``n_r`` self-conjugate frequencies (1, 2 or 4 of them), where a real convolution acts as
-a real matrix, and ``n_p = (h w - n_r) / 2`` pairs ``(f, -f)``, where it acts as one complex matrix
-:math:`R + iS` on :math:`a + ib`. In the basis used here the coefficients of a real image are exactly the ``n_r``
-real numbers and ``n_p`` pairs ``(a, b)``, the transform is an orthogonal matrix (:mod:`lipkit.conv.transform`), and
-the layer is the block-diagonal matrix of the blocks :math:`M` and
-:math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`. Nothing is redundant, so nothing is dropped on the way back (a
-half-spectrum inverse discards imaginary parts). Odd sizes need no special case. The whole layer is matrix products,
-which export to any runtime.
+A real convolution acts as a real matrix :math:`M` on the coefficient of a self-conjugate frequency, and as one complex
+matrix :math:`R + iS` on the :math:`a + ib` of a pair (:mod:`lipkit.conv.transform`): the layer is the block-diagonal
+matrix of the blocks :math:`M` and :math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`. Nothing is redundant, so
+nothing is dropped on the way back (a half-spectrum inverse discards imaginary parts). Odd sizes need no special case.
+The whole layer is matrix products, which export to any runtime.
 """
 
 from __future__ import annotations

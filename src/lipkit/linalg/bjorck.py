@@ -36,18 +36,17 @@ def inverse_root_coefficients(order: int) -> list[float]:
     return [math.comb(2 * j, j) / 4**j for j in range(order + 1)]
 
 
-def bjorck_step(x: Tensor, order: int = 1) -> Tensor:
-    """One step of the iteration on a tall ``x`` of norm at most 1."""
-    return x + x @ _polynomial(eye_like(x) - x.mH @ x, order)
+def bjorck_step(x: Tensor) -> Tensor:
+    """One step of order 1 on a tall ``x`` of norm at most 1."""
+    return x + x @ (0.5 * (eye_like(x) - x.mH @ x))
 
 
 def _polynomial(q: Tensor, order: int) -> Tensor:
-    """The series of (I - Q)^(-1/2) without its first term, up to Q^order."""
+    """The series of (I - Q)^(-1/2) without its first term 1, up to Q^order."""
     eye = eye_like(q)
     *lower, last = inverse_root_coefficients(order)
-    # Horner from the highest power down; c_0 = 1 is left to the callers.
     polynomial = last * q
-    for coefficient in lower[:0:-1]:
+    for coefficient in lower[:0:-1]:  # Horner from the highest power down
         polynomial = (polynomial + coefficient * eye) @ q
     return polynomial
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lipkit.errors import ShapeError
 from lipkit.linalg.cayley import Factors, cayley, factorize, solve_rows
 from lipkit.linalg.matrices import mirrored_product
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.precision import autocast_off, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 
@@ -109,13 +109,13 @@ class _Product(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed(g):
-                return plain_gradients(_plain, (weight, x, bias), g)
-            for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
+        if torch.is_grad_enabled() or transformed(g):
+            return plain_gradients(_plain, (weight, x, bias), g)
+        for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
         for_bias = g.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return for_weight, for_x, for_bias
 
