@@ -10,7 +10,7 @@ from torch import Tensor
 from lipkit.conv import apply_symbol, downsample, fold, kernel_symbol, symbol, symbol_at
 from lipkit.conv.spectrum import Spectrum, analyse, as_complex, multiply, outer, synthesise
 from lipkit.conv.symbol import symbol_parts
-from lipkit.conv.transform import frequencies, pure_rows, transform_matrices
+from lipkit.conv.transform import frequencies, to_rows, transform_matrices
 from lipkit.errors import OptionError, ShapeError
 
 SIZES = [(1, 1), (1, 2), (2, 2), (1, 5), (3, 3), (4, 4), (5, 7), (6, 5), (8, 8), (7, 10), (9, 9), (12, 8)]
@@ -144,8 +144,8 @@ def test_one_matrix_in_half_precision_has_the_rows_of_separable_products(
     x = random(2, 3, *size)
     half = transform_matrices(*size, dtype=torch.bfloat16)
     assert len(half) == count
-    exact = pure_rows(x, transform_matrices(*size, dtype=torch.float64))
-    assert float((pure_rows(x, [t.double() for t in half]) - exact).norm() / exact.norm()) < 2.0**-8
+    exact = to_rows(x, transform_matrices(*size, dtype=torch.float64))
+    assert float((to_rows(x, [t.double() for t in half]) - exact).norm() / exact.norm()) < 2.0**-8
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -20,7 +20,7 @@ from lipkit.conv.patches import Size
 from lipkit.conv.phases import check_fits, merge_phases, phase_order, split_phases
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
 from lipkit.conv.transform import transform_matrices
-from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
+from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient. Backward has more buffers.
@@ -192,6 +192,7 @@ class _PhaseProduct(torch.autograd.Function):
         return y
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         real, pair, bias, x, matrix = ctx.saved_tensors

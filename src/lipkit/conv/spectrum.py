@@ -18,16 +18,8 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.symbol import symbol_parts
-from lipkit.conv.transform import (
-    count_real,
-    frequencies,
-    pure_images,
-    pure_rows,
-    to_images,
-    to_rows,
-    transform_matrices,
-)
-from lipkit.linalg.precision import autocast_off, product_dtype
+from lipkit.conv.transform import count_real, frequencies, to_images, to_rows, transform_matrices
+from lipkit.linalg.precision import autocast_off, product_dtype, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 
@@ -85,12 +77,12 @@ def split_rows(rows: Tensor, h: int, w: int) -> Spectrum:
 
 def analyse(x: Tensor, matrices: list[Tensor]) -> Spectrum:
     """Images ``(B, C, h, w)`` to their :class:`Spectrum`."""
-    return split_rows(pure_rows(x, matrices), *x.shape[-2:])
+    return split_rows(to_rows(x, matrices, pure=True), *x.shape[-2:])
 
 
 def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     """Inverse of :func:`analyse`: a :class:`Spectrum` to images ``(B, C, h, w)``."""
-    return pure_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices)
+    return to_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices, pure=True)
 
 
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
@@ -192,6 +184,7 @@ class _Apply(torch.autograd.Function):
         return _applied(real, pair, bias, x, list(matrices))
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         real, pair, bias, x, *matrices = ctx.saved_tensors
