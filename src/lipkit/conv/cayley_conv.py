@@ -1,8 +1,7 @@
 r"""Circular convolutions by the Cayley transform in solve form, without forming the layer's matrices.
 
-With the symbol :math:`[W_1\ W_2]` of a wide kernel (at each frequency; of a tall one, :math:`[W_1; W_2]`) and N of
-:mod:`lipkit.conv.normal_matrices`, the product of the Cayley transform with a vector x takes one solve, as does its
-derivative:
+With the matrices of :mod:`lipkit.conv.normal_matrices`, the product of the Cayley transform with a vector x takes one
+solve at each frequency, as does its derivative:
 
 .. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2; \qquad
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x; \qquad \nabla_N = -2 k h^*,\; N^* k = \nabla_y .
@@ -144,8 +143,8 @@ def solve_form(
     if scale is not None and form not in ("second", "first adjoint"):
         raise OptionError(f"scale: expected None with form={form!r}, got shape {tuple(scale.shape)}")
     exact = normal.real.dtype
+    factors = factors_for(normal, x) if factors is None else factors
     if x.dtype != exact:
-        factors = factors_for(normal, x) if factors is None else factors
         if not isinstance(factors, Rounded):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
@@ -153,11 +152,11 @@ def solve_form(
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
         rounded: Tensor = RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
-    if torch.compiler.is_compiling() or transformed():
+    if factors is None:
         return plain_solve(form, x, bias, scale, normal)
+    if isinstance(factors, Rounded):  # a user's function between two maps has widened x
+        factors = factors.factors
     matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
-    # Rounded factors no longer fit if a user's function between two maps has widened x.
-    factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Rounded) else factors
     if form == "second" and x.shape[1] < len(x):
         return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
     y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *factors[0], *factors[1], *matrices)
@@ -175,6 +174,8 @@ FEW_ROWS = 8
 
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
+
+    Under a compiler and under transforms of functions None: the plain form has no use for them.
 
     In half precision an inverse pays for images in number a third of the channels, not half of them: products are
     faster there. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.

@@ -4,16 +4,9 @@ A kernel with :math:`K[s] = -K[-s]^\top` is a skew-symmetric convolution, with c
 operator A is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal. The
 polynomial :math:`p_T(A)` has the singular values :math:`|p_T(i\theta)|`, which ``taylor_range`` bounds.
 
-The polynomial :math:`p_T(K) * x` of a c x c kernel on B images of P pixels costs, in real operations,
-
-* **features**: T convolutions, :math:`2 T k^2 B P c^2`;
-* **frequencies**: T complex products of the matrices of the symbol with the transformed images,
-  :math:`4 T B P c^2`;
-* **symbol**: the polynomial of those matrices by about :math:`m = 2 \sqrt T` products, :math:`4 m P c^3`, and one
-  product with the images, :math:`4 B P c^2`.
-
-The last two also make the symbol, :math:`2 k^2 P c^2`, which has to fit into memory, and transform the images,
-:math:`8 \sqrt P\, B P c`.
+It is taken in one of three ways: of the **features**, by T convolutions; at the **frequencies** of the transformed
+images, by T products with the matrices of the symbol; or of the **symbol**, by products of those matrices and one with
+the images.
 """
 
 from __future__ import annotations
@@ -121,7 +114,7 @@ HALF_GAIN = 2.5
 
 
 def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
-    """Number of operations of each way; only 'features' if a symbol would not fit into memory.
+    """Number of real operations of each way; only 'features' if a symbol would not fit into memory.
 
     >>> few, many = operations(64, (3, 3), 256, 128, 5), operations(512, (3, 3), 16, 32, 5)
     >>> min(few, key=few.get), min(many, key=many.get)
@@ -130,6 +123,7 @@ def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: 
     taps, numbers = math.prod(kernel_size), pixels * channels**2
     counts: dict[Way, float] = {"features": 2.0 * terms * taps * batch * numbers}
     if numbers <= MOST_NUMBERS:
+        # Both make the symbol, and transform the images there and back; their products are complex.
         both = 2.0 * taps * numbers + 8 * math.sqrt(pixels) * batch * pixels * channels
         counts["frequencies"] = both + 4.0 * terms * batch * numbers
         counts["symbol"] = both + 4.0 * taylor_products(terms) * numbers * channels + 4.0 * batch * numbers

@@ -4,9 +4,8 @@ With the symbol :math:`[W_1\ W_2]` of a wide kernel (of a tall one, :math:`[W_1;
 
 .. math:: N = I + W_1 - W_1^* + G, \qquad G = W_2 W_2^* \text{ (wide)}, \quad W_2^* W_2 \text{ (tall)}.
 
-The skew part of the kernel is taken before its transform, so that N comes from one small product. The equations of the
-solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Factors solve N and :math:`N^\top`, so
-:math:`N^* k = g` is solved for the conjugates of g and k.
+The skew part of the kernel is taken before its transform, so that N comes from one small product. Factors solve N and
+:math:`N^\top`, so :math:`N^* k = g` (:mod:`lipkit.conv.cayley_conv`) is solved for the conjugates of g and k.
 """
 
 from __future__ import annotations

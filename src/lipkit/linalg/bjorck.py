@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like, near_one
+from lipkit.linalg.matrices import check_positive, eye_like, near_one, on_tall
 
 # Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of 1/25 of
 # the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
@@ -60,6 +60,7 @@ def _all_below(q: Tensor, limit: float) -> bool:
         return False
 
 
+@on_tall
 def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
     r"""Semi-orthogonal polar factor of ``w`` by the Björck-Bowie iteration; a contraction however early it stops.
 
@@ -100,11 +101,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         Björck & Bowie, SIAM J. Numer. Anal. 8 (1971), equations 3.1 and 3.3; Anil, Lucas & Grosse, ICML 2019,
         section 4.2.
     """
-    check_matrix(w)
     check_positive(iterations=iterations, order=order)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return bjorck(w.mH, iterations, order).mH
     x, gram = into_unit_ball(w)
     eye = eye_like(x)
     limit = torch.finfo(x.dtype).eps ** 0.5 / 16  # a step squares the error, which is then below rounding

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, finite
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one, on_tall
 
 
 def _divided(w: Tensor, ridge: float) -> Tensor:
@@ -22,6 +22,7 @@ def _divided(w: Tensor, ridge: float) -> Tensor:
     return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH  # L^-1 W^* is (W L^-*)^*
 
 
+@on_tall
 def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     r"""The rows of a wide matrix made nearly orthonormal by one triangular solve: a contraction.
 
@@ -50,12 +51,7 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     References:
         Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024 (its dense layers).
     """
-    check_matrix(w)
-    ridge = finite("ridge", ridge, positive=True)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return cholesky(w.mH, ridge).mH
-    return _divided(w, ridge / w.shape[-1])
+    return _divided(w, finite("ridge", ridge, positive=True) / w.shape[-1])
 
 
 def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = None) -> Tensor:

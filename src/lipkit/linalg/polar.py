@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
+from lipkit.linalg.matrices import on_tall, thin_svd
 from lipkit.linalg.precision import autocast_off
 
 
@@ -84,6 +84,7 @@ class _WithForwardMode(_TallPolar):
         return _differential(tangent, *ctx.saved_tensors), None, None, None
 
 
+@on_tall
 def polar(w: Tensor) -> Tensor:
     r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*`.
 
@@ -109,10 +110,6 @@ def polar(w: Tensor) -> Tensor:
     References:
         Higham, Functions of Matrices (2008), chapter 8.
     """
-    check_matrix(w)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return polar(w.mH).mH
     function = _TallPolar if torch.compiler.is_compiling() else _WithForwardMode
     made: Tensor = function.apply(w)[0]
     return made
