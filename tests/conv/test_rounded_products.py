@@ -57,11 +57,7 @@ def test_values_and_gradients_of_the_solve_form(form: Form, cin: int, cout: int,
 def results_of(made: torch.dtype, dtype: torch.dtype, kernel: Tensor, x: Tensor, bias: Tensor) -> list[Tensor]:
     """Output and gradients of the Cayley layer with few inputs (an image) or of the dense one."""
     free, shift, features = (t.to(d).requires_grad_() for t, d in ((kernel, made), (bias, made), (x, dtype)))
-    if kernel.ndim == 4:
-        # The input of a network is not rounded further than it is.
-        y = spread_cayley(free, features.to(made), shift, dtype)
-    else:
-        y = cayley_linear(free, features, shift)
+    y = spread_cayley(free, features, shift) if kernel.ndim == 4 else cayley_linear(free, features, shift)
     assert y.dtype == dtype
     y.backward(torch.cos(torch.arange(y.numel())).view(y.shape).to(dtype))
     assert free.grad is not None
