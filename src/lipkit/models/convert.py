@@ -207,7 +207,7 @@ def _reason(module: nn.Module) -> str | None:
     return None
 
 
-def rebuilt_network(
+def rebuild(
     network: str,
     input_shape: Shape,
     classes: int | None = None,

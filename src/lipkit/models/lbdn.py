@@ -34,7 +34,7 @@ from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_acti
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
-from lipkit.models.frame import bounded, check_sizes, flat_size
+from lipkit.models.frame import bounded, check_sizes, checked, flat_size, python_integers
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 
@@ -95,7 +95,7 @@ class LBDN(nn.Module):
         super().__init__()
         if not isinstance(sizes, Sequence) or len(sizes) < 2:
             raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
-        sizes = tuple(sizes)
+        sizes = python_integers(tuple(sizes))
         check_sizes(sizes=sizes)
         gamma = finite("gamma", gamma, positive=True)
         hidden = len(sizes) - 2
@@ -210,6 +210,7 @@ def _provable(
     )
 
 
+@checked
 def lbdn(
     sizes: Sequence[int] | None = None,
     gamma: float = 1.0,
