@@ -6,6 +6,7 @@ Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and pad
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -120,9 +121,9 @@ GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 
 
 class _Native(base.Biased):
-    """A convolution with a constrained weight and torch's arguments, which torch's own layer checks."""
+    """A convolution with a constrained weight; its arguments are those of torch's layer, which checks them."""
 
-    plain: type[Any]
+    plain: type[Any] = nn.Conv2d
     in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -132,24 +133,21 @@ class _Native(base.Biased):
     padding_mode: str
     output_padding: tuple[int, ...]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = [p for p in inspect.signature(_Native.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        torchs = inspect.signature(cls.plain)
+        cls.__signature__ = torchs.replace(parameters=[*torchs.parameters.values(), *own])  # type: ignore[attr-defined]
+
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Pair,
-        stride: Pair = 1,
-        padding: str | Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str = "aoc",
-        orthogonalize: str | Orthogonalize = "bjorck",
-        **output_padding: Pair,
+        self, *args: Any, constraint: str = "aoc", orthogonalize: str | Orthogonalize = "bjorck", **named: Any
     ) -> None:
         super().__init__()
+        given = inspect.signature(self.plain).bind(*args, **named)
+        given.apply_defaults()
+        in_channels, out_channels, groups, device, dtype = (
+            given.arguments[name] for name in ("in_channels", "out_channels", "groups", "device", "dtype")
+        )
         base.check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
         base.check_dtype(dtype)
         if constraint not in CONSTRAINTS:
@@ -157,11 +155,8 @@ class _Native(base.Biased):
         function = resolve(orthogonalize)
         if not proved(function):
             raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")
-        options: dict[str, Any] = {"dilation": dilation, "padding_mode": padding_mode, **output_padding}
         try:
-            like = self.plain(
-                in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
-            )
+            like = self.plain(**{**given.arguments, "device": "meta"})
             # Sizes below 1 are refused later on: torch accepts them here and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
@@ -171,7 +166,7 @@ class _Native(base.Biased):
             ) from error
         base.check_positive(**least)
         if not isinstance(like.padding, str) and min(like.padding) < 0:
-            raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
+            raise OptionError(f"padding: expected numbers of at least 0, got {like.padding}")
         for name in (*GEOMETRY, "output_padding"):
             setattr(self, name, getattr(like, name))
         self.constraint, self.axes = constraint, len(self.kernel_size)
@@ -180,10 +175,9 @@ class _Native(base.Biased):
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
         self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
-        self.register_parameter("bias", base.new_bias(out_channels, fan_in, bias, device, dtype))
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        padded = [before + after for before, after in self.borders()]
-        if padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
+        self.register_parameter("bias", base.new_bias(out_channels, fan_in, given.arguments["bias"], device, dtype))
+        reach, padded = self.reach, [before + after for before, after in self.borders()]
+        if self.padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
             raise OptionError(
                 f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
                 f"got {padded}: outputs beyond one period repeat and raise the norm"
@@ -193,18 +187,21 @@ class _Native(base.Biased):
     def _pair(sizes: tuple[int, ...]) -> Size:
         return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
 
+    @property
+    def reach(self) -> list[int]:
+        """Pixels from the first to the last tap, for each axis."""
+        return [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+
     def borders(self) -> list[tuple[int, int]]:
         """Pixels padded before and after, for each axis."""
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         if self.padding == "same":
-            return [(r // 2, r - r // 2) for r in reach]  # as torch: the larger half behind
+            return [(r // 2, r - r // 2) for r in self.reach]  # as torch: the larger half behind
         return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
 
     def least_sides(self) -> tuple[int, ...]:
         """The smallest image that torch accepts with this padding and that holds one window."""
-        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         # Padded pixels count towards the window.
-        window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
+        window = [r + 1 - sum(pair) for r, pair in zip(self.reach, self.borders(), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
         wraps = self.padding_mode in ("reflect", "circular")
@@ -284,8 +281,6 @@ class NativeConv2d(_Native):
         factors of strides and dilations are derived in :mod:`lipkit.conv.patches`.
     """
 
-    plain = nn.Conv2d
-
 
 class NativeConv1d(_Native):
     """:class:`NativeConv2d` for signals ``(B, in_channels, length)``.
@@ -298,25 +293,6 @@ class NativeConv1d(_Native):
 
 
 class _Transposed(_Native):
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Pair,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        output_padding: Pair = 0,
-        groups: int = 1,
-        bias: bool = True,
-        dilation: Pair = 1,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        **options: Any,
-    ) -> None:
-        geometry = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        super().__init__(*geometry, device, dtype, output_padding=output_padding, **options)
-
     def least_sides(self) -> tuple[int, ...]:
         """The smallest input with an output of at least one pixel."""
         axes = zip(self.dilation, self.kernel_size, self.output_padding, self.padding, self.stride, strict=True)
@@ -407,7 +383,7 @@ def aoc_conv2d(
         raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
     pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
     geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
-    return NativeConv2d(*geometry, device, dtype, "aoc", **options)
+    return NativeConv2d(*geometry, device, dtype, **options)
 
 
 AOC = Family(

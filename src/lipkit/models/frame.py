@@ -312,6 +312,7 @@ class Layers:
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], activation: str | nn.Module | None = None) -> None:
+        check_options(options)
         self.family = find(name)
         self.outer: list[nn.Module] = [] if self.family.own_activation else [make_activation(activation)]
         inner = {"activation": activation} if self.family.own_activation and activation is not None else {}

@@ -11,7 +11,7 @@ from torch import nn
 
 from lipkit.errors import finite
 from lipkit.layers import Scale
-from lipkit.models.frame import Layers, bounded, check_options, checked, flat_size
+from lipkit.models.frame import Layers, bounded, checked, flat_size
 from lipkit.modules import Shape
 
 
@@ -59,7 +59,6 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    check_options(options)
     sizes = [flat_size(input_shape), *hidden, classes]
     gamma = finite("gamma", gamma, positive=True)
     made = Layers(layer, options, activation)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import HalfThrough
-from lipkit.models.frame import Count, Layers, bounded, check_image, check_options, checked
+from lipkit.models.frame import Count, Layers, bounded, check_image, checked
 from lipkit.modules import Blend, Graph, Shape
 
 # In float32 the product of proved constants may exceed 1 by this much, so the denoiser's gain is smaller by as much.
@@ -176,7 +176,6 @@ def denoiser(channels: int = 32, depth: Count = 1, blocks: int = 2, **options: A
 
 def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:
     """`Layers` of a family; refuses families whose layers contain an activation, since the last one must be affine."""
-    check_options(options or {})
     made = Layers(name, options or {}, activation)
     if made.family.own_activation:
         why = "which contains its activation: the last layer must be affine"
