@@ -252,6 +252,20 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"padding": "same"}, "padding: expected numbers of at least 0, got 'same'"),
+        ({"padding": 0.5}, "padding: expected numbers of at least 0, got 0.5"),
+        ({"output_padding": 1}, r"output_padding: expected less than the stride or .*, got \(1, 1\)"),
+        ({"output_padding": -1}, "output_padding"),
+    ],
+)
+def test_refusals_of_transposed_layers(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        NativeConvTranspose2d(3, 4, 3, **change)
+
+
+@pytest.mark.parametrize(
     ("change", "shape"),
     [
         ({}, (4, 6, 6)),

@@ -165,8 +165,12 @@ class _Native(base.Biased):
                 f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
             ) from error
         base.check_positive(**least)
-        if not isinstance(like.padding, str) and min(like.padding) < 0:
-            raise OptionError(f"padding: expected numbers of at least 0, got {like.padding}")
+        if not isinstance(like.padding, str) and not all(isinstance(p, int) and p >= 0 for p in like.padding):
+            raise OptionError(f"padding: expected numbers of at least 0, got {given.arguments['padding']!r}")
+        axes = zip(like.output_padding, like.stride, like.dilation, strict=True)
+        if not all(0 <= more < max(step, apart) for more, step, apart in axes):
+            most = "less than the stride or the dilation on each axis"
+            raise OptionError(f"output_padding: expected {most}, got {like.output_padding}")
         for name in (*GEOMETRY, "output_padding"):
             setattr(self, name, getattr(like, name))
         self.constraint, self.axes = constraint, len(self.kernel_size)
