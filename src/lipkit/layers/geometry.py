@@ -27,7 +27,7 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.modules.convolutions import copies
+from lipkit.modules.convolutions import borders, padded_copies
 from lipkit.proof.roundoff import root
 
 
@@ -132,6 +132,7 @@ class _Native(base.Biased):
     groups: int
     padding_mode: str
     output_padding: tuple[int, ...]
+    _reversed_padding_repeated_twice: list[int]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -171,7 +172,7 @@ class _Native(base.Biased):
         if not all(0 <= more < max(step, apart) for more, step, apart in axes):
             most = "less than the stride or the dilation on each axis"
             raise OptionError(f"output_padding: expected {most}, got {like.output_padding}")
-        for name in (*GEOMETRY, "output_padding"):
+        for name in (*GEOMETRY, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(like, name))
         self.constraint, self.axes = constraint, len(self.kernel_size)
         # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
@@ -180,7 +181,7 @@ class _Native(base.Biased):
         self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
         self.register_parameter("bias", base.new_bias(out_channels, fan_in, given.arguments["bias"], device, dtype))
-        reach, padded = self.reach, [before + after for before, after in self.borders()]
+        reach, padded = self.reach, [before + after for before, after in borders(self)]
         if self.padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
             raise OptionError(
                 f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
@@ -196,18 +197,12 @@ class _Native(base.Biased):
         """Pixels from the first to the last tap, for each axis."""
         return [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
 
-    def borders(self) -> list[tuple[int, int]]:
-        """Pixels padded before and after, for each axis."""
-        if self.padding == "same":
-            return [(r // 2, r - r // 2) for r in self.reach]  # as torch: the larger half behind
-        return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
-
     def least_sides(self) -> tuple[int, ...]:
         """The smallest image that torch accepts with this padding and that holds one window."""
         # Padded pixels count towards the window.
-        window = [r + 1 - sum(pair) for r, pair in zip(self.reach, self.borders(), strict=True)]
+        window = [r + 1 - sum(pair) for r, pair in zip(self.reach, borders(self), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
-        border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
+        border = [max(pair) + (self.padding_mode == "reflect") for pair in borders(self)]
         wraps = self.padding_mode in ("reflect", "circular")
         return tuple(max(1, w, b if wraps else 1) for w, b in zip(window, border, strict=True))
 
@@ -238,13 +233,9 @@ class _Native(base.Biased):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Torch's convolution with this geometry."""
-        borders = self.borders()
-        if self.padding_mode == "zeros" and all(before == after for before, after in borders):
-            pads = tuple(before for before, _ in borders)
-        else:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            # F.pad counts axes from the last one.
-            sides, pads = [n for pair in reversed(borders) for n in pair], (0,) * self.axes
+        pads, sides = tuple(before for before, _ in borders(self)), list(self._reversed_padding_repeated_twice)
+        if self.padding_mode != "zeros" or any(before != after for before, after in borders(self)):
+            mode, pads = "constant" if self.padding_mode == "zeros" else self.padding_mode, (0,) * self.axes
             x = circular_pad(x, sides) if mode == "circular" and x.ndim == 4 else F.pad(x, sides, mode=mode)
         function = F.conv1d if self.axes == 1 else F.conv2d
         return function(x, weight, bias, self.stride, pads, self.dilation, self.groups)
@@ -344,9 +335,7 @@ def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
         layer.check_input(input_shape)
     if layer.padding_mode not in ("reflect", "replicate"):
         return 1.0
-    sides = (None,) * layer.axes if input_shape is None else input_shape[1:]
-    each = [copies(layer.padding_mode, *pair, n) for pair, n in zip(layer.borders(), sides, strict=True)]
-    return root(max(math.prod(each), 1))  # axes are independent: their copies multiply
+    return root(max(padded_copies(layer, input_shape), 1))
 
 
 @export_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
