@@ -19,7 +19,7 @@ from lipkit.layers.structure import ConvexSum, ScaledAvgPool2d
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted, Converter, Kept
-from lipkit.models.settle import replaced, settled, watched
+from lipkit.models.settle import replaced, settled, tried
 from lipkit.modules import (
     Add,
     Affine,
@@ -167,7 +167,7 @@ def convert(
     converter = Converter(families.get(layer), options)
     result = _constrained(plain, converter, input_shape, skipped)
     if input_shape is not None:
-        shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
+        shapes = [tuple(tried(each, input_shape)[0].shape) for each in (model, result)]
         if shapes[0] != shapes[1]:
             raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
     by_name = {row.name: row for row in (*rows, *converter.converted)}  # a settled layer may be converted, too
@@ -180,7 +180,7 @@ def _constrained(
     """Replace the layers of the model in place, and return it."""
     sizes: dict[nn.Module, set[tuple[int, int]]] = {}
     if input_shape is not None:
-        _, calls = watched(model, input_shape, [m for m in model.modules() if type(m) is nn.Conv2d])
+        _, calls = tried(model, input_shape, [m for m in model.modules() if type(m) is nn.Conv2d])
         sizes = {conv: {(x.shape[-2], x.shape[-1]) for x, _ in seen} for conv, seen in calls.items()}
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
