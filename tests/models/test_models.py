@@ -419,3 +419,9 @@ def test_a_gain_of_one_has_no_parts_and_none_is_refused() -> None:
     assert not [m for m in model.children() if isinstance(m, Scale)]
     with pytest.raises(OptionError, match="model lbdn: expected the option lipschitz beside split, got none to split"):
         build("lbdn", split=True, input_shape=(2,), classes=2, hidden=[4], gamma=2.0)
+
+
+def test_a_gain_inside_a_layer_is_not_split() -> None:
+    options = {"states": 3, "units": 4, "input_shape": (5, 2), "classes": 2}
+    with pytest.raises(OptionError, match="model sequence_classifier: expected no split, since its gain is inside"):
+        build("sequence_classifier", split=True, lipschitz=2.0, **options)

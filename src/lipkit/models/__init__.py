@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
+from lipkit.layers import Scale
 from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuild
 from lipkit.models.convolutional import convnet, kwlarge, lbdn_conv, lipconvnet, sllnet, small
@@ -65,6 +66,8 @@ def build(name: str, **options: Any) -> nn.Module:
         model = MODELS[name](**options)
     except TypeError as error:
         raise OptionError(f"model {name}: {error}") from None
+    if split and options["lipschitz"] != 1 and not any(isinstance(part, Scale) for part in model.children()):
+        raise OptionError(f"model {name}: expected no split, since its gain is inside its layer, got split={split}")
     return split_gain(model) if split else model
 
 
