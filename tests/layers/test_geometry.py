@@ -329,3 +329,11 @@ def test_a_network_of_native_layers_is_certified() -> None:
     torch.testing.assert_close(plain(x), net(x))
     found = lipkit.certify(plain, x, plain(x).argmax(1))
     assert (found.radius > 0).all()
+
+
+def test_a_number_of_pixels_does_not_keep_the_size_of_an_image_under_an_even_kernel() -> None:
+    conv = lipkit.layers.families.get("aoc").conv
+    with pytest.raises(OptionError, match=r"padding: expected 'same' for kernel_size \(2, 2\), got 1"):
+        conv(2, 2, 2, padding=1)
+    assert conv(2, 2, 3, padding=1)(torch.zeros(1, 2, 4, 4)).shape == (1, 2, 4, 4)
+    assert conv(2, 2, 4, 2, padding=[1, 1])(torch.zeros(1, 2, 4, 4)).shape == (1, 2, 2, 2)

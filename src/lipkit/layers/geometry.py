@@ -372,8 +372,7 @@ def aoc_conv2d(
         raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}: use lipkit.layers.NativeConv2d")
     kernel = (max(kh, step), max(kw, step))  # no pixel between the windows
     same = tuple((k - step + 1) // 2 for k in kernel)
-    if padding not in ("same", same) and (padding, padding) != same:
-        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
+    base.check_same(padding, same if step > 1 or all(k % 2 for k in kernel) else None, kernel)
     pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
     geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
     return NativeConv2d(*geometry, device, dtype, **options)

@@ -72,20 +72,18 @@ def convert(
 ) -> Conversion:
     r"""A copy of ``model`` whose convolutions and linear layers belong to one family, with weights near the old ones.
 
-    The copy computes another function and should be trained further: zero padding becomes circular padding, a stride
-    becomes invertible downsampling (of an image that it divides), and norms become at most 1. Remaining layers without
-    a bound of 1 are reported, never silently accepted.
+    The copy should be trained further. Zero padding becomes circular padding, a stride invertible downsampling (of an
+    image that it divides), and norms at most 1. Layers without a bound of 1 are reported, never silently accepted.
 
     =================== ================================================================================================
-    forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
-                        as they are. A module used twice is replaced once; two modules that tied a weight get two.
-    forward="rebuild"   traces the forward pass and makes an ``nn.Sequential`` of it, 1-Lipschitz wherever possible.
-                        The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
-                        convolution before it. Sums become convex combinations with a learnable weight
-                        (`lipkit.layers.ConvexSum`), concatenations of k values are divided by :math:`\sqrt k`, nearest
-                        neighbours by the root of their factor; averages over windows that do not overlap get norm 1
-                        (`lipkit.layers.ScaledAvgPool2d`). A normalisation of the inputs becomes a translation, others
-                        that are left are dropped. Biases start at 0, but for a layer that computes the same as before.
+    forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place; all other modules stay as they are. A module
+                        used twice is replaced once; two modules that tied a weight get two.
+    forward="rebuild"   makes an ``nn.Sequential`` of the exported network, 1-Lipschitz wherever possible. Sums become
+                        convex combinations with a learnable weight (`lipkit.layers.ConvexSum`), concatenations of k
+                        values are divided by :math:`\sqrt k`, nearest neighbours by the root of their factor; averages
+                        over windows that do not overlap get norm 1 (`lipkit.layers.ScaledAvgPool2d`). A normalisation
+                        of the inputs becomes a translation, others that are left are dropped. Biases start at 0, but
+                        for a layer that computes the same as before.
     layer=None          replaces no layer by a constrained one: what follows is all that is done.
     =================== ================================================================================================
 
