@@ -294,3 +294,20 @@ def test_hooks_unknown_modules_and_half_precision() -> None:
     assert [(row.name, row.kind) for row in result.kept] == [("0", "Linear"), ("1", "Unknown")]
     assert "hooks" in result.kept[0].reason
     assert result.model[2].free.dtype is torch.float32
+
+
+class ByName(nn.Module):
+    """Hands its convolution the image by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(input=x)
+        return y
+
+
+def test_a_layer_may_get_its_input_by_name() -> None:
+    conversion = convert(ByName(), None, input_shape=(3, 6, 6))
+    assert [row.name for row in conversion.converted] == ["conv"]

@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
 from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
 from lipkit.models.frame import Common, Image, Layers, architecture
@@ -199,6 +199,7 @@ def lipconvnet(
         raise OptionError(f"first: expected a number of blocks from 0 to 5, got {first!r}")
     if side % 24:
         raise OptionError(f"side: expected a multiple of 24, got {side}")
+    finite("width", width, positive=True)
     if layer is not None:
         first_blocks = last_blocks = layer  # `first` does not matter then
     layers: list[nn.Module] = []

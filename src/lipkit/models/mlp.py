@@ -11,10 +11,11 @@ from torch import nn
 
 from lipkit.errors import finite
 from lipkit.layers import Scale
-from lipkit.models.frame import Layers, bounded, check_options, check_sizes, flat_size
+from lipkit.models.frame import Layers, bounded, checked, flat_size
 from lipkit.modules import Shape
 
 
+@checked
 def mlp(
     hidden: Sequence[int] = (256, 256),
     layer: str = "cayley",
@@ -58,9 +59,7 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    check_options(options)
-    sizes = [flat_size(input_shape), *hidden, classes]  # flat_size comes first: it checks the shape
-    check_sizes(hidden=hidden, classes=classes)
+    sizes = [flat_size(input_shape), *hidden, classes]
     gamma = finite("gamma", gamma, positive=True)
     made = Layers(layer, options, activation)
     root = math.sqrt(gamma)
