@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipkit.data.reading import file_size, read_exactly, reading
-from lipkit.data.split import Data, Entry, Split
+from lipkit.data.split import Data, Entry, Split, labels_of
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
@@ -44,10 +44,7 @@ def _split(folder: Path, part: str) -> Split:
         raise DataError(f"{path}: expected {len(images)} labels, one for each image, got {size}")
     with reading(path), open_regular(path) as stream:
         labels = np.frombuffer(read_exactly(stream, size, path), np.uint8)
-    if labels.min() < 1 or labels.max() > 10:
-        wrong = labels[(labels < 1) | (labels > 10)][0]
-        raise DataError(f"{path}: expected labels 1 to 10, got {wrong}")
-    return Split(images, torch.from_numpy(labels.astype(np.int64) - 1))  # stored as 1 to 10
+    return Split(images, labels_of(path, labels, len(CLASSES), first=1))
 
 
 def read_images(path: Path) -> Tensor:
