@@ -18,7 +18,7 @@ from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.kernels import scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
 from lipkit.conv.symbol import check_kernel, half_grid, symbol, symbol_at
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
@@ -151,7 +151,7 @@ def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
 
 
 def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None) -> Tensor:
-    if not 1e-4 <= tolerance <= 1:
+    if not 1e-4 <= finite("tolerance", tolerance) <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     return scaled_bound(kernel, groups, lambda kernels: _supremum(kernels, tolerance, finer))
 

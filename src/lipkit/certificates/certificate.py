@@ -134,7 +134,8 @@ class Certificate(Shown):
     def describe(self) -> str:
         """Accuracies, the proved constant and what the radii hold for, in three lines."""
         image = len(self.input_shape) == 3
-        spread = self.radius.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        known = torch.where(self.radius.isfinite(), self.radius, 1.0)  # inf counts as 1: it has no quantile
+        spread = known.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         eps = [36 / 255, 72 / 255, 108 / 255] if image else sorted(float(f"{r:.3g}") for r in spread if r > 0)
         shares = [f"{100 * float(self.certified(r).double().mean()):.1f} %" for r in eps]
         head = f"{len(self)} samples: clean {100 * self.clean_accuracy:.1f} %"

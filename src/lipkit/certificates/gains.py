@@ -29,6 +29,7 @@ from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.relaxation import curve_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
@@ -97,6 +98,7 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     (0.070651, 1.0)
     """
     check_network(network, "local_gain")
+    check_integer("units", units, 0)
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
         return everywhere
@@ -214,7 +216,7 @@ class _Run(NamedTuple):
         x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))  # the gain and the multipliers
         if not program.inside(x):  # rounding can spoil the start: then the constant stays
             return self.constant, []
-        x, _ = program.minimum(x, accuracy, 300)
+        x, _ = program.minimum(x, accuracy)
         found = list((x[1:] * scale).split([len(values) for values in start]))
         gain, found = repaired(weights, found, [values * scale for values in start], errors)
         return min(self.constant, gain), found

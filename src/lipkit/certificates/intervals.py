@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from scipy.special import betaincinv
 from torch import Tensor
 
-from lipkit.errors import OptionError, interval
+from lipkit.errors import OptionError, finite, interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
 
 def check_confidence(confidence: float) -> None:
     """Raise `OptionError` unless it is above 0 and below 1."""
-    if not 0 < confidence < 1:
+    if not 0 < finite("confidence", confidence) < 1:
         raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
 
 

@@ -27,7 +27,8 @@ from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
 from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.vnnlib import Case
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
+from lipkit.linalg.matrices import check_integer
 from lipkit.modules import Network
 from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.roundoff import next_down, next_up
@@ -61,11 +62,8 @@ class Answer(Shown):
         if self.point is not None and self.outputs is not None:
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
-        if self.answer == "holds" and not self.boxes:
-            return "holds\nfor any network: no input meets the conditions"
-        real = (
-            f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on {self.boxes} boxes"
-        )
+        real = f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on "
+        real += f"{self.boxes} boxes"
         return real if self.answer == "holds" else f"{real}: {100 * self.proved:.4g} % of the volume"
 
 
@@ -151,7 +149,9 @@ class _Group:
 
 
 def _check_cases(cases: Sequence[object], inputs: int, outputs: int) -> None:
-    """Raise unless these are cases of a network of that many inputs and outputs."""
+    """Raise unless these are cases of a network of that many inputs and outputs, one at least."""
+    if not cases:
+        raise OptionError("cases: expected one or more, got none: no input meets the conditions, so nothing is proved")
     for case in cases:
         if not isinstance(case, Case):
             got = type(case).__name__
@@ -191,8 +191,8 @@ def verify_property(
         outputs that this machine computed.
 
     Raises:
-        NoRuleError: no exported network. OptionError: no cases, or those of another network; ``batch`` below 1;
-            settings of torch that break the evaluator's arithmetic.
+        NoRuleError: no exported network. OptionError: no cases, which would hold for any network, or those of another
+            one; ``seconds`` or a ``batch`` out of range; settings of torch that break the evaluator's arithmetic.
 
     >>> from torch import nn; from lipkit.certificates.vnnlib import cases
     >>> net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
@@ -201,9 +201,8 @@ def verify_property(
     ['holds', 'violated']
     """
     check_network(network, "verify_property")
-    if batch < 1:
-        raise OptionError(f"batch: expected at least 1, got {batch}")
-    end = time.monotonic() + seconds
+    check_integer("batch", batch, 1)
+    end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds))
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide or violations("float32", "cpu", settings("cpu"), network) else "float32"
@@ -221,7 +220,7 @@ def verify_property(
 
     def answer(name: str, found: tuple[Tensor, Tensor] | None = None) -> Answer:
         point, y = found or (None, None)
-        return Answer(name, made_for, point, y, boxes, volume / max(1, len(groups)))
+        return Answer(name, made_for, point, y, boxes, volume / len(groups))
 
     with torch.no_grad():
         for group in groups:

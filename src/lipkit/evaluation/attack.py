@@ -21,6 +21,7 @@ from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation, OptionError, finite, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
 
 
@@ -96,6 +97,10 @@ class Attack:
     seed: int = 0
     name: str = "pgd"
     norm: str = "l2"
+
+    def __post_init__(self) -> None:
+        if self.samples is not None:
+            check_integer("samples", self.samples, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,6 @@ def evaluate(
     radii = eps if attack.eps is None else tuple(finite("eps of the attack", r, least=0) for r in attack.eps)
     if attack.norm != "l2":
         raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
-    if attack.samples is not None and attack.samples < 0:
-        raise OptionError(f"expected samples >= 0 of the attack, or None, got {attack.samples}")
     start = time.perf_counter()
     x, y = as_split(split).batch(slice(None))  # a slice copies no tensor that is in memory
     seen = (float(x.min()), float(x.max()))
