@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import scaled_bound, symbol_error
+from lipkit.bounds.kernels import grid, scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
-from lipkit.conv.symbol import check_kernel, half_grid, symbol, symbol_at
+from lipkit.conv.symbol import half_grid, symbol, symbol_at
 from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.transforms import differentiated, outside
@@ -124,11 +124,8 @@ def symbol_sup(
         [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     if points is not None:
-        check_kernel(kernel)
         check_positive(points=points)
-        kh, kw = kernel.shape[-2:]
-        sizes = 1 if kh == 1 else points, 1 if kw == 1 else points
-        return on_grid(kernel, groups, sizes, lambda one, *at: spectral_norm(symbol_at(one, *at)))
+        return on_grid(kernel, groups, grid(kernel, points), lambda one, *at: spectral_norm(symbol_at(one, *at)))
     return _by_cells(kernel, groups, tolerance, finer)
 
 
