@@ -255,8 +255,13 @@ def test_the_command_line_answers(tmp_path, capsys) -> None:
     deep.write_text("(assert " + 5000 * "(and " + "(<= Y_0 1)" + 5000 * ")" + ")")
     assert main(["certify", str(tmp_path / "net"), str(deep)]) == 2
     assert "nested too deep" in capsys.readouterr().err
-    with pytest.raises(OptionError, match=r"deep.vnnlib: expected"):
-        read_vnnlib(deep, lipkit.load(tmp_path / "net"))
+    for path, message in (
+        (deep, "text of VNN-LIB, got other"),
+        (tmp_path, "file of VNN-LIB, got: "),
+        (deep / "x", "file"),
+    ):
+        with pytest.raises(OptionError, match=rf"{path.name}: expected a {message}"):
+            read_vnnlib(path, lipkit.load(tmp_path / "net"))
 
 
 def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexample() -> None:
