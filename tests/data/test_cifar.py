@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipkit.data import DATASETS, load
-from lipkit.data.cifar import CIFAR10, read_binary, read_python
+from lipkit.data import load
+from lipkit.data.cifar import CIFAR10, CIFAR100, read_binary, read_python
 from lipkit.data.pickles import MAX_FILE_BYTES
 from lipkit.errors import DataError
 
@@ -240,7 +240,7 @@ def test_a_recipe_of_cifar10_takes_cifar100(tmp_path, one_recipe):
 
 
 def test_classes_cifar100():
-    names = DATASETS["cifar100"].classes
+    names = CIFAR100.classes
     assert len(names) == len(set(names)) == 100
     assert list(names) == sorted(names)
 

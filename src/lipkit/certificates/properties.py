@@ -129,10 +129,10 @@ class _Group:
                 return points[i], alone
         return None
 
-    def descend(self, network: Network, end: float, seed: int) -> tuple[Tensor, Tensor] | None:
+    def descend(self, network: Network, end: float) -> tuple[Tensor, Tensor] | None:
         """Signed steps down the condition that is furthest from being met, from random points."""
         low, width = self.ends[0], self.ends[1] - self.ends[0]
-        random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x, cases = low + width * random, torch.arange(_STARTS) % len(self.cases)
         scale = self.rows.abs().sum(1).clamp_min(1e-300)  # so that conditions of all sizes compare
         for step in range(_STEPS):
@@ -171,7 +171,6 @@ def verify_property(
     seconds: float = 60.0,
     evaluator: str | None = None,
     batch: int = 128,
-    seed: int = 0,
 ) -> Answer:
     r"""Prove that no input meets one of the cases, or find one that does.
 
@@ -182,7 +181,6 @@ def verify_property(
         evaluator: ``"float32"``, ``"float64"`` or ``"float32_blocked"``, as in `lipkit.certify`; None is the format of
             the network, and float64 where torch's settings break float32 (`lipkit.certificates.evaluators`).
         batch: boxes that are bounded at once.
-        seed: of the search for points.
 
     Guarantee:
         ``"holds"`` is a proof: no real input meets a case with the outputs of the stored numbers in exact arithmetic,
@@ -224,7 +222,7 @@ def verify_property(
 
     with torch.no_grad():
         for group in groups:
-            if (found := group.descend(bounds.network, end, seed)) is not None:
+            if (found := group.descend(bounds.network, end)) is not None:
                 return answer("violated", found)
         for group in groups:
             # Open boxes, each with its fraction of the volume; the last ones come first, so that few are kept.

@@ -131,7 +131,7 @@ def _to_split(parts: list[tuple[np.ndarray, Tensor]]) -> Split:
 
 def _entry(variant: Cifar, kinds: str) -> Entry:
     about = f"32 x 32 RGB photographs of {kinds} kinds, 50 000 training and 10 000 test images"
-    return Entry(about, partial(load_cifar, variant=variant), INPUT_SHAPE, variant.classes, variant.source)
+    return Entry(about, partial(load_cifar, variant=variant), variant.source)
 
 
 ENTRY10, ENTRY100 = _entry(CIFAR10, "ten"), _entry(CIFAR100, "a hundred")

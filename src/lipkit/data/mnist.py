@@ -96,6 +96,4 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
     return torch.frombuffer(values, dtype=torch.uint8).reshape(shape)
 
 
-ENTRY = Entry(
-    "28 x 28 handwritten digits, 60 000 training and 10 000 test images", load_mnist, INPUT_SHAPE, CLASSES, SOURCE
-)
+ENTRY = Entry("28 x 28 handwritten digits, 60 000 training and 10 000 test images", load_mnist, SOURCE)

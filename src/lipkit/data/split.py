@@ -191,8 +191,6 @@ class Entry:
 
     description: str  # one line
     loader: Callable[[Path], Data]  # takes the data root
-    input_shape: tuple[int, ...]  # of one sample
-    classes: tuple[str, ...]  # names in label order; empty for regression, or if the files name them
     source: str  # where to get it, and where to put it
 
 

@@ -14,7 +14,6 @@ from lipkit.errors import DataError
 from lipkit.files import open_regular
 
 CLASSES = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
-INPUT_SHAPE = (3, 96, 96)
 SOURCE = (
     "unpack stl10_binary.tar.gz in the data root ($LIPKIT_DATA or ./data), which gives stl10_binary/train_X.bin and "
     "the others; it is at https://cs.stanford.edu/~acoates/stl10/"
@@ -60,5 +59,6 @@ def read_images(path: Path) -> Tensor:
 
 ENTRY = Entry(
     "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
-    load_stl10, INPUT_SHAPE, CLASSES, SOURCE,
-)  # fmt: skip
+    load_stl10,
+    SOURCE,
+)

@@ -48,7 +48,7 @@ class Evaluation(Shown):
     per_class: tuple[ClassRow, ...]
     confidence: float
     times: dict[str, float]
-    certified_ignored: tuple[Share, ...] = ()
+    certified_ignored: tuple[Share, ...]
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers, for a line of metrics: ``clean``, ``certified(36/255)``, ``pgd(36/255)``, ``lipschitz``."""
