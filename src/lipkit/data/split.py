@@ -55,9 +55,9 @@ class Split:
             raise DataError(
                 f"expected at least one sample, each with one target, got {len(x)} samples and {len(y)} targets"
             )
-        for name, values, dtype in (("x", x, torch.float32), ("y", y, y.dtype)):  # batches are float32
+        for name, values, dtype in (("x as float32", x, torch.float32), ("y", y, y.dtype)):  # the formats of a batch
             if values.is_floating_point() and not bool(values[:].to(dtype).isfinite().all()):
-                raise DataError(f"expected finite values in {name} as {_named(dtype)}, got NaN or infinity")
+                raise DataError(f"expected finite values in {name}, got NaN or infinity")
         if not y.is_floating_point() and int(y.min()) < 0:
             raise DataError(f"expected labels >= 0, got {int(y.min())}")
 
@@ -218,11 +218,7 @@ def labels_of(path: Path, numbers: np.ndarray, classes: int, first: int = 0) -> 
 
 
 def _describe(t: Tensor | ImageFiles) -> str:
-    return f"shape {tuple(t.shape)} and dtype {_named(t.dtype)}"
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"shape {tuple(t.shape)} and dtype {str(t.dtype).removeprefix('torch.')}"
 
 
 def as_data(
