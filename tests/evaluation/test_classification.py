@@ -206,6 +206,8 @@ def test_an_attack_survives_infinite_radii() -> None:
     ("options", "message"),
     [
         ({"eps": (-0.1,)}, "eps: expected a finite number >= 0, got -0.1"),
+        ({"eps": 0.1}, r"eps: expected several radii, such as \(36 / 255,\), got 0.1"),
+        ({"attack": Attack(eps=0.1)}, r"eps of the attack: expected several radii, .* got 0.1"),  # type: ignore[arg-type]
         ({"attack": Attack(eps=(math.inf,))}, "eps of the attack: expected a finite number >= 0, got inf"),
         ({"attack": Attack(norm="linf")}, "an attack in l2, got 'linf'"),
         ({"classes": ("a", "b")}, "at least 3 class names, got 2"),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from scipy.special import betaincinv
 from torch import Tensor
@@ -84,6 +85,13 @@ def format_radius(eps: float) -> str:
     if steps > 0 and abs(eps * 255 - steps) <= 1e-9 * steps:
         return f"{steps}/255"
     return f"{eps:.6g}"
+
+
+def as_radii(name: str, values: Any) -> tuple[float, ...]:
+    """Radii, finite and at least 0; ``OptionError`` for other values, a single number among them."""
+    if not isinstance(values, Iterable) or isinstance(values, str) or getattr(values, "ndim", 1) == 0:
+        raise OptionError(f"{name}: expected several radii, such as (36 / 255,), got {values!r}")
+    return tuple(finite(name, value, least=0) for value in values)
 
 
 def check_radii(

@@ -12,9 +12,9 @@ import torch
 
 from lipkit import modules
 from lipkit.certificates import Certificate, certify, format_radius
-from lipkit.certificates.intervals import Share, check_radii, share
+from lipkit.certificates.intervals import Share, as_radii, check_radii, share
 from lipkit.data import as_split
-from lipkit.errors import OptionError, finite
+from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
 from lipkit.shown import Shown, figures
 
@@ -105,8 +105,8 @@ def evaluate(
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
     attack = Attack() if attack is None else attack
-    eps = tuple(finite("eps", value, least=0) for value in eps)
-    radii = eps if attack.eps is None else tuple(finite("eps of the attack", r, least=0) for r in attack.eps)
+    eps = as_radii("eps", eps)
+    radii = eps if attack.eps is None else as_radii("eps of the attack", attack.eps)
     if attack.norm != "l2":
         raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
     start = time.perf_counter()
