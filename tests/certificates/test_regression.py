@@ -226,7 +226,7 @@ def bad(**changes: object) -> dict[str, object]:
         ({"delta": math.inf}, OptionError, "delta: .* got inf"),
         ({"delta": math.nan}, OptionError, "delta: .* got nan"),
         ({"delta": True}, OptionError, "delta: .* got True"),
-        ({"batch_size": 0}, OptionError, "batch_size >= 1, got 0"),
+        ({"batch_size": 0}, OptionError, "batch_size: expected an integer of at least 1, got 0"),
     ],
 )
 def test_refusals(change: dict, error: type[Exception], message: str) -> None:

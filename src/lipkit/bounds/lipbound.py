@@ -10,28 +10,31 @@ each inner sum is evaluated as a polynomial, from the autocorrelation of its row
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import scaled_bound
+from lipkit.bounds.kernels import better_side, grid, scaled_bound
 from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.conv.block import half_autocorrelation, half_lags
-from lipkit.conv.symbol import angles, check_kernel, half_grid
+from lipkit.conv.symbol import angles, half_grid
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import gamma, up
 
 
-def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, correction: str = "exact") -> Tensor:
+def lipbound(kernel: Tensor, *, groups: int = 1, correction: str = "exact") -> Tensor:
     r"""Upper bound of the spectral norm of a convolution, for every image size: LipBound by PolyGrid, corrected.
 
     .. math:: \min_{\text{rows, columns}} \sqrt{\textstyle\sum_i \max_{w \in \text{grid}} \sum_j |f_{ij}(w)|^2}
-              \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}
+              \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}, \qquad S = 5 (k - 1)
 
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
-        points: S, points per axis (default 5 (k - 1), which is the paper's 10 for a 3 x 3 kernel: a factor 1.106).
-        correction: 'exact', as above, or 'paper', the factor ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
+        correction: 'exact', as above (1.106 for a 3 x 3 kernel, where S is the paper's 10), or 'paper', the factor
+            ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
 
     Returns:
         0-d float64, differentiable.
@@ -45,7 +48,7 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
         ``(kh kw)^2 / 2`` multiplications for each pair of channels; the rest grows linearly with the channels.
 
     Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups, points or correction.
+        ShapeError, OptionError: a wrong kernel shape, groups or correction.
 
     >>> k = torch.full((1, 1, 3, 3), 1 / 9)
     >>> 1.0 <= float(lipbound(k)) <= 1.106
@@ -57,16 +60,10 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
     """
     if correction not in ("exact", "paper"):
         raise OptionError(f"correction: expected 'exact' or 'paper', got {correction!r}")
-    sizes = _points(kernel, points)
-    kh, kw = kernel.shape[-2:]
-    if correction == "exact":
-        factor = grid_correction(kh, sizes[0]) * grid_correction(kw, sizes[1])
-    else:
-        factor = 1.0
-        for degree, s in ((kh // 2, sizes[0]), (kw // 2, sizes[1])):
-            if degree and s <= 2 * degree:
-                raise OptionError(f"points: expected more than 2 d = {2 * degree} for correction 'paper', got {s}")
-            factor = max(factor, 1 / (1 - 2 * degree / s)) if degree else factor
+    sizes = grid(kernel, lambda k: 5 * (k - 1))
+    axes = list(zip(kernel.shape[-2:], sizes, strict=True))
+    exact, paper = math.prod(grid_correction(k, s) for k, s in axes), max(1 / (1 - 2 * (k // 2) / s) for k, s in axes)
+    factor = exact if correction == "exact" else paper
     return _polygrid(kernel, groups, sizes, factor)
 
 
@@ -85,27 +82,18 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
     References:
         [LipBound] algorithm 1 (PolyGrid).
     """
-    return _polygrid(kernel, groups, _points(kernel, points), 1.0)
-
-
-def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
-    """Grid points of each axis; a single one if the kernel has one tap there."""
-    check_kernel(kernel)
-    if points is not None:
-        check_integer("points", points, 1)
-    first, second = (1 if k == 1 else 5 * (k - 1) if points is None else points for k in kernel.shape[-2:])
-    return first, second
+    check_integer("points", points, 1)
+    return _polygrid(kernel, groups, grid(kernel, points), 1.0)
 
 
 def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float) -> Tensor:
     def bound(kernels: Tensor) -> Tensor:
-        both = torch.stack([_rows(kernels, sizes), _rows(kernels.transpose(1, 2), sizes)])
-        return up(both.amin(0).amax().sqrt() * factor, 8)
+        return up(better_side(kernels, partial(_rows, sizes)).sqrt() * factor, 8)
 
     return scaled_bound(kernel, groups, bound)
 
 
-def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
+def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
     r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, rounding included: ``(g,)``."""
     groups, cout, cin, kh, kw = kernels.shape
     rows, lags = kernels.reshape(groups * cout, cin, 1, kh, kw), half_lags(kh, kw)

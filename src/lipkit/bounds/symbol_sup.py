@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import scaled_bound, symbol_error
+from lipkit.bounds.kernels import grid, scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
-from lipkit.conv.symbol import check_kernel, half_grid, symbol, symbol_at
-from lipkit.errors import OptionError
+from lipkit.conv.symbol import half_grid, symbol, symbol_at
+from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
@@ -124,11 +124,8 @@ def symbol_sup(
         [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     if points is not None:
-        check_kernel(kernel)
         check_positive(points=points)
-        kh, kw = kernel.shape[-2:]
-        sizes = 1 if kh == 1 else points, 1 if kw == 1 else points
-        return on_grid(kernel, groups, sizes, lambda one, *at: spectral_norm(symbol_at(one, *at)))
+        return on_grid(kernel, groups, grid(kernel, points), lambda one, *at: spectral_norm(symbol_at(one, *at)))
     return _by_cells(kernel, groups, tolerance, finer)
 
 
@@ -151,7 +148,7 @@ def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
 
 
 def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None) -> Tensor:
-    if not 1e-4 <= tolerance <= 1:
+    if not 1e-4 <= finite("tolerance", tolerance) <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     return scaled_bound(kernel, groups, lambda kernels: _supremum(kernels, tolerance, finer))
 
@@ -209,18 +206,14 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
     return cover(symbol, start, sample, relative)
 
 
-def on_grid(
-    kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
-) -> Tensor:
+def on_grid(kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor]) -> Tensor:
     """Bound by the norms at equispaced frequencies, times `grid_correction`: u* F(w) v has degree k - 1 per axis.
 
     Args:
         sizes: points per axis.
         norm: maps a group, frequencies and these sizes to the largest proved norm of the symbols computed there.
-        every_size: True for a bound for all image sizes, False for images of exactly ``sizes`` pixels.
     """
-    pairs = zip(kernel.shape[-2:], sizes, strict=True)
-    correction = math.prod(grid_correction(k, n) for k, n in pairs) if every_size else 1.0
+    correction = math.prod(grid_correction(k, n) for k, n in zip(kernel.shape[-2:], sizes, strict=True))
 
     def bound(kernels: Tensor) -> Tensor:
         # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.

@@ -17,7 +17,7 @@ Applications 1989.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network, exact_copy
-from lipkit.certificates.relaxation import curve_of
+from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
@@ -41,19 +41,18 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
+"""Most hidden units in one LMI of `local_gain`; `analyze` tries one unasked for networks with at most as many."""
 
 # Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
-def tight(network: Network, *, units: int = 2048) -> Network:
+def tight(network: Network) -> Network:
     """The network with the multipliers of LipSDP for every run of dense layers: ``lipschitz`` of it is the tight gain.
 
     Args:
-        network: result of ``lipkit.export``.
-        units: most hidden units in one LMI (2,048 take two minutes); a run with more is bounded piece by piece, and a
-            wider layer by its norm: ``docs/lipsdp.md`` has the loss.
+        network: result of ``lipkit.export``. A run of more than 2,048 hidden units (which take two minutes) is bounded
+            piece by piece, and a wider layer by its norm: ``docs/lipsdp.md`` has the loss.
 
     Guarantee:
         As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
@@ -62,7 +61,7 @@ def tight(network: Network, *, units: int = 2048) -> Network:
     >>> bool(lipschitz(tight(net)) <= lipschitz(net))
     True
     """
-    return attach(network, solve(network, units=units).multipliers)
+    return attach(network, solve(network, units=2048).multipliers)
 
 
 LATER["tight"] = tight
@@ -75,14 +74,13 @@ def hidden_units(network: Network) -> int:
     return max((sum(len(weight) for weight in run.weights[:-1]) for run in runs), default=0)
 
 
-def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
+def local_gain(network: Network, box: Box) -> float:
     r"""A gain that holds between inputs in a box: :math:`\|f(x) - f(x')\|_2 \le g \|x - x'\|_2`.
 
     Args:
         network: result of ``lipkit.export``; multipliers that it carries (`tight`) count.
         box: (lowest, highest) inputs: numbers, ``input_shape``, or ``(C,)`` for the channels of ``(C, ...)``; what else
             broadcasts to ``input_shape``. Ends may be infinite.
-        units: most hidden units in one LMI.
 
     Guarantee:
         Upper, of the stored numbers, rounding included, and never above ``lipschitz(network)``. Softplus counts as its
@@ -100,7 +98,7 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
         return everywhere
-    return min(everywhere, product(*(part.least()[0] for part in _parts(network, box, units))))
+    return min(everywhere, product(*(part.least()[0] for part in _parts(network, box, UNITS))))
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
@@ -214,7 +212,7 @@ class _Run(NamedTuple):
         x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))  # the gain and the multipliers
         if not program.inside(x):  # rounding can spoil the start: then the constant stays
             return self.constant, []
-        x, _ = program.minimum(x, accuracy, 300)
+        x, _ = program.minimum(x, accuracy)
         found = list((x[1:] * scale).split([len(values) for values in start]))
         gain, found = repaired(weights, found, [values * scale for values in start], errors)
         return min(self.constant, gain), found
@@ -374,26 +372,12 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
     return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
-class _Smooth(NamedTuple):
-    """A smooth function: its derivative, where the function turns, and a bound of the error of both as computed.
-
-    The derivative turns at the joints of `lipkit.certificates.relaxation.Curve`.
-    """
-
-    derivative: Callable[[Tensor], Tensor]
-    turns: tuple[float, ...] = ()
-    error: float = 2.0**-44
-
-
-# Ten digits of a turning point are enough: the function's value there is wrong by the square of the missing digits.
-_SMOOTH: dict[type[nn.Module], _Smooth] = {
-    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square()),
-    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid())),
-    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),  # beyond its threshold, at least 20, it is the identity
-    nn.SiLU: _Smooth(lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())), (-1.2784645428,)),
-    nn.GELU: _Smooth(
-        lambda x: torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi), (-0.7517915247,)
-    ),
+# Smooth functions, and where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten digits are
+# enough: the function's value there is wrong by the square of the missing digits.
+_TURNS: dict[type[nn.Module], tuple[float, ...]] = {
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softplus), ()),
+    nn.SiLU: (-1.2784645428,),
+    nn.GELU: (-0.7517915247,),
 }
 
 
@@ -414,19 +398,21 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)
         return (inside.double(), (~outside).double()), (module(low), module(high))
-    row, curve = _SMOOTH.get(kind), curve_of(module)  # None for GELU's approximation by tanh
-    if row is None or curve is None or (kind is nn.Softplus and module.beta != 1):
+    curve = curve_of(module)  # None for GELU's approximation by tanh
+    if kind not in _TURNS or curve is None or (kind is nn.Softplus and module.beta != 1):
         return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
 
     def reached(turns: Sequence[float | Tensor]) -> list[Tensor]:
         inside = (torch.as_tensor(turn, dtype=torch.float64).expand_as(low) for turn in turns)
         return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
+    # Of values and derivatives as computed. Beyond its threshold, at least 20, torch's Softplus is the identity.
+    error = 2.0**-27 if kind is nn.Softplus else 2.0**-44
     # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
-    found = [row.derivative(x.clamp(-40, 40)) for x in reached(curve.joints(module))]  # at the ends, and where it turns
-    a, b = _outwards(found, 0.0, row.error)
+    found = [derivative(module, x.clamp(-40, 40)) for x in reached(curve.joints(module))]
+    a, b = _outwards(found, 0.0, error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)
-    return (a, b), _outwards([module(x) for x in reached(row.turns)], row.error, row.error)
+    return (a, b), _outwards([module(x) for x in reached(_TURNS[kind])], error, error)
 
 
 def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:

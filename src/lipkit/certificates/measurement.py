@@ -19,6 +19,7 @@ from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
 from lipkit.integer.quantisation import quantise
+from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.configuration import describe
@@ -291,6 +292,8 @@ def measure(
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
         made_for = proof.evaluator
     else:
+        if not isinstance(proof, Proof):
+            raise OptionError(f"proof: expected the result of lipkit.prove, got {type(proof).__name__}")
         made_for = _asked(network, rounding, evaluator, device)[1]
         proof.check(network, rounding, made_for)
     return evaluate(proof, x, made_for, batch_size, check)
@@ -333,8 +336,11 @@ def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -
 
 def float64_device(device: str | torch.device) -> torch.device:
     """``device``, or the CPU where that device has no float64."""
-    device = torch.device(device)
-    return torch.device("cpu") if device.type == "mps" else device
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise OptionError(f"device: expected a device of torch, such as 'cpu' or 'cuda', got {device!r}") from None
+    return torch.device("cpu") if found.type == "mps" else found
 
 
 def as_tensor(values: object) -> Tensor:
@@ -388,8 +394,7 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
                 f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:.9g} "
                 f"to {most:.9g}: rescale them (8-bit images: / 255), or set network.input_range = None"
             )
-    if batch_size < 1:
-        raise OptionError(f"expected batch_size >= 1, got {batch_size}")
+    check_integer("batch_size", batch_size, 1)
     return least, most
 
 

@@ -18,9 +18,10 @@ from lipkit.attacks import ATTACKS, run_attack, shrink
 from lipkit.attacks.ascent import Box, check_choice, clip, like, misclassified
 from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
-from lipkit.certificates.intervals import Share, share
+from lipkit.certificates.intervals import Share, as_radii, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, OptionError, finite, interval
+from lipkit.errors import CertificateViolation, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
 
 
@@ -97,6 +98,10 @@ class Attack:
     name: str = "pgd"
     norm: str = "l2"
 
+    def __post_init__(self) -> None:
+        if self.samples is not None:
+            check_integer("samples", self.samples, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Attacked:
@@ -167,9 +172,7 @@ def attack_samples(
         OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     numbers = torch.arange(len(x)) if numbers is None else numbers
-    if attack.eps is None:
-        raise OptionError("eps: expected radii of the attack, got None")
-    box, radii = resolved_box(attack.box, x), [finite("eps", eps, least=0) for eps in attack.eps]
+    box, radii = resolved_box(attack.box, x), as_radii("eps", attack.eps)
     if certificate.method == "local" and certificate.input_range is not None:
         # Local radii hold only for inputs in the range; rounding may have put samples slightly outside.
         low, high = certificate.input_range
