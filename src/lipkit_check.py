@@ -273,15 +273,10 @@ def largest(a):
     return ops.number(np.abs(a).max(initial=0))
 
 
-def absolute_norm(a):
-    """|| |A| || of a stack of matrices, by Theorem 1."""
-    return root(ops.rowsum(a) * ops.rowsum(a.swapaxes(-1, -2)))
-
-
 def erring(a, error, terms=None):
     """Theorem 1: what a product with a stack, of as many ``terms``, adds to the l2 error, relative to its input."""
     m, n = a.shape[-2:]
-    return ops.rounding(terms or n) * absolute_norm(a) + error * ones(m, n)
+    return ops.rounding(terms or n) * root(ops.rowsum(a) * ops.rowsum(a.swapaxes(-1, -2))) + error * ones(m, n)
 
 
 def spectral(a, error=Fraction(0)):
@@ -290,7 +285,7 @@ def spectral(a, error=Fraction(0)):
     step = max(1, PIECE // (a.shape[1] * a.shape[2]))
     spend(0, f"a norm of {a.shape} numbers", (len(a) // step + 1 << 16) + a.size * (a.shape[2] // 64))
     norm = max(_powers(a[i : i + step]) for i in range(0, len(a), step))
-    return up(norm + error * root(Fraction(a.shape[1] * a.shape[2])))
+    return up(norm + error * ones(*a.shape[1:]))
 
 
 def _powers(a):
@@ -688,16 +683,14 @@ def taylor(config, get, shape):
     return Node((cout, *sides), norm, own=own, room=step.room)
 
 
-def unary(name, slope, function, exact=False, scale=1):
+def unary(slope, function, scale=1, exact=False):
     """A rule for an activation; smooth ones err by 64 units of (|c| + 1), by the assumption on library functions."""
 
     def build(config, get, shape):
-        need(exact or isinstance(ops, Floats), f"--exact knows no {name}")
-        s = Fraction(slope(config, get) if callable(slope) else slope)
-        factor = Fraction(scale(config) if callable(scale) else scale)
+        steepest, factor = (Fraction(v(config, get) if callable(v) else v) for v in (slope, scale))
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
         function(np.zeros(1), config)  # refuses missing or wrong arguments early
-        return Node(shape, s, lambda c: function(c, config), lost, lost)
+        return Node(shape, steepest, lambda c: function(c, config), lost, lost)
 
     return build
 
@@ -735,11 +728,6 @@ def _positive(key):
     return value
 
 
-def _clip(c, config):
-    need(config["min_val"] < config["max_val"], "Hardtanh with its ends in order")
-    return np.clip(c, config["min_val"], config["max_val"])
-
-
 SELU = (1.0507009873554805, 1.6732632423543772)
 SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by
     "Sigmoid": (0.25, _sigmoid),
@@ -752,18 +740,20 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "GELU": (lambda config, _: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
     "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
     "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
-    "Hardtanh": (1, _clip),
+    "Hardtanh": (lambda c, _: need(c["min_val"] < c["max_val"], "Hardtanh with its ends in order") or 1,
+                 lambda c, config: np.clip(c, config["min_val"], config["max_val"])),
     "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
     "ELU": (lambda config, _: max(1, _positive("alpha")(config)), lambda c, config: _elu(c, config["alpha"]),
             _positive("alpha")),
     "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1), _positive("alpha")),
     "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
-                 lambda c: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
+                 lambda c, _: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
     "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
-                   lambda config: Fraction(need(config["lambd"] >= 0, "Softshrink below 0") or 1)),
+                   lambda config, _: need(config["lambd"] >= 0, "Softshrink below 0") or 1),
 }  # fmt: skip
 RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
+FLOATING = {*SMOOTH, "Softmax", "Attraction", "LayerNorm", "LayerCenter", "UnitNorm", "EnlargeBilinear"}
 
 
 def group_sort(config, get, shape):
@@ -818,8 +808,7 @@ def householder(config, get, shape):
 
 def softmax(config, get, shape):
     axis = config["dim"] + (len(shape) + 1) * (config["dim"] < 0)
-    inside = isinstance(ops, Floats) and 1 <= axis <= len(shape)
-    need(inside, f"a softmax along a dimension of {shape}, in floating point, got {config['dim']}")
+    need(1 <= axis <= len(shape), f"a softmax along a dimension of {shape}, got {config['dim']}")
 
     def forward(c):
         y = np.exp(c - c.max(axis, keepdims=True))
@@ -831,8 +820,7 @@ def softmax(config, get, shape):
 def attraction(config, get, shape):
     """The attraction of Theorem 11 between tokens of a sequence, head by head, computed token by token."""
     heads = config["heads"]
-    fits = isinstance(ops, Floats) and len(shape) >= 2 and shape[-1] % heads == 0
-    need(fits, f"tokens of {heads} heads, in floating point, got {shape}")
+    need(len(shape) >= 2 and shape[-1] % heads == 0, f"tokens of {heads} heads, got {shape}")
     n, e = shape[-2], shape[-1] // heads
     spend(0, f"distances of {n} tokens", n * math.prod(shape))
 
@@ -864,14 +852,14 @@ def gradient_step(config, get, shape):
     scaled = Node(shape, abs(exact), lambda c: ops.scale(c, -step), lost, ops.unit)
     node = residual(shape, [first, force, product(turned, error, shape, back, first.norm), scaled])
     kind, curvature = config["force"]["type"], abs(exact) * force.norm * first.norm**2
-    convex = exact >= 0 and (kind in ("Softmax", "Attraction") or restricted(config["force"], force))
+    convex = exact >= 0 and (kind in ("Softmax", "Attraction") or restricted(force))
     return improved(node, max(Fraction(1), curvature - 1) if convex else node.norm)
 
 
 def layer_norm(config, get, shape):
     """Groups of n numbers are centred and divided by their deviation."""
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
-    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400, in floating point")
+    need(eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
     affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
     b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
@@ -926,7 +914,6 @@ def mean(config, get, shape):
 
 def layer_center(config, get, shape):
     """An orthogonal projection: the mean of n numbers is taken off each of them."""
-    need(isinstance(ops, Floats), "LayerCenter, in floating point")
     dims, n = _together(config, shape)
     # The mean is wrong by gamma(n + 2) of that of the moduli, n times; |mean| sqrt(n) <= |x|.
     return Node(shape, 1, lambda c: c - c.mean(dims, keepdims=True), ops.rounding(n + 2), ops.unit)
@@ -935,7 +922,7 @@ def layer_center(config, get, shape):
 def unit_norm(config, get, shape):
     """The projection onto the ball of radius eps, divided by eps."""
     eps = Fraction(config["eps"])
-    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400, in floating point")
+    need(eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400")
     dims, n = _together(config, shape)
 
     def forward(c):
@@ -948,7 +935,7 @@ def unit_norm(config, get, shape):
 def bilinear(config, get, shape):
     """Along each axis a matrix of weights above 0, rows that sum to 1 and columns to the factor f: of norm sqrt(f)."""
     factors = config["rows"], config["cols"]
-    need(isinstance(ops, Floats) and len(shape) == 3, f"EnlargeBilinear of images, in floating point, got {shape}")
+    need(len(shape) == 3, f"EnlargeBilinear of images, got {shape}")
     need(all(f >= 1 and f & (f - 1) == 0 for f in factors), f"factors {factors} that are powers of two")
     c0, h, w = shape
     grown(c0, h, factors[0], w, factors[1])
@@ -1009,9 +996,10 @@ def average_pool(config, get, shape):
     if config["type"] == "AdaptiveAvgPool2d":
         need(config["output_size"] is not None and len(shape) == 3, f"an output size, and images, got {shape}")
         for n, o in zip(shape[1:], _two(config["output_size"]), strict=True):
-            i = np.arange(n if o is None else o)
-            spend(16 * len(i) * n, f"an output size of {len(i)}")
-            windows.append((n, i * n // len(i), -(-(i + 1) * n // len(i)), False))
+            o = n if o is None else o
+            spend(16 * o * n, f"an output size of {o}")
+            cuts = np.arange(o + 1) * n
+            windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))
     else:
         for n, k, s, p in _axes(config, shape):
             starts = _windows(n, k, s, p, 1, config["ceil_mode"])
@@ -1295,58 +1283,58 @@ JOINS = ("Add", "Blend", "Concatenate", "Maximum", "Product", "MatrixProduct")
 
 
 def _parts(config, get, shape):
+    """The parts of a block, and what its multiplier scales; None where that proves nothing."""
     first = build(config["first"], get.at("first"), shape)
     middle = build(config["activation"], get.at("activation"), first.shape)
     second = build(config["second"], get.at("second"), middle.shape)
-    multiplier = get("multiplier", (config["channels"],))
-    usable = first.blocks and second.blocks and restricted(config["activation"], middle) and (multiplier > 0).all()
+    parts, multiplier = [first, middle, second], get("multiplier", (config["channels"],))
+    usable = first.blocks and second.blocks and restricted(middle) and (multiplier > 0).all()
     if not usable:
-        return first, middle, second, None
+        return parts, None
     (w1, error1, each, kind1), (w2, error2, _, kind2) = first.blocks, second.blocks
     same = kind1 == kind2 != "window" or (kind1, kind2) == ("window", "point")
-    fits = len(w1) == len(w2) and w1.shape[1] == w2.shape[2] == each * len(multiplier)
-    if not same or not fits:
-        return first, middle, second, None
+    if not same or len(w1) != len(w2) or not w1.shape[1] == w2.shape[2] == each * len(multiplier):
+        return parts, None
     s = np.tile(ops.sqrt(ops.of(multiplier)[0]), each)  # real and imaginary rows have one multiplier
     # Entries of s W1, s any positive numbers: their rounding is an error of the entries.
     left = ops.scale(w1, s[:, None])
     error = error1 * largest(s) + ops.rounding(1) * largest(left) + ops.unit
-    return first, middle, second, (s, left, error, w2, error2, kind1)
+    return parts, (s, left, error, w2, error2)
 
 
-def restricted(config, node):
+def restricted(node):
     """True if the slope of an activation lies in [0, 1]."""
-    kind = config["type"]
-    return kind in RESTRICTED or getattr(node, "restricted", False) or (kind == "ELU" and 0 < config["alpha"] <= 1)
+    unit = node.kind == "ELU" and 0 < node.config["alpha"] <= 1
+    return unit or node.kind in RESTRICTED or getattr(node, "restricted", False)
 
 
 def sandwich(config, get, shape):
-    first, middle, second, proof = _parts(config, get, shape)
-    node = chain([first, middle, second])
-    if proof is not None and (proof[0] > 0).all():
-        s, left, error, w2, error2, _ = proof
-        inverse = ops.inverse(s)
-        right = ops.scale(w2, inverse).swapaxes(1, 2)
-        more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
-        both = spectral(np.concatenate((left, right), 2), max(error, more))
-        # The rounding errors of the stages stay; only the constant is better.
-        node = improved(node, min(node.norm, up(both * both / 2)))
-    return node
+    parts, proof = _parts(config, get, shape)
+    node = chain(parts)
+    if proof is None or not (proof[0] > 0).all():
+        return node
+    s, left, error, w2, error2 = proof
+    inverse = ops.inverse(s)
+    right = ops.scale(w2, inverse).swapaxes(1, 2)
+    more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
+    both = spectral(np.concatenate((left, right), 2), max(error, more))
+    # The rounding errors of the stages stay; only the constant is better.
+    return improved(node, min(node.norm, up(both * both / 2)))
 
 
 def slope_residual(config, get, shape):
-    first, middle, second, proof = _parts(config, get, shape)
-    need(second.shape == shape, "parts that keep the shape")
-    node = residual(shape, [first, middle, second])
-    norm = node.norm
-    if proof is not None and proof[5] != "window":
-        s, left, error, w2, error2, _ = proof
-        gram = spectral(left, error) ** 2
-        rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
-        size = largest(w2) + largest(left) * largest(s)
-        more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
-        norm = min(norm, max(Fraction(1), gram - 1) + spectral(rest, more) * first.norm)  # Theorem 7
-    return improved(node, norm)
+    parts, proof = _parts(config, get, shape)
+    need(parts[-1].shape == shape, "parts that keep the shape")
+    node = residual(shape, parts)
+    if proof is None or parts[0].blocks[3] == "window":
+        return node
+    s, left, error, w2, error2 = proof
+    gram = spectral(left, error) ** 2
+    rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
+    size = largest(w2) + largest(left) * largest(s)
+    more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
+    norm = max(Fraction(1), gram - 1) + spectral(rest, more) * parts[0].norm  # Theorem 7
+    return improved(node, min(node.norm, norm))
 
 
 def spread(config, get, shape):
@@ -1397,12 +1385,10 @@ KINDS = {
     "EnlargeBilinear": bilinear,
     "Graph": graph, "SlopeResidual": slope_residual, "Attraction": attraction, "GradientStep": gradient_step,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Network": network,
-    "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
+    "ReLU": unary(1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
-for _name in ("Flatten", "Reshape", "Permute", "Piece", "Roll", "Pad", "Expand", "Shift2d"):
-    KINDS[_name] = rearrangement
-for _name, (_slope, _function, *_scale) in SMOOTH.items():
-    KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
+KINDS |= dict.fromkeys(("Flatten", "Reshape", "Permute", "Piece", "Roll", "Pad", "Expand", "Shift2d"), rearrangement)
+KINDS |= {name: unary(*row) for name, row in SMOOTH.items()}
 
 
 # Names of the arguments of each type: an integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
@@ -1462,6 +1448,7 @@ def build(config, get, shape):
     kind = config.get("type")
     need(isinstance(kind, str) and kind in KINDS, f"no rule for a module of type {kind!r:.80}")
     arguments(config)
+    need(isinstance(ops, Floats) or kind not in FLOATING, f"--exact knows no {kind}")
     node = KINDS[kind](config, get, shape)
     node.kind, node.config = kind, config
     return node
@@ -1519,13 +1506,11 @@ class Network:
 
     def _run(self, multipliers):
         """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
-        best, i = [], 0
+        best, i, usable = [], 0, {i for i in multipliers if restricted(self.nodes[i])}
         dense = [n.kind == "Linear" and len(n.shape) == 1 for n in self.nodes]
         while i < len(dense):
             run = [i]
-            while dense[i] and i + 2 < len(dense) and dense[i + 2] and i + 1 in multipliers and restricted(
-                self.nodes[i + 1].config, self.nodes[i + 1]
-            ):  # fmt: skip
+            while dense[i] and i + 2 < len(dense) and dense[i + 2] and i + 1 in usable:
                 run, i = [*run, i + 1, i + 2], i + 2
             best, i = max(best, run, key=len), i + 1
         return best if len(best) > 1 else []
@@ -1785,14 +1770,6 @@ def load_samples(spec, root_folder):
     return x, y.astype(np.int64)
 
 
-def data_hash(x, y):
-    digest = hashlib.sha256()
-    for kind, a in (("float32", x), ("int64", y)):
-        digest.update(f"torch.{kind} {a.shape}".encode())
-        digest.update(np.ascontiguousarray(a).tobytes())
-    return digest.hexdigest()
-
-
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
@@ -1814,7 +1791,10 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     if len(rows) < len(x):  # a part, as lipkit draws it
         index = np.sort(_order(len(x), 20240)[: len(rows)])
         x, y = x[index], y[index]
-    same = len(x) == len(rows) and data_hash(x, y) == header["data"]["sha256"]
+    made = hashlib.sha256()
+    for kind, a in (("float32", x), ("int64", y)):
+        made.update(f"torch.{kind} {a.shape}".encode() + np.ascontiguousarray(a).tobytes())
+    same = len(x) == len(rows) and made.hexdigest() == header["data"]["sha256"]
     need(same, "samples: another hash than the certificate's")
     need(list(x.shape[1:]) == shape, f"samples of shape {x.shape[1:]}")
     bounds = config.get("input_range", [-math.inf, math.inf])
