@@ -45,7 +45,7 @@ def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | 
 @plain(
     *(torch.flatten, torch.reshape, torch.clone, torch.unsqueeze, torch.detach, operator.pos, torch.positive),
     *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "unsqueeze", "detach"),
-    *("view_as", "reshape_as"),
+    *("view_as", "reshape_as", "positive"),
     place=viewed,
 )
 def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
