@@ -209,7 +209,7 @@ def program_bytes(network: modules.Network) -> bytes:
         return file.getvalue()
 
 
-def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
+def onnx_runtime(path: str | Path) -> Runtime:
     """The network of an ONNX file in onnxruntime on the CPU.
 
     Raises:
@@ -220,7 +220,7 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
     except ImportError as error:
         raise OptionError('expected onnxruntime to run ONNX: pip install "lipkit[onnx]"') from error
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3  # errors only
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -258,15 +258,12 @@ def _example(network: modules.Network) -> Tensor:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's warnings about its own internals."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
