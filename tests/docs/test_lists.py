@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -52,6 +53,20 @@ def test_the_first_page_names_every_family() -> None:
         (ROOT / "README.md").read_text().partition("[docs/families.md](docs/families.md)): ")[2].partition(".\n")[0]
     )
     assert {name.strip().lower() for name in listed.split(",")} == {name.replace("_", "") for name in FAMILIES}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_page_counts_no_more_examples_than_the_records_hold(page: str) -> None:
+    attacks = {}  # by network: rows of several tables share a run, whose examples count once
+    for path in (ROOT / "records").rglob("*.json"):
+        record = json.loads(path.read_text())
+        if isinstance(record, dict) and "compared" in (record.get("attack") or ()):
+            attacks[record["network_sha256"]] = record["attack"]
+    found = re.search(r"none of ([\d,]+) for (\d+) networks .* at ([\d.]+) radii", (ROOT / page).read_text())
+    assert found is not None
+    assert int(found[1].replace(",", "")) <= sum(attack["compared"] for attack in attacks.values())
+    assert int(found[2]) <= len(attacks)
+    assert 1 < float(found[3]) <= min(attack["closest"] for attack in attacks.values() if attack["compared"])
 
 
 def test_operators_of_onnx_are_all_listed() -> None:
