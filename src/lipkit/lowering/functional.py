@@ -111,8 +111,8 @@ def _interpolate(
     call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
 ) -> nn.Module:
     call.constant([size, scale_factor], "size")
-    plain = all(value in (None, False) for value in options.values())
-    call.require(plain, f"expected size or scale_factor and a mode, got {sorted(options)}")
+    others = {name: value for name, value in options.items() if value not in (None, False)}
+    call.require(not others, f"expected size or scale_factor and a mode, got {others} too")
     scale = tuple(map(float, scale_factor)) if isinstance(scale_factor, (tuple, list)) else scale_factor
     return nn.Upsample(None if size is None else tuple(call.shape[1:]), scale, mode)
 
