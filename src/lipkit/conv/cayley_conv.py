@@ -148,7 +148,7 @@ def solve_form(
         if not isinstance(factors, Rounded):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
-            half = _scaled_half(normal, factors.factors, scale).to(x.dtype)
+            half = second_half(normal, factors.factors, scale).to(x.dtype)
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
         rounded: Tensor = RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
@@ -158,14 +158,9 @@ def solve_form(
         factors = factors.factors
     matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
     if form == "second" and x.shape[1] < len(x):
-        return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
+        return apply_symbol(second_half(normal, factors, scale), x, matrices, bias)
     y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *factors[0], *factors[1], *matrices)
     return y
-
-
-def _scaled_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
-    half = second_half(normal, factors)
-    return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 
 # From this many images per input channel on, B is formed in float32 and rounded: one product of features is cheaper.
