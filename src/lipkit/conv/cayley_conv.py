@@ -66,6 +66,7 @@ class _Solved(torch.autograd.Function):
         n = real.shape[-1]
         out = x.new_empty(h * w, len(x), n + rest_real.shape[1] if form == "tall" and rest_real is not None else n)
         kept = [t for group in _groups(form, inputs) for t in forward_rows(form, group, rows, out)]
+        kept += [None] * (4 - len(kept))
         if scale is not None and form == "second":
             out.mul_(scale)
         if bias is not None:
@@ -98,10 +99,9 @@ class _Solved(torch.autograd.Function):
             g_rows.mul_(scale)
         out = torch.empty(h * w, *x.shape[:2], dtype=x.dtype, device=x.device)
         symbol = any(ctx.needs_input_grad[4:8])
-        (for_real, for_rest_real), (for_pair, for_rest_pair) = (
-            backward_rows(form, group, one, two, g_rows, out, symbol=symbol)
-            for group, one, two in zip(_groups(form, inputs), kept[::2], kept[1::2], strict=True)
-        )
+        for_symbol: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 2
+        for i, group in enumerate(_groups(form, inputs)):
+            for_symbol[i] = backward_rows(form, group, kept[2 * i], kept[2 * i + 1], g_rows, out, symbol=symbol)
         scaled = scale is not None and y is None
         if ctx.needs_input_grad[1] or scaled:
             for_x = to_images(out, h, w, matrices)
@@ -109,16 +109,17 @@ class _Solved(torch.autograd.Function):
             # `out` was read by to_images and is free: its memory holds the product.
             for_scale = torch.mul(for_x, x, out=out.view(x.shape)).sum((0, 2, 3))
             for_x.mul_(scale[:, None, None])
+        (for_real, for_rest_real), (for_pair, for_rest_pair) = for_symbol
         return None, for_x, for_bias, for_scale, for_real, for_pair, for_rest_real, for_rest_pair, *none
 
 
-def _groups(form: Form, inputs: Sequence[Any]) -> tuple[Group, Group]:
-    """The real frequencies and the pairs; of the square transform, A alone, without W_2."""
-    x, rests, (real, real_pivots, pair, pair_pivots) = inputs[0], inputs[5:7], inputs[7:11]
-    n = count_real(*x.shape[-2:])
-    rest_real, rest_pair = (None, None) if form == "first adjoint" else rests
-    real_ones = Group(Factors(real, real_pivots), rest_real, slice(0, n))
-    return real_ones, Group(Factors(pair, pair_pivots), rest_pair, slice(n, None))
+def _groups(form: Form, inputs: Sequence[Any]) -> list[Group]:
+    """The real frequencies, and the pairs if there are any; of the square transform, A alone, without W_2."""
+    h, w = inputs[0].shape[-2:]
+    n = count_real(h, w)
+    rest_real, rest_pair = (None, None) if form == "first adjoint" else inputs[5:7]
+    groups = [Group(Factors(*inputs[7:9]), rest_real, slice(0, n))]
+    return [*groups, Group(Factors(*inputs[9:11]), rest_pair, slice(n, None))] if h * w > n else groups
 
 
 def solve_form(
@@ -148,7 +149,7 @@ def solve_form(
         if not isinstance(factors, Rounded):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
-            half = _scaled_half(normal, factors.factors, scale).to(x.dtype)
+            half = second_half(normal, factors.factors, scale).to(x.dtype)
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
         rounded: Tensor = RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
@@ -158,14 +159,9 @@ def solve_form(
         factors = factors.factors
     matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
     if form == "second" and x.shape[1] < len(x):
-        return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
+        return apply_symbol(second_half(normal, factors, scale), x, matrices, bias)
     y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *factors[0], *factors[1], *matrices)
     return y
-
-
-def _scaled_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
-    half = second_half(normal, factors)
-    return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 
 # From this many images per input channel on, B is formed in float32 and rounded: one product of features is cheaper.

@@ -159,17 +159,20 @@ def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
     return torch.linalg.solve(transposed.mT, rows.mT).mT
 
 
-def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Symbol:
+def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
+    With a ``scale`` for each of its rows, if given.
+
     >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal, prepare(normal, 1)).pair.shape
+    >>> second_half(normal, prepare(normal, 1), None).pair.shape
     torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
     real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
-    return Symbol.of(real, -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT)
+    half = Symbol(real, as_pair(-2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT))
+    return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 
 def _rows_of(z: Tensor) -> Tensor:

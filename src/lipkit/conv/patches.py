@@ -167,15 +167,6 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
     return inner if last is None else block_convolve(last.unflatten(1, (-1, *stride)), inner)
 
 
-def aoc_channels(in_channels: int, out_channels: int, stride: Size) -> int:
-    """The channels c between the two parts of :func:`aoc_kernel`.
-
-    >>> aoc_channels(3, 32, (2, 2)), aoc_channels(16, 32, (2, 2))
-    (8, 16)
-    """
-    return max(in_channels, out_channels // (stride[0] * stride[1]))
-
-
 def rko_factor(kernel_size: Size, classes: Size) -> float:
     r"""The norm of the map from an image to its overlapping patches: the root of how many patches share a pixel.
 

@@ -29,17 +29,12 @@ class Symbol(NamedTuple):
     real: Tensor
     pair: Tensor
 
-    @classmethod
-    def of(cls, real: Tensor, waves: Tensor) -> Symbol:
-        """The symbol of real matrices ``(n_r, cout, cin)`` and complex ones ``(n_p, cout, cin)``."""
-        return cls(real, as_pair(waves))
-
     def map(self, function: Callable[[Tensor], Tensor]) -> Symbol:
         """The symbol whose matrices are ``function`` of these, real or complex.
 
         A function that commutes with conjugation keeps the kernel real, so one of each pair (f, -f) is enough.
         """
-        return self.of(function(self.real), function(as_complex(self.pair)))
+        return Symbol(function(self.real), as_pair(function(as_complex(self.pair))))
 
     def to(self, dtype: torch.dtype) -> Symbol:
         """The same symbol in another dtype."""

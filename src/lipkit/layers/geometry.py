@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv.circular import circular_pad
-from lipkit.conv.patches import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
+from lipkit.conv.patches import Size, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
@@ -73,7 +73,7 @@ class Aoc(Construction):
                 f"{self.dilation}: pixels between the taps would be lost; use constraint='rko' or 'aol'"
             )
         strided = max(self.stride) > 1
-        inner = aoc_channels(cin, cout, self.stride) if strided else cout
+        inner = max(cin, cout // math.prod(self.stride)) if strided else cout  # c of `aoc_kernel`
         wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix brings s taps of its own
         self.free = orthogonal_stack((groups, inner, cin), device, dtype)
         projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
