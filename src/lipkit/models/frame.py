@@ -134,7 +134,7 @@ def python_integers(value: Any) -> Any:
         return type(value)(map(python_integers, value))
     if type(value) is dict:
         return {key: python_integers(each) for key, each in value.items()}
-    return int(value) if isinstance(value, Integral) and type(value) is not bool else value
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
