@@ -55,6 +55,11 @@ def test_every_architecture_for_images_has_the_common_keywords(name: str) -> Non
         ("lipconvnet", {"width": "abc"}, "width: expected a finite number, got 'abc'"),
         ("lipconvnet", {"width": 0.0}, r"width: expected a positive finite number, got 0.0"),
         ("lipconvnet", {"first": 6}, "first: expected a number of blocks from 0 to 5, got 6"),
+        (
+            "lipconvnet",
+            {"last_options": {"dtype": torch.float64}},
+            "dtype: expected no such option, got torch.float64: .*",
+        ),
         ("resnet_plain", {"blocks": [1, 1, 1, 0]}, r"blocks\[3\]: expected an integer of at least 1, got 0"),
     ],
 )

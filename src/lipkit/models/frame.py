@@ -290,15 +290,8 @@ UNCONSTRAINED: dict[str, Family] = {
         linear=CayleyLinear,
     ),
 }
-
-
-def find(name: str) -> Family:
-    """The family of this acronym, or one of the two unconstrained ones; the OptionError for others lists all.
-
-    >>> find("plain").linear.__name__, find("cayley").linear.__name__
-    ('Linear', 'CayleyLinear')
-    """
-    return families.get(name, UNCONSTRAINED)
+# The family of an acronym, the unconstrained ones among them; ``OptionError`` lists all.
+find = partial(families.get, others=UNCONSTRAINED)
 
 
 class Layers:
