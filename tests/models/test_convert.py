@@ -301,7 +301,7 @@ class ByName(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1))
+        self.conv: nn.Module = nn.Conv2d(3, 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(input=x)
@@ -309,5 +309,13 @@ class ByName(nn.Module):
 
 
 def test_a_layer_may_get_its_input_by_name() -> None:
-    conversion = convert(ByName(), None, input_shape=(3, 6, 6))
-    assert [row.name for row in conversion.converted] == ["conv"]
+    model = ByName()
+    with pytest.raises(OptionError, match=r"one input, by position, got .* unexpected keyword argument 'input'"):
+        convert(model, "lot", input_shape=(3, 6, 6))
+    model.conv = nn.utils.parametrizations.weight_norm(model.conv)
+    assert [row.name for row in convert(model, None, input_shape=(3, 6, 6)).converted] == ["conv"]
+
+
+def test_one_name_to_skip_is_not_taken_letter_by_letter() -> None:
+    with pytest.raises(OptionError, match="skip: expected a list of names, got '10'"):
+        convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), skip="10")

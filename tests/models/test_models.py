@@ -52,9 +52,14 @@ def test_every_architecture_for_images_has_the_common_keywords(name: str) -> Non
         ("kwlarge", {"dense": 5}, "dense: expected a list of sizes, got 5"),
         ("kwlarge", {"pool": 1}, "pool: expected true or false, got 1"),
         ("lbdn_conv", {"hidden": "ab"}, "hidden: expected a list of sizes, got 'ab'"),
-        ("lipconvnet", {"width": "abc"}, "width: expected a finite number, got 'abc'"),
+        ("lipconvnet", {"width": "abc"}, "width: expected a positive finite number, got 'abc'"),
         ("lipconvnet", {"width": 0.0}, r"width: expected a positive finite number, got 0.0"),
         ("lipconvnet", {"first": 6}, "first: expected a number of blocks from 0 to 5, got 6"),
+        (
+            "lipconvnet",
+            {"last_options": {"dtype": torch.float64}},
+            "dtype: expected no such option, got torch.float64: .*",
+        ),
         ("resnet_plain", {"blocks": [1, 1, 1, 0]}, r"blocks\[3\]: expected an integer of at least 1, got 0"),
     ],
 )

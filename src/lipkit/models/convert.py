@@ -135,6 +135,8 @@ def convert(
         raise OptionError(f"forward: expected 'keep' or 'rebuild', got {forward!r}")
     if activation not in (None, "maxmin"):
         raise OptionError(f"activation: expected 'maxmin' or None, got {activation!r}")
+    if isinstance(skip, str):  # its letters would be taken for names
+        raise OptionError(f"skip: expected a list of names, got {skip!r}")
     if unknown := sorted(set(skip) - {name for name, _ in model.named_modules()}):
         raise OptionError(f"skip: expected names of modules of the model, got {unknown}")
     new = forward == "rebuild"
@@ -165,7 +167,10 @@ def convert(
     converter = Converter(families.get(layer), options)
     result = _constrained(plain, converter, input_shape, skipped)
     if input_shape is not None:
-        shapes = [tuple(tried(each, input_shape)[0].shape) for each in (model, result)]
+        try:
+            shapes = [tuple(tried(each, input_shape)[0].shape) for each in (model, result)]
+        except TypeError as error:
+            raise OptionError(f"expected a model that gives its layers one input, by position, got {error}") from None
         if shapes[0] != shapes[1]:
             raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
     by_name = {row.name: row for row in (*rows, *converter.converted)}  # a settled layer may be converted, too

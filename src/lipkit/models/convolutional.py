@@ -8,10 +8,10 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from lipkit.errors import OptionError, finite
+from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
-from lipkit.models.frame import Common, Image, Layers, architecture
+from lipkit.models.frame import Common, Image, Layers, Positive, architecture
 from lipkit.modules.views import Pad
 
 
@@ -156,7 +156,7 @@ def lipconvnet(
     first: Literal[0, 1, 2, 3, 4, 5] = 2,
     *,
     layer: str | None = None,
-    width: float = 1.0,
+    width: Positive = 1.0,
     kernel_size: int = 3,
     side: int = 24,
     first_options: Mapping[str, Any] | None = None,
@@ -199,7 +199,6 @@ def lipconvnet(
         raise OptionError(f"first: expected a number of blocks from 0 to 5, got {first!r}")
     if side % 24:
         raise OptionError(f"side: expected a multiple of 24, got {side}")
-    finite("width", width, positive=True)
     if layer is not None:
         first_blocks = last_blocks = layer  # `first` does not matter then
     layers: list[nn.Module] = []

@@ -29,6 +29,7 @@ from lipkit.modules.activations import BY_NAME, slope_restricted
 P = ParamSpec("P")
 Made = TypeVar("Made")
 Count = int  # an option of at least 0
+Positive = float  # a finite one above 0
 
 
 class Common(TypedDict, total=False):
@@ -113,7 +114,7 @@ def checked(builder: Callable[P, Made]) -> Callable[P, Made]:
     """A builder whose options are checked by their annotations, and that gets Python's integers for numpy's.
 
     Each ``int``, also in sequences, is a size of at least 1, each ``Count`` at least 0, each ``bool`` true or false,
-    each ``float`` a finite number.
+    each ``float`` a finite number, each ``Positive`` one above 0.
     """
     signature = inspect.signature(builder)
 
@@ -134,7 +135,7 @@ def python_integers(value: Any) -> Any:
         return type(value)(map(python_integers, value))
     if type(value) is dict:
         return {key: python_integers(each) for key, each in value.items()}
-    return int(value) if isinstance(value, Integral) and type(value) is not bool else value
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
@@ -150,8 +151,8 @@ def _check_kind(name: str, value: Any, annotation: Any) -> None:
         check_sizes(**{name: list(value)})
     elif kind == "bool":
         check_flag(name, value)
-    elif kind == "float":
-        finite(name, value)
+    elif kind in ("float", "Positive"):
+        finite(name, value, positive=kind == "Positive")
 
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
@@ -290,15 +291,8 @@ UNCONSTRAINED: dict[str, Family] = {
         linear=CayleyLinear,
     ),
 }
-
-
-def find(name: str) -> Family:
-    """The family of this acronym, or one of the two unconstrained ones; the OptionError for others lists all.
-
-    >>> find("plain").linear.__name__, find("cayley").linear.__name__
-    ('Linear', 'CayleyLinear')
-    """
-    return families.get(name, UNCONSTRAINED)
+# The family of an acronym, the unconstrained ones among them; ``OptionError`` lists all.
+find = partial(families.get, others=UNCONSTRAINED)
 
 
 class Layers:

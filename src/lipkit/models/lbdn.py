@@ -34,7 +34,7 @@ from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_acti
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
-from lipkit.models.frame import bounded, check_sizes, checked, flat_size, python_integers
+from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 
@@ -210,7 +210,7 @@ def _provable(
 @checked
 def lbdn(
     sizes: Sequence[int] | None = None,
-    gamma: float = 1.0,
+    gamma: Positive = 1.0,
     activation: Activations = "relu",
     *,
     hidden: Sequence[int] | None = None,

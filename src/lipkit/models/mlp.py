@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.errors import finite
 from lipkit.layers import Scale
-from lipkit.models.frame import Layers, bounded, checked, flat_size
+from lipkit.models.frame import Layers, Positive, bounded, checked, flat_size
 from lipkit.modules import Shape
 
 
@@ -19,7 +18,7 @@ from lipkit.modules import Shape
 def mlp(
     hidden: Sequence[int] = (256, 256),
     layer: str = "cayley",
-    gamma: float = 1.0,
+    gamma: Positive = 1.0,
     *,
     input_shape: Shape,
     classes: int,
@@ -60,7 +59,6 @@ def mlp(
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
     sizes = [flat_size(input_shape), *hidden, classes]
-    gamma = finite("gamma", gamma, positive=True)
     made = Layers(layer, options, activation)
     root = math.sqrt(gamma)
     scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out

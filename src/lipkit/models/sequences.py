@@ -13,7 +13,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
 from lipkit.linalg.matrices import check_integer
-from lipkit.models.frame import bounded, checked, sizes_of
+from lipkit.models.frame import Positive, bounded, checked, sizes_of
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.registry import export_plain, output_shape
@@ -89,7 +89,7 @@ def sequence_classifier(
     features: int | None = None,
     input_shape: Shape,
     classes: int,
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,
@@ -123,7 +123,7 @@ def sequence_regressor(
     *,
     outputs: int = 1,
     input_shape: Shape,
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,

@@ -11,7 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import HalfThrough
-from lipkit.models.frame import Count, Layers, bounded, check_image, checked
+from lipkit.models.frame import Count, Layers, Positive, bounded, check_image, checked
 from lipkit.modules import Blend, Graph, Shape
 
 # In float32 the product of proved constants may exceed 1 by this much, so the denoiser's gain is smaller by as much.
@@ -31,7 +31,7 @@ def unet(
     options: Mapping[str, Any] | None = None,
     input_shape: Shape = (3, 48, 48),
     mean: float | None = None,
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
     """A U-Net from images to images of the same shape; its constant is that of its layers, 1 for orthogonal ones.
 
@@ -104,7 +104,7 @@ def autoencoder(
     activation: str | nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
     input_shape: Shape = (3, 32, 32),
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
     """Encoder and decoder, each with the constant of its layers, 1 for orthogonal ones.
 
