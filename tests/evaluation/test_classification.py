@@ -212,6 +212,7 @@ def test_an_attack_survives_infinite_radii() -> None:
         ({"attack": Attack(norm="linf")}, "an attack in l2, got 'linf'"),
         ({"classes": ("a", "b")}, "at least 3 class names, got 2"),
         ({"confidence": 1.0}, "between 0 and 1, got 1.0"),
+        ({"confidence": "0.9"}, "between 0 and 1, got '0.9'"),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:

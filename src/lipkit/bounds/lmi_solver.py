@@ -38,7 +38,6 @@ from lipkit.proof.norms import spectral_norms
 from lipkit.proof.roundoff import product, to_double, up
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_MOST_STEPS = 300
 
 
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
@@ -132,11 +131,11 @@ class GainProgram:
             out[:, seen] -= scaled[:, units] @ w
         return out
 
-    def minimum(self, x: Tensor, accuracy: float = 1e-5) -> tuple[Tensor, int]:
-        """Minimise gamma to a relative duality gap from a strictly feasible x; the point and the steps taken."""
+    def minimum(self, x: Tensor, accuracy: float = 1e-5, max_steps: int = 300) -> tuple[Tensor, int]:
+        """Minimise gamma to a relative ``accuracy`` from a strictly feasible x; the point and the steps taken."""
         units, ends = self.units, self.ends
         dual = x.new_empty(0)
-        for step in range(_MOST_STEPS):
+        for step in range(max_steps):
             h = self.matrix(x)
             g = torch.cholesky_inverse(torch.linalg.cholesky(h))
             if not step:
@@ -172,7 +171,7 @@ class GainProgram:
             if max(a, b) < 1e-3:
                 return x, step
             dual, x = dual + a * change, x + b * direction
-        return x, _MOST_STEPS
+        return x, max_steps
 
 
 def _is_definite(h: Tensor) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from scipy.special import betaincinv
@@ -63,8 +64,8 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
 
 def check_confidence(confidence: float) -> None:
     """Raise `OptionError` unless it is above 0 and below 1."""
-    if not 0 < finite("confidence", confidence) < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
+    if not (isinstance(confidence, Real) and 0 < confidence < 1):
+        raise OptionError(f"expected a confidence between 0 and 1, got {confidence!r}")
 
 
 LARGE = 8.0
