@@ -405,7 +405,8 @@ def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False
     order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
     sizes, kept = [x.shape[d - 1] for d in order], x.ndim - 1 - len(dims)
     turn = Affine(call.like[None] + sign, call.like[None])
-    value = call.add(Permute(*order), x if sign > 0 else call.add(turn, x))
+    value = x.number if sign > 0 else call.add(turn, x)
+    value = value if order == sorted(order) else call.add(Permute(*order), value)
     both = math.prod(sizes[:kept]), math.prod(sizes[kept:])
     pooled = call.add(nn.AdaptiveMaxPool1d(1), call.reshaped(value, tuple(sizes), both))
     value = call.reshaped(pooled, (both[0], 1), call.shape)
