@@ -297,7 +297,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
-    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_minimum`; else None."""
+    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_larger`; else None."""
 
     def negated(value: int) -> int:
         """a, if the value is -a; else -1."""
@@ -312,8 +312,7 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
     pair = call.wiring.sources[outer - 1]
     if turned >= 0:
         pair = tuple(map(negated, pair))
-    # For a bound `moving` drops constants: one value alone may be left.
-    return (Maximum if turned < 0 else Affine, *pair) if len(pair) == 2 and min(pair) >= 0 else None
+    return (Maximum if turned < 0 else Affine, *pair) if min(pair) >= 0 else None
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
