@@ -197,10 +197,9 @@ def _pad(c: Call) -> Any:
     ):
         raise c.refuse("padding that leaves the batch alone", f"{before}, {after}, {kind!r}")
     if kind == b"constant":
-        if value not in (None, 0, [], [0]):
-            raise c.refuse("zeros around all dimensions", f"{value}")
         first = 1 if c.moving else 0  # torch pads from the last axis on: the batch is left out
-        return F.pad(c.x, around(before[first:], after[first:]))
+        number = next(iter(value), 0) if isinstance(value, list) else value or 0
+        return F.pad(c.x, around(before[first:], after[first:]), value=float(number))
     x = c.x
     for axis in range(1, c.rank):
         x = copied(x, axis, before[axis], after[axis], BORDERS[kind])
@@ -418,7 +417,7 @@ OPERATORS: dict[str, Row] = {
     "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13)),
     "Swish": Row(partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)), (24,)),
     "Tanh": Row(activation(nn.Tanh), (6, 13)),
-    "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13), moves=False),
+    "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13)),
     "Transpose": Row(
         lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))), (1, 13, 21, 23, 24, 25), copies=True
     ),

@@ -57,7 +57,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "detach_.default": lambda x: x.detach(),
     "einsum.default": lambda equation, tensors: torch.einsum(equation, *tensors),
     "elu.default": _elu,
-    "expand.default": lambda x, size, implicit=False: x.expand(*size),
+    "expand.default": lambda x, size, implicit=False: x.expand(tuple(size)),  # one tuple: x may be a buffer
     "group_norm.default": _without_cudnn(F.group_norm),
     "layer_norm.default": _without_cudnn(F.layer_norm),
     "lift_fresh_copy.default": lambda x: x.clone(),
@@ -193,8 +193,8 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
             raise NoRuleError(f"{path}: expected parameters, buffers and one input, got an input of kind {kind!r}")
         attribute = f"stored{len(network.names)}"
         tensor = stored[content[key[kind]]]
-        # Buffers, too: tracing follows methods of parameters alone, such as expand to the size of the batch.
-        setattr(network, attribute, nn.Parameter(tensor, False))
+        # Tracing follows methods of parameters too, such as expand to the size of the batch.
+        setattr(network, attribute, nn.Parameter(tensor, False) if kind == "parameter" else nn.Buffer(tensor))
         network.names[content["arg"]["name"]] = attribute
     outputs = [next(iter(spec.items())) for spec in signature["output_specs"]]
     if len(inputs) != 1 or inputs[0] is None or [kind for kind, _ in outputs] != ["user_output"]:

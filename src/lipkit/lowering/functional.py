@@ -123,10 +123,11 @@ def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3,
     return nn.Softmax(dim)
 
 
-_dropouts = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-
-
-@function_module(*_dropouts, torch.dropout, torch.dropout_, place=viewed)
+@function_module(
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_),
+    place=viewed,
+)
 def _dropout(
     call: Build, input: Operand, p: float = 0.5, training: Any = True, inplace: bool = False, train: Any = None
 ) -> nn.Module:

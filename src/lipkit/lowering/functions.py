@@ -297,7 +297,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
-    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_minimum`; else None."""
+    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_larger`; else None."""
 
     def negated(value: int) -> int:
         """a, if the value is -a; else -1."""
@@ -312,8 +312,7 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
     pair = call.wiring.sources[outer - 1]
     if turned >= 0:
         pair = tuple(map(negated, pair))
-    # For a bound `moving` drops constants: one value alone may be left.
-    return (Maximum if turned < 0 else Affine, *pair) if len(pair) == 2 and min(pair) >= 0 else None
+    return (Maximum if turned < 0 else Affine, *pair) if min(pair) >= 0 else None
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
@@ -374,29 +373,22 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
 
 
 def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
-    """max(x, y) (sign 1) or min(x, y) = -max(-x, -y) (sign -1), of two values or of a value and a constant tensor."""
     if isinstance(x, Operand) and isinstance(y, Operand):
         if sign > 0:
             return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
-        minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]
+        minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]  # min(x, y) = -max(-x, -y)
         return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
-    moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
-    call.require(isinstance(constant, (Tensor, Varies)), f"expected two tensors, got one and {constant!r}")
-    return _limited(call, moving, sign, constant)
+    return _limited(call, sign, x, y) if isinstance(x, Operand) else _limited(call, sign, y, x)
 
 
-def _limited(call: Build, x: Operand, sign: int, constant: Any) -> int:
+def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
     """max(x, limit) (sign 1) or min(x, limit) (sign -1), as limit + sign relu(sign (x - limit))."""
     if call.bounding:
         return call.scale(call.broadcast(x), 1.0)
-    limit, sign = call.number(constant, "limit"), call.like + sign
+    limit, factor = call.number(constant, "limit"), call.like + sign
     call.require(all_finite(limit), f"expected finite numbers as limits, got {constant}")
-    turned = call.add(nn.ReLU(), call.elementwise(x, scale=sign, shift=-sign * limit))
-    return call.elementwise(replace(call.results[0], number=turned), scale=sign, shift=limit)
-
-
-plain(torch.maximum, torch.fmax, "maximum", place=joined)(lambda call, x, y: _larger(call, 1, x, y))
-plain(torch.minimum, torch.fmin, "minimum", place=joined)(lambda call, x, y: _larger(call, -1, x, y))
+    turned = call.add(nn.ReLU(), call.elementwise(x, scale=factor, shift=-factor * limit))
+    return call.elementwise(replace(call.results[0], number=turned), scale=factor, shift=limit)
 
 
 def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False) -> int:
@@ -405,29 +397,30 @@ def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False
     order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
     sizes, kept = [x.shape[d - 1] for d in order], x.ndim - 1 - len(dims)
     turn = Affine(call.like[None] + sign, call.like[None])
-    value = call.add(Permute(*order), x if sign > 0 else call.add(turn, x))
+    value = x.number if sign > 0 else call.add(turn, x)
+    value = value if order == sorted(order) else call.add(Permute(*order), value)
     both = math.prod(sizes[:kept]), math.prod(sizes[kept:])
     pooled = call.add(nn.AdaptiveMaxPool1d(1), call.reshaped(value, tuple(sizes), both))
     value = call.reshaped(pooled, (both[0], 1), call.shape)
     return value if sign > 0 else call.add(turn, value)
 
 
-def _max_place(call: Build) -> Build:
-    pair = len(call.args) > 1 and isinstance(call.args[1], (Operand, Tensor, Varies))
-    return (joined if pair else along(1))(call)
+def _of_two(call: Build) -> bool:
+    return len(call.args) > 1 and isinstance(call.args[1], (Operand, Tensor, Varies))
 
 
 def _max(sign: int, call: Build, x: Any, *given: Any, **named: Any) -> Value:
-    """Of two values, or of one along a dimension; then the indices, which are whole numbers, get no value."""
-    if len(call.results) == 1:
-        return _larger(call, sign, x, *given, **named)
-    return _largest(call, sign, x, *given, **named), -1
+    """Of two values, or of one along dimensions; the indices of torch.max, which are whole numbers, get no value."""
+    found = (_larger if _of_two(call) else _largest)(call, sign, x, *given, **named)
+    return found if len(call.results) == 1 else (found, -1)
 
 
-plain(torch.max, "max", place=_max_place)(partial(_max, 1))
-plain(torch.min, "min", place=_max_place)(partial(_max, -1))
-plain(torch.amax, "amax", place=along(1))(lambda call, x, dim, keepdim=False: _largest(call, 1, x, dim, keepdim))
-plain(torch.amin, "amin", place=along(1))(lambda call, x, dim, keepdim=False: _largest(call, -1, x, dim, keepdim))
+def _extremes(call: Build) -> Build:
+    return (joined if _of_two(call) else along(1))(call)
+
+
+plain(torch.max, torch.amax, torch.maximum, torch.fmax, "max", "amax", "maximum", place=_extremes)(partial(_max, 1))
+plain(torch.min, torch.amin, torch.minimum, torch.fmin, "min", "amin", "minimum", place=_extremes)(partial(_max, -1))
 
 
 @plain(torch.sort, "sort", place=along(1, default=-1))
@@ -462,7 +455,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     if all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         return call.add(nn.Hardtanh(float(ends[0]), float(ends[1])), call.broadcast(x))
     for sign, end in zip((1, -1), ends, strict=True):
-        x = x if end is None else replace(call.results[0], number=_limited(call, x, sign, end))
+        x = x if end is None else replace(call.results[0], number=_limited(call, sign, x, end))
     return x.number
 
 
