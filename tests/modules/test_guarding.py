@@ -44,7 +44,7 @@ class TenfoldParameter(nn.Parameter):
 @pytest.mark.parametrize("within", [nn.Sequential, lambda net: net])
 @pytest.mark.parametrize("verb", [export, lipschitz])
 def test_modules_of_torchscript_are_refused(make: Any, within: Any, verb: Any) -> None:
-    with pytest.raises(NoRuleError, match="TorchScript: pass the network that it was made from"):
+    with pytest.raises(NoRuleError, match="TorchScript: pass the network it was made from"):
         verb(within(make(nn.Sequential(nn.Linear(2, 2)).eval())), (2,))
 
 

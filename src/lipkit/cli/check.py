@@ -24,7 +24,7 @@ CLAIMED = "claimed, not checked:"
 @click.argument("network", type=click.Path(path_type=Path))
 @click.argument("data")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets.")
-@click.option("--limit", type=click.IntRange(min=1), help="Number of samples, if the certificate has a part of them.")
+@click.option("--limit", type=click.IntRange(min=1), help="Number of samples; default: that of the certificate.")
 @click.option("--eps", multiple=True, metavar="EPS", help="Radii of certified accuracies to print; default 36/255, ...")
 @LARGE_EPS
 def command(
@@ -49,7 +49,8 @@ def command(
     radii = [radius for text in eps for radius in read_radii(text)] or list(EPS)
     file = read_certificate(certificate)
     stored = modules.load(network)
-    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)  # the network's range
+    count = limit or len(file.certificate)
+    loaded = datasets.load(data, root=root, limit=count, limits=stored.input_range)  # the network's range
     check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)
