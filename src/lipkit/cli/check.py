@@ -63,7 +63,7 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
     from lipkit.certificates.certificate_file import unchecked
     from lipkit.text import printable
 
-    larger = int((file.certificate.radius > confirmed.radius).sum())
+    larger = file.certificate.radius > confirmed.radius  # `verify` allows no more than rounding
     lines = [
         f"confirmed  {len(confirmed)} samples of {printable(data)}, network {confirmed.network_sha256[:16]}...",
         f"constant   {confirmed.constant:.9g} ({confirmed.method}); rounding {confirmed.rounding}, "
@@ -71,8 +71,12 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
         f"clean      {100 * confirmed.clean_accuracy:.2f} %",
     ]
     lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r, large_eps=True):.2f} %" for r in radii]
-    if larger:
-        lines.append(f"rounding   {larger} radii of the file are larger than those proved here; the latter count")
+    if count := int(larger.sum()):
+        most = float((file.certificate.radius / confirmed.radius - 1)[larger].max())
+        lines.append(
+            f"rounding   {count} radii of the file are larger than those proved here, by a relative {most:.0e} at "
+            "most; the latter count"
+        )
     lines += ["", CLAIMED]
     for name, value in unchecked(file).items():
         # Wrap here: if the terminal wrapped, text from the file could begin a line and look like lipkit's own output.
