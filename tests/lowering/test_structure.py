@@ -605,7 +605,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
     "overlapping windows": (I, lambda s, x: F.adaptive_max_pool2d(x, 4), "AdaptiveMaxPool2d.*divides"),
     "bicubic upsampling": (I, lambda s, x: F.interpolate(x, scale_factor=2, mode="bicubic"), "Upsample.*'nearest'"),
-    "corners": (I, lambda s, x: F.interpolate(x, None, 2, "bilinear", align_corners=True), r"got {'align_corners': True} too"),
+    "corners": (I, lambda s, x: F.interpolate(x, None, 2, "bilinear", align_corners=True), "{'align_corners': True}"),
     "downsampling": (I, lambda s, x: F.interpolate(x, scale_factor=0.5), "Upsample.*powers of two"),
     "upsampling by 3": (I, lambda s, x: F.interpolate(x, scale_factor=3), "Upsample.*powers of two"),
     "upsampling of sequences": ((2, 6), lambda s, x: F.interpolate(x, scale_factor=2), "Upsample"),
