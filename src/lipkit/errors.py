@@ -108,9 +108,9 @@ def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:
     """Raise unless ``y`` holds ``count`` integers (int64), from 0 to ``classes - 1`` if ``classes`` is given."""
     hint = " (one-hot labels: y.argmax(1))" if y.ndim == 2 else ""
     if str(y.dtype) != "torch.int64":
-        remark = ": regression targets have lipkit.certificates.certify_regression" if y.is_floating_point() else ""
+        more = ": certify regression targets by lipkit.certificates.certify_regression" if y.is_floating_point() else ""
         got = str(y.dtype).removeprefix("torch.")
-        raise OptionError(f"expected integer class labels (int64), got {got}{hint}{remark}")
+        raise OptionError(f"expected integer class labels (int64), got {got}{hint}{more}")
     if y.shape != (count,):
         raise ShapeError(f"expected {count} labels of shape ({count},), got {tuple(y.shape)}{hint}")
     if math.isfinite(classes) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) < classes:

@@ -62,9 +62,9 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     return low, high
 
 
-def check_confidence(confidence: float) -> None:
+def check_confidence(confidence: object) -> None:
     """Raise `OptionError` unless it is above 0 and below 1."""
-    if not (isinstance(confidence, Real) and 0 < confidence < 1):
+    if not (isinstance(confidence, Real) and 0 < float(confidence) < 1):
         raise OptionError(f"expected a confidence between 0 and 1, got {confidence!r}")
 
 
