@@ -125,7 +125,7 @@ def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) ->
             Path(folder, path.name).write_bytes(content)
         check(Path(folder, first.name))
     first.parent.mkdir(parents=True, exist_ok=True)
-    for path, content in reversed(files.items()):
+    for path, content in reversed([*files.items()]):
         write_atomic(path, content)
     return first
 

@@ -348,7 +348,7 @@ class _Reader:
             raise call.refuse("no size computed from that of the batch", "one")
         most = 2 if node.kind == "MatMul" else 1 if node.kind in _ALONE else -1
         if call.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
-            raise call.refuse("an input with the batch first", f"one of {self.network.input_shape[0]} numbers")
+            raise call.refuse("an input with the batch first", f"one of {call.source.shape[1]} numbers")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)

@@ -309,10 +309,10 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
     outer = max(turned, value if turned < 0 else 0)
     if not outer or type(call.wiring.modules[outer - 1]) is not Maximum:
         return None
-    pair = call.wiring.sources[outer - 1]
+    a, b = call.wiring.sources[outer - 1]
     if turned >= 0:
-        pair = tuple(map(negated, pair))
-    return (Maximum if turned < 0 else Affine, *pair) if min(pair) >= 0 else None
+        a, b = negated(a), negated(b)
+    return (Maximum if turned < 0 else Affine, a, b) if min(a, b) >= 0 else None
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
