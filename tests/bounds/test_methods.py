@@ -222,7 +222,9 @@ def test_lipbound_is_the_formula_of_the_paper() -> None:
     plain = min(rows, columns)
     assert float(lipbound_estimate(kernel)) == pytest.approx(plain, rel=1e-12)
     assert float(lipbound(kernel)) == pytest.approx(plain / math.cos(math.pi / 10) ** 2, rel=1e-12)
-    assert float(lipbound(kernel, correction="paper")) == pytest.approx(plain / (1 - 2 / 10), rel=1e-12)
+    assert float(lipbound(kernel, points=16, correction="paper")) == pytest.approx(
+        float(lipbound_estimate(kernel, points=16)) / (1 - 2 / 16), rel=1e-12
+    )
 
 
 def test_an_uncorrected_grid_is_no_bound() -> None:
@@ -256,8 +258,9 @@ def test_reshaped_is_exact_for_windows_that_do_not_overlap() -> None:
         (lambda k: symbol_sup(k[0, 0, 0], points=8), "kernel: expected shape"),
         (lambda k: circular(k, 0, 3), "h: expected an integer of at least 1, got 0"),
         (lambda k: lipbound(k, correction="none"), "correction: expected 'exact' or 'paper'"),
-        (lambda k: symbol_sup(k, points=2), "points: expected at least the number of taps 3, got 2"),
-        (lambda k: lipbound_estimate(k, points=0), "points: expected an integer of at least 1, got 0"),
+        (lambda k: lipbound(k, points=2), "points: expected at least the number of taps 3, got 2"),
+        (lambda k: lipbound(k, points=0), "points: expected an integer of at least 1, got 0"),
+        (lambda k: lipbound(k, points=2, correction="paper"), "points: expected more than 2 d = 2"),
         (lambda k: gram(k, iterations=-1), "iterations: expected an integer of at least 0, got -1"),
         (lambda k: reshaped(k, stride=0), "stride: expected one or two integers"),
     ],

@@ -26,14 +26,9 @@ from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.modules.activations import ACTIVATIONS
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64, Arithmetic
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
 Array = Any
-
-
-def leaves(net: modules.Network, arithmetic: Arithmetic) -> bool:
-    """True if a module has no rule."""
-    return any(isinstance(node, Leaf) for node in Circuit(net, arithmetic).nodes)
 
 
 def mlp(sizes: Sequence[int], seed: int, activation: nn.Module | None = None) -> modules.Network:
@@ -522,8 +517,8 @@ def test_what_has_no_rule_is_a_ball_by_its_constant() -> None:
     found = certify(network, x, labels, method="local")
     assert found.radius.median() > certify(network, x, labels).radius.median()
     assert attacks(network, x, found.radius, labels, 40) == 0
-    assert not leaves(joined(0).double(), FLOAT32)
-    assert not leaves(images(0).double(), FLOAT32)
+    assert Circuit(joined(0).double(), FLOAT32).leaves is False
+    assert Circuit(images(0).double(), FLOAT32).leaves is False
 
 
 def test_a_module_from_outside_joins_by_one_rule() -> None:
@@ -538,7 +533,7 @@ def test_a_module_from_outside_joins_by_one_rule() -> None:
     modules.add_plain(modules.Plain(Twice, 2.0, lambda module, *at: modules.local_error(nn.ReLU(), *at)))
     try:
         network = modules.Network([nn.Linear(3, 3), Twice(), nn.ReLU(), nn.Linear(3, 2)], (3,)).double()
-        assert not leaves(network, FLOAT64)
+        assert not Circuit(network, FLOAT64).leaves
         with pytest.raises(NoRuleError, match="already has a rule"):
             circuit_rule(nn.ReLU)(lambda circuit, module, value: value)
     finally:
@@ -571,7 +566,7 @@ def test_gradients_are_taken_in_inference_mode_too() -> None:
 
 def test_a_share_that_is_no_number_certifies_nothing() -> None:
     blend = graph_of(nn.Linear(3, 3), modules.Blend(torch.tensor(math.nan)), sources=[[0], [0, 1]], inputs=3)
-    assert leaves(blend, FLOAT32)
+    assert Circuit(blend, FLOAT32).leaves
     assert certify(blend, torch.rand(1, 3), torch.tensor([0]), method="local").radius.item() == 0
 
 
@@ -644,7 +639,7 @@ def test_lines_lie_where_their_interval_lies() -> None:
 def test_absolute_values_of_half_of_the_channels_have_lines() -> None:
     torch.manual_seed(0)
     network = modules.Network([nn.Linear(3, 7), modules.HalfAbs(), nn.Linear(7, 3)], (3,)).double()
-    assert not leaves(network, FLOAT32)
+    assert not Circuit(network, FLOAT32).leaves
     x = torch.randn(10, 3, dtype=torch.float64)
     labels = network(x).argmax(1)
     found = certify(network, x, labels, method="local")

@@ -10,7 +10,6 @@ each inner sum is evaluated as a polynomial, from the autocorrelation of its row
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -25,16 +24,16 @@ from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import gamma, up
 
 
-def lipbound(kernel: Tensor, *, groups: int = 1, correction: str = "exact") -> Tensor:
+def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, correction: str = "exact") -> Tensor:
     r"""Upper bound of the spectral norm of a convolution, for every image size: LipBound by PolyGrid, corrected.
 
     .. math:: \min_{\text{rows, columns}} \sqrt{\textstyle\sum_i \max_{w \in \text{grid}} \sum_j |f_{ij}(w)|^2}
-              \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}, \qquad S = 5 (k - 1)
+              \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}
 
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
-        correction: 'exact', as above (1.106 for a 3 x 3 kernel, where S is the paper's 10), or 'paper', the factor
-            ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
+        points: S, points per axis (default 5 (k - 1), which is the paper's 10 for a 3 x 3 kernel: a factor 1.106).
+        correction: 'exact', as above, or 'paper', the factor ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
 
     Returns:
         0-d float64, differentiable.
@@ -48,7 +47,7 @@ def lipbound(kernel: Tensor, *, groups: int = 1, correction: str = "exact") -> T
         ``(kh kw)^2 / 2`` multiplications for each pair of channels; the rest grows linearly with the channels.
 
     Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups or correction.
+        ShapeError, OptionError: a wrong kernel shape, groups, points or correction.
 
     >>> k = torch.full((1, 1, 3, 3), 1 / 9)
     >>> 1.0 <= float(lipbound(k)) <= 1.106
@@ -60,10 +59,18 @@ def lipbound(kernel: Tensor, *, groups: int = 1, correction: str = "exact") -> T
     """
     if correction not in ("exact", "paper"):
         raise OptionError(f"correction: expected 'exact' or 'paper', got {correction!r}")
-    sizes = grid(kernel, lambda k: 5 * (k - 1))
-    axes = list(zip(kernel.shape[-2:], sizes, strict=True))
-    exact, paper = math.prod(grid_correction(k, s) for k, s in axes), max(1 / (1 - 2 * (k // 2) / s) for k, s in axes)
-    factor = exact if correction == "exact" else paper
+    if points is not None:
+        check_integer("points", points, 1)
+    sizes = grid(kernel, points or (lambda k: 5 * (k - 1)))
+    kh, kw = kernel.shape[-2:]
+    if correction == "exact":
+        factor = grid_correction(kh, sizes[0]) * grid_correction(kw, sizes[1])
+    else:
+        factor = 1.0
+        for degree, s in ((kh // 2, sizes[0]), (kw // 2, sizes[1])):
+            if degree and s <= 2 * degree:
+                raise OptionError(f"points: expected more than 2 d = {2 * degree} for correction 'paper', got {s}")
+            factor = max(factor, 1 / (1 - 2 * degree / s)) if degree else factor
     return _polygrid(kernel, groups, sizes, factor)
 
 

@@ -131,6 +131,11 @@ class Circuit:
         self.read = {source for node, s in zip(self.nodes, self.sources, strict=True) for source in s
                      if isinstance(node, Scalar)}  # fmt: skip
 
+    @property
+    def leaves(self) -> bool:
+        """True if a module has no rule."""
+        return any(isinstance(node, Leaf) for node in self.nodes)
+
     def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:
         self.nodes.append(node)
         self.sources.append(tuple(sources))

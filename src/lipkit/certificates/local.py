@@ -316,7 +316,7 @@ class Bounds:
         if largest > 1 << 22:
             raise NoRuleError(f"local bounds: expected values of at most 2^22 entries, got one of {largest}")
         self.steps: list[ProvedModule] = []
-        if any(isinstance(node, Leaf) for node in self.circuit.nodes):
+        if self.circuit.leaves:
             self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]
         self.samples = max(1, min(32, (1 << 20) // largest))  # so that rows and values fit in memory
         self.classes = max(1, _BLOCK // (largest * self.samples))
