@@ -20,13 +20,14 @@ def scale(factor: float = 1.0) -> Network:
     return Network([layer], (1,))
 
 
-def test_exact_against_enumeration_on_200_samples() -> None:
+@pytest.mark.parametrize(("moves", "times"), [("both", 2), ("positives", 1), ("negatives", 1)])
+def test_exact_against_enumeration_on_200_samples(moves: str, times: int) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(1, 1, 120), rng.normal(0, 1, 80)
     a[:5], b[:5] = 0.5, 0.5  # ties
     for eps in (0.0, 0.1, 0.5):
-        found = auroc(scale(2.0), torch.tensor(a)[:, None], torch.tensor(b)[:, None], eps)
-        worst = np.mean([[2 * p > 2 * q + 4 * eps * (1 + 1e-12) for q in b] for p in a])
+        found = auroc(scale(2.0), torch.tensor(a)[:, None], torch.tensor(b)[:, None], eps, moves=moves)
+        worst = np.mean([[2 * p > 2 * q + times * 2 * eps * (1 + 1e-12) for q in b] for p in a])
         assert found.worst_auroc == pytest.approx(worst, abs=1e-12)
         clean = np.mean([[(p > q) + 0.5 * (p == q) for q in b] for p in a])
         assert found.auroc == pytest.approx(clean, abs=1e-12)
@@ -37,6 +38,8 @@ def test_what_is_no_score_is_refused() -> None:
     x = torch.zeros(2, 1)
     with pytest.raises(ShapeError, match="one score"):
         auroc(Network([nn.Linear(1, 2)], (1,)), x, x, 0.1)
+    with pytest.raises(OptionError, match="moves: expected one of"):
+        auroc(scale(), x, x, 0.1, moves="all")
 
 
 @pytest.mark.parametrize("sorting", [MaxMin(), GroupSort(2), GroupSort(None), nn.Tanh()])
@@ -62,7 +65,7 @@ def test_a_proof_that_ignores_rounding_counts_scores_as_exact() -> None:
     net[0].weight.data.fill_(1.0)
     found = auroc(net, torch.ones(1, 1), torch.zeros(1, 1), 0.25, proof=lipkit.prove(net, rounding="ignore"))
     assert (found.worst_auroc, found.proof.rounding) == (1.0, "ignore")
-    found = auroc(net, torch.ones(1, 1), torch.zeros(1, 1), 0.5, proof=found.proof)
+    found = auroc(net, torch.ones(1, 1), torch.zeros(1, 1), 0.5, moves="both", proof=found.proof)
     assert found.worst_auroc == 0.0
 
 

@@ -29,6 +29,7 @@ from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
@@ -41,18 +42,19 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI of `local_gain`; `analyze` tries one unasked for networks with at most as many."""
+"""Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
 
 # Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
-def tight(network: Network) -> Network:
+def tight(network: Network, *, units: int = 2048) -> Network:
     """The network with the multipliers of LipSDP for every run of dense layers: ``lipschitz`` of it is the tight gain.
 
     Args:
-        network: result of ``lipkit.export``. A run of more than 2,048 hidden units (which take two minutes) is bounded
-            piece by piece, and a wider layer by its norm: ``docs/lipsdp.md`` has the loss.
+        network: result of ``lipkit.export``.
+        units: most hidden units in one LMI (2,048 take two minutes); a run with more is bounded piece by piece, and a
+            wider layer by its norm: ``docs/lipsdp.md`` has the loss.
 
     Guarantee:
         As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
@@ -61,7 +63,7 @@ def tight(network: Network) -> Network:
     >>> bool(lipschitz(tight(net)) <= lipschitz(net))
     True
     """
-    return attach(network, solve(network, units=2048).multipliers)
+    return attach(network, solve(network, units=units).multipliers)
 
 
 LATER["tight"] = tight
@@ -74,13 +76,14 @@ def hidden_units(network: Network) -> int:
     return max((sum(len(weight) for weight in run.weights[:-1]) for run in runs), default=0)
 
 
-def local_gain(network: Network, box: Box) -> float:
+def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     r"""A gain that holds between inputs in a box: :math:`\|f(x) - f(x')\|_2 \le g \|x - x'\|_2`.
 
     Args:
         network: result of ``lipkit.export``; multipliers that it carries (`tight`) count.
         box: (lowest, highest) inputs: numbers, ``input_shape``, or ``(C,)`` for the channels of ``(C, ...)``; what else
             broadcasts to ``input_shape``. Ends may be infinite.
+        units: most hidden units in one LMI.
 
     Guarantee:
         Upper, of the stored numbers, rounding included, and never above ``lipschitz(network)``. Softplus counts as its
@@ -95,10 +98,11 @@ def local_gain(network: Network, box: Box) -> float:
     (0.070651, 1.0)
     """
     check_network(network, "local_gain")
+    check_integer("units", units, 0)
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
         return everywhere
-    return min(everywhere, product(*(part.least()[0] for part in _parts(network, box, UNITS))))
+    return min(everywhere, product(*(part.least()[0] for part in _parts(network, box, units))))
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 r"""Certified AUROC of a detector: the probability that a positive scores above a negative, whatever moves within eps.
 
 A score of constant L changes by at most :math:`L\varepsilon`, so a pair keeps its order if its scores are more than
-:math:`2L\varepsilon` apart. On finite samples the fraction of those pairs is the smallest AUROC that these intervals of
-scores allow.
+:math:`2L\varepsilon` apart (:math:`L\varepsilon` where only one side moves). On finite samples the fraction of those
+pairs is the smallest AUROC that these intervals of scores allow.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown
 
+MOVES = ("both", "positives", "negatives")
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AurocCertificate(Shown):
@@ -27,13 +29,15 @@ class AurocCertificate(Shown):
 
     Attributes:
         eps: l2 radius in units of the input.
+        moves: who may move by eps: ``"both"``, ``"positives"`` or ``"negatives"``.
         auroc: at the samples; a tie counts half.
-        worst_auroc: lower bound if every sample moves by at most eps.
+        worst_auroc: lower bound if every sample of ``moves`` moves by at most eps.
         positive_scores, negative_scores: (N,) and (M,) float64.
         proof: of the network; its evaluator is the one that scores.
     """
 
     eps: float
+    moves: str
     auroc: float
     worst_auroc: float
     positive_scores: Tensor
@@ -43,9 +47,10 @@ class AurocCertificate(Shown):
     def describe(self) -> str:
         """Both figures, and what the bound holds for."""
         counts = f"{len(self.positive_scores)} positives, {len(self.negative_scores)} negatives"
+        who = "every sample moves" if self.moves == "both" else f"the {self.moves} move"
         return (
             f"{counts}: AUROC {self.auroc:.4f}\n"
-            f"at least {self.worst_auroc:.4f} if every sample moves by up to {format_radius(self.eps)} (l2)\n"
+            f"at least {self.worst_auroc:.4f} if {who} by up to {format_radius(self.eps)} (l2)\n"
             + self.proof.describe()
         )
 
@@ -56,19 +61,21 @@ def auroc(
     negatives: Samples,
     eps: float,
     *,
+    moves: str = "both",
     proof: Proof | None = None,
 ) -> AurocCertificate:
     r"""Worst-case area under the ROC curve of a network with one output, larger for positives.
 
     .. math:: \frac{1}{NM} \#\{(i, j): s_i - L\varepsilon - e_i > s_j + L\varepsilon + e_j\}
 
-    **Guarantee.** Whatever each sample becomes within eps in l2, the AUROC of the machine's scores is no
+    **Guarantee.** Whatever each sample of ``moves`` becomes within eps in l2, the AUROC of the machine's scores is no
     smaller: e are the errors of the measured score and of the machine within eps. It holds for these samples.
 
     Args:
         network: exported, with outputs (N,) or (N, 1).
         positives, negatives: (N, *input_shape) and (M, *input_shape).
         eps: l2 radius in units of the input.
+        moves: ``"both"``, ``"positives"`` or ``"negatives"``.
         proof: from `lipkit.prove`, for another evaluator or rounding.
 
     Raises:
@@ -81,6 +88,8 @@ def auroc(
     (1.0, 0.75)
     """
     eps = finite("eps", eps, least=0)
+    if moves not in MOVES:
+        raise OptionError(f"moves: expected one of {', '.join(MOVES)}, got {moves!r}")
     given = as_tensor(positives), as_tensor(negatives)
     for x in given:
         check_inputs(network, x, 1)
@@ -91,16 +100,22 @@ def auroc(
     scores = scores.flatten()
     if not bool(scores.isfinite().all()):
         raise OptionError("expected finite scores, got NaN or infinity")
-    # How far a score can be from the measured one.
-    count, room, (centre, machine) = len(given[0]), reach(output_constants(proof, 1)[0], eps), measured.errors(eps)
-    room = room if measured.logits is None else grow(room + (centre + machine).flatten())
+    constants, count = output_constants(proof, 1)[0], len(given[0])
+
+    def room(distance: float) -> Tensor:
+        """How far a score can be from the measured one."""
+        moved, (centre, machine) = reach(constants, distance), measured.errors(distance)
+        return moved if measured.logits is None else grow(moved + (centre + machine).flatten())
+
     # The lowest score that a positive can get, and the highest of a negative.
-    low, high = next_down(scores - room)[:count], next_up(scores + room)[count:]
+    low = next_down(scores - room(0.0 if moves == "negatives" else eps))[:count]
+    high = next_up(scores + room(0.0 if moves == "positives" else eps))[count:]
     first, second = scores[:count], scores[count:]
     # Pairs in order and half of the ties, which are neither above nor below.
     above = (pairs_above(first, second) + 1 - pairs_above(second, first)) / 2
     return AurocCertificate(
         eps=float(eps),
+        moves=moves,
         auroc=above,
         worst_auroc=pairs_above(low, high),
         positive_scores=first,
