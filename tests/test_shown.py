@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
 from fractions import Fraction
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_the_plots_are_the_figures(results: dict[str, Any]) -> None:
         assert list(given.lines[0].get_ydata()) == [1 / (i + 1) for i in range(40)]
     finally:
         pyplot.close("all")
+
+
+def test_a_frame_holds_what_the_file_holds(
+    results: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = results["certificate"]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(OptionError, match="package pandas"):
+        found.to_frame()
+
+    class Frame(dict):
+        def rename_axis(self, name: str) -> Frame:
+            assert name == "index"
+            return self
+
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=Frame))
+    frame = found.to_frame()
+    found.save_csv(tmp_path / "radii.csv")
+    head, *rows = (tmp_path / "radii.csv").read_text().splitlines()
+    assert head.split(",") == ["index", *frame]
+    assert [[float(cell) for cell in row.split(",")[1:]] for row in rows] == [
+        [float(value) for value in row] for row in zip(*frame.values(), strict=True)
+    ]
 
 
 def test_without_matplotlib_a_sentence(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

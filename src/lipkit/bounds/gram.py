@@ -10,6 +10,7 @@ from torch import Tensor
 from lipkit.bounds.kernels import grid
 from lipkit.bounds.symbol_sup import on_grid
 from lipkit.conv.symbol import symbol_at
+from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.norms import gram_matrix, scale_to
@@ -18,15 +19,15 @@ from lipkit.proof.roundoff import UNIT, gamma, up
 _CHUNK_BYTES = 1 << 26
 
 
-def gram(kernel: Tensor, *, groups: int = 1, iterations: int = 6) -> Tensor:
-    r"""Upper bound of the spectral norm of a convolution, for every image size, by Gram iteration at each frequency.
+def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None, iterations: int = 6) -> Tensor:
+    r"""Upper bound of the spectral norm of a convolution by Gram iteration at each frequency.
 
-    .. math:: \|K\| \le c \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
-
-    over a grid of 8 (k - 1) points per axis, c that of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
+    .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
 
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
+        size: (h, w) of a circular image, whose frequencies are used. By default a grid of 8 (k - 1) points per axis,
+            with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
         iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
             number of channels.
 
@@ -34,22 +35,28 @@ def gram(kernel: Tensor, *, groups: int = 1, iterations: int = 6) -> Tensor:
         0-d float64, differentiable.
 
     Guarantee:
-        Upper bound, including rounding, at any number of iterations: as :func:`lipkit.bounds.symbol_sup`.
+        Upper bound, including rounding, at any number of iterations. Without ``size``: as
+        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size, and for
+        zero-padded ones, with any stride, on n x n images with p rows and columns of padding in total, if
+        ``size >= n + p`` and the kernel fits into ``size``; not for other sizes.
 
     Cost:
         t + 1 matrix products of the smaller side at each frequency.
 
     Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups or iterations.
+        ShapeError, OptionError: a wrong kernel shape, groups, size or iterations.
 
-    >>> 1.0 <= float(gram(torch.full((1, 1, 3, 3), 1 / 9))) < 1.04
+    >>> 1.0 <= float(gram(torch.full((1, 1, 3, 3), 1 / 9), size=(6, 6))) < 1.0 + 1e-6
     True
 
     References:
         Delattre, Barthelemy, Araujo & Allauzen, ICML 2023.
     """
+    every = grid(kernel, lambda k: 8 * (k - 1))
     check_integer("iterations", iterations, 0)
-    return on_grid(kernel, groups, grid(kernel, lambda k: 8 * (k - 1)), partial(_largest, iterations))
+    if size is not None and (not isinstance(size, tuple | list) or len(size) != 2 or min(size) < 1):
+        raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
+    return on_grid(kernel, groups, size or every, partial(_largest, iterations), every_size=size is None)
 
 
 def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:

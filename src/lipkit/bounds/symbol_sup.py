@@ -206,14 +206,18 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
     return cover(symbol, start, sample, relative)
 
 
-def on_grid(kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor]) -> Tensor:
+def on_grid(
+    kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
+) -> Tensor:
     """Bound by the norms at equispaced frequencies, times `grid_correction`: u* F(w) v has degree k - 1 per axis.
 
     Args:
         sizes: points per axis.
         norm: maps a group, frequencies and these sizes to the largest proved norm of the symbols computed there.
+        every_size: True for a bound for all image sizes, False for images of exactly ``sizes`` pixels.
     """
-    correction = math.prod(grid_correction(k, n) for k, n in zip(kernel.shape[-2:], sizes, strict=True))
+    pairs = zip(kernel.shape[-2:], sizes, strict=True)
+    correction = math.prod(grid_correction(k, n) for k, n in pairs) if every_size else 1.0
 
     def bound(kernels: Tensor) -> Tensor:
         # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.

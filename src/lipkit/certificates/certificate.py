@@ -3,6 +3,7 @@ r"""Certificates of an exported network: radii from bounds recomputed in float64
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -109,10 +110,26 @@ class Certificate(Shown):
 
         Columns: ``index,label,prediction,correct,radius,margin,radius_ignored``.
         """
-        columns = (self.label, self.prediction, self.correct.long(), self.radius, self.margin, self.radius_ignored)
-        rows = zip(range(len(self)), *(column.tolist() for column in columns), strict=True)
-        header = ["index", "label", "prediction", "correct", "radius", "margin", "radius_ignored"]
-        write_atomic(Path(path), csv_text([header, *rows]).encode())
+        columns = self._columns() | {"correct": self.correct.long()}
+        rows = zip(range(len(self)), *(column.tolist() for column in columns.values()), strict=True)
+        write_atomic(Path(path), csv_text([["index", *columns], *rows]).encode())
+
+    def _columns(self) -> dict[str, Tensor]:
+        names = ("label", "prediction", "correct", "radius", "margin", "radius_ignored")
+        return {name: getattr(self, name) for name in names}
+
+    def to_frame(self) -> Any:
+        """The columns of `save_csv` as a DataFrame of pandas, one row a sample.
+
+        Raises:
+            OptionError: pandas is not installed.
+        """
+        try:
+            pandas: Any = importlib.import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise OptionError("expected the package pandas for to_frame, got none: pip install pandas") from error
+        columns = {name: column.numpy() for name, column in self._columns().items()}
+        return pandas.DataFrame(columns).rename_axis("index")
 
     def describe(self) -> str:
         """Accuracies, the proved constant and what the radii hold for, in three lines."""
