@@ -38,6 +38,7 @@ from lipkit.conv.symbol import check_images, check_kernel
 from lipkit.conv.transform import count_real, to_images, to_rows, transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.cayley import Factors
+from lipkit.linalg.matrices import at_least_float32
 from lipkit.linalg.precision import autocast_off, without_autocast
 from lipkit.linalg.transforms import transformed
 
@@ -221,7 +222,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1.
     """
     check_kernel(kernel)
-    cout, cin = kernel.shape[:2]
+    kernel, (cout, cin) = at_least_float32(kernel), kernel.shape[:2]
     batch, channels, h, w = check_images(x)
     if channels != cin:
         raise ShapeError(f"kernel and x: expected one number of inputs, got {tuple(kernel.shape)} and {tuple(x.shape)}")

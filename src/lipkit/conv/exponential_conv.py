@@ -24,6 +24,7 @@ from lipkit.conv.symbol import check_images, check_kernel, fold
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range
+from lipkit.linalg.matrices import at_least_float32
 from lipkit.linalg.precision import autocast_off, autocast_on
 
 
@@ -178,12 +179,12 @@ def exponential_conv2d(
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
         return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
     with autocast_off(x):
-        raw = kernel_symbol(kernel, h, w)
+        raw = kernel_symbol(at_least_float32(kernel), h, w)
         if way == "frequencies":
-            matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-            spectrum = analyse(x, matrices)
+            matrices = transform_matrices(h, w, dtype=raw.real.dtype, device=x.device)
+            spectrum = analyse(x.to(raw.real.dtype), matrices)
             own = taylor_rows(spectrum.real, raw.real, terms, outputs)
             waves = taylor_rows(as_complex(spectrum.pair), as_complex(raw.pair), terms, outputs)
-            return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices)
+            return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices).to(x.dtype)
         raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
-    return apply_symbol(raw, x)
+    return apply_symbol(raw.to(kernel.dtype), x)

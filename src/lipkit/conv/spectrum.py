@@ -37,7 +37,7 @@ class Symbol(NamedTuple):
         return Symbol(function(self.real), as_pair(function(as_complex(self.pair))))
 
     def to(self, dtype: torch.dtype) -> Symbol:
-        """The same symbol in another dtype."""
+        """Both parts in this dtype."""
         return Symbol(self.real.to(dtype), self.pair.to(dtype))
 
 

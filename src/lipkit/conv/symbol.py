@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import at_least_float32
 from lipkit.linalg.precision import autocast_off
 
 
@@ -78,7 +79,7 @@ def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     >>> symbol_at(identity, torch.tensor([0, 1]), torch.tensor([0, 2]), 5, 5).flatten().tolist()
     [(1+0j), (1+0j)]
     """
-    return torch.complex(*symbol_parts(kernel, f1, f2, h, w))
+    return torch.complex(*symbol_parts(at_least_float32(kernel), f1, f2, h, w))  # torch has no complex bfloat16
 
 
 def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.cayley import Factors, cayley, factorize, solve_rows
-from lipkit.linalg.matrices import mirrored_product
+from lipkit.linalg.matrices import at_least_float32, mirrored_product
 from lipkit.linalg.precision import autocast_off, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
@@ -48,6 +48,7 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         raise ShapeError(
             f"expected a matrix (m, n) and inputs (..., n), got {tuple(weight.shape)} and {tuple(x.shape)}"
         )
+    weight = at_least_float32(weight)
     with autocast_off(x):
         if torch.compiler.is_compiling() or transformed():
             return _plain(weight, x, bias)
