@@ -601,7 +601,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "local response": (I, lambda s, x: F.local_response_norm(x, 2), "record|local_response_norm|functional"),
     "root mean square": (V, lambda s, x: F.rms_norm(x, (4,)), "rms_norm"),
     "normalised by another norm": (V, lambda s, x: F.normalize(x, p=1), "expected the norm p=2, got 1"),
-    "places of maxima": (I, lambda s, x: F.max_pool2d(x, 2, return_indices=True)[0], "max_pool2d_with_indices.*no plain form"),
+    "places of maxima": (I, lambda s, x: F.max_pool2d(x, 2, return_indices=True)[0], "max_pool2d_with_indices"),
     "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
     "overlapping windows": (I, lambda s, x: F.adaptive_max_pool2d(x, 4), "AdaptiveMaxPool2d.*divides"),
     "bicubic upsampling": (I, lambda s, x: F.interpolate(x, scale_factor=2, mode="bicubic"), "Upsample.*'nearest'"),
