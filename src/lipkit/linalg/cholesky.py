@@ -13,6 +13,7 @@ from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, nea
 
 def _divided(w: Tensor, ridge: float) -> Tensor:
     """``W L^{-*}`` of tall matrices, with ``L L* = W* W + ridge trace(W* W) I``; zero ones stay zero."""
+    ridge = max(ridge, 4 * torch.finfo(w.dtype).eps)  # below this, rounding may leave no factor, and large rows
     w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
@@ -30,7 +31,8 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     :math:`G(G + eI)^{-1}`, so a singular value s of W becomes :math:`s / \sqrt{s^2 + e} < 1`.
 
     Args:
-        ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
+        ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive, and
+            raised where e would be below 4 roundings of the trace of :math:`WW^*`.
 
     Returns:
         ``(..., m, n)``; zero for a zero matrix.
@@ -116,4 +118,4 @@ def _directions(v: Tensor) -> Tensor:
     n, m = v.shape[-2:]
     if m > n:
         raise OptionError(f"v: expected at most as many columns as rows, got {m} and {n}")
-    return _divided(v, 4 * torch.finfo(v.dtype).eps)
+    return _divided(v, 0.0)
