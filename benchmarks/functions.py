@@ -123,7 +123,7 @@ def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:
     yield Pair(
         "first layer (spread._Convolved)",
         f"3->{cout}@{side}, batch {batch}",
-        lambda *t: spread._Convolved.apply(*t, x.dtype),
+        spread._Convolved.apply,
         spread._plain,
         (kernel, x, bias),
     )
@@ -136,7 +136,7 @@ def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
     yield Pair(
         "Taylor exponential (linalg.skew_polynomial)",
         size,
-        lambda u: skew_polynomial._TaylorExponential.apply(u, 5, SQUARINGS)[0],
+        lambda u: skew_polynomial._TaylorExponential.apply(u, 5, SQUARINGS),
         lambda u: skew_polynomial._taylor_exponential(u, 5, SQUARINGS),
         (u,),
     )

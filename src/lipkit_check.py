@@ -127,6 +127,11 @@ def root(x):
     return Fraction(r + (r * r < n), GRID)
 
 
+def ones(*shape):
+    """The l2 norm of an array of ones: an error of 1 in every number."""
+    return root(Fraction(math.prod(shape)))
+
+
 def gamma(n):
     return Fraction(n, (1 << 53) - n)
 
@@ -268,9 +273,10 @@ def largest(a):
     return ops.number(np.abs(a).max(initial=0))
 
 
-def absolute_norm(a):
-    """|| |A| || of a stack of matrices, by Theorem 1."""
-    return root(ops.rowsum(a) * ops.rowsum(a.swapaxes(-1, -2)))
+def erring(a, error, terms=None):
+    """Theorem 1: what a product with a stack, of as many ``terms``, adds to the l2 error, relative to its input."""
+    m, n = a.shape[-2:]
+    return ops.rounding(terms or n) * root(ops.rowsum(a) * ops.rowsum(a.swapaxes(-1, -2))) + error * ones(m, n)
 
 
 def spectral(a, error=Fraction(0)):
@@ -279,7 +285,7 @@ def spectral(a, error=Fraction(0)):
     step = max(1, PIECE // (a.shape[1] * a.shape[2]))
     spend(0, f"a norm of {a.shape} numbers", (len(a) // step + 1 << 16) + a.size * (a.shape[2] // 64))
     norm = max(_powers(a[i : i + step]) for i in range(0, len(a), step))
-    return up(norm + error * root(Fraction(a.shape[1] * a.shape[2])))
+    return up(norm + error * ones(*a.shape[1:]))
 
 
 def _powers(a):
@@ -359,23 +365,26 @@ def cosines(turns, n):
 
 
 class Node:
-    """A module: the shape it returns, its constant, its forward pass, and (a, b) of Theorem 4.
+    """A module: the shape it returns, its constant, its forward pass, and (a, b) of Theorem 4, b = ``each`` || 1 ||.
 
-    ``blocks`` of a linear module: the stack of matrices it is similar to, the error of an entry, the rows of one
-    channel, and a kind, which must agree for two stacks to be multiplied.
+    ``own`` takes the place of the last three. ``blocks`` of a linear module: the stack of matrices it is similar to,
+    the error of an entry, the rows of one channel, and a kind, which must agree for two stacks to be multiplied.
     """
 
-    def __init__(self, shape, norm, forward, a=Fraction(0), b=Fraction(0), *, run=None, blocks=None, room=0):
-        self.shape, self.norm, self.forward, self.a, self.b = shape, up(Fraction(norm)), forward, up(a), up(b)
-        self.blocks, self.room, self.gain = blocks, max(room, math.prod(shape)), self.norm
+    def __init__(self, shape, norm, forward=None, a=0, each=0, *, own=None, blocks=None, room=0):
+        self.shape, self.norm, self.forward, self.blocks = shape, up(Fraction(norm)), forward, blocks
+        self.a, self.b = up(Fraction(a)), up(each * ones(*shape))
+        self.own, self.room, self.gain = own or self._rounded, max(room, math.prod(shape)), self.norm
         spend(self.room + 512, f"an activation of shape {shape}")
         need(min(shape) >= 1 and self.norm < 1 << 1100, f"an activation of shape {shape} and constant below 2^1100")
-        if run:
-            self.run = run
+
+    def _rounded(self, c):
+        return self.forward(c), (self.a * length(c) if self.a else 0) + self.b
 
     def run(self, c, e):
-        size = length(c) if self.a else 0
-        return self.forward(c), up(self.norm * e + self.a * size + self.b)
+        """What is computed from c, and its distance from the exact value at inputs within e of c."""
+        c, lost = self.own(c)
+        return c, up(self.norm * e + lost)
 
 
 def length(c):
@@ -386,36 +395,43 @@ def length(c):
 def chain(nodes):
     """One node for several that follow each other."""
 
-    def run(c, e):
+    def own(c):
+        lost = Fraction(0)
         for node in nodes:
-            c, e = node.run(c, e)
-        return c, e
+            c, lost = node.run(c, lost)
+        return c, lost
 
-    return Node(nodes[-1].shape, math.prod(n.norm for n in nodes), None, run=run, room=max(n.room for n in nodes))
+    return Node(nodes[-1].shape, math.prod(n.norm for n in nodes), own=own, room=max(n.room for n in nodes))
 
 
-def product(stack, error, n_out, shape, forward, norm, bias=None, overlap=1, **more):
+def improved(node, norm):
+    """The node with a better constant, by which errors at its input grow; its own errors stay."""
+    return Node(node.shape, norm, own=node.own, room=node.room)
+
+
+def shifted(forward, bias):
+    return forward if bias is None else lambda c: ops.add(forward(c), bias)
+
+
+def product(stack, error, shape, forward, norm, bias=None, overlap=1, **more):
     """A node that multiplies by ``stack`` (count, m, n): it errs by Theorem 1, and by the error of the entries."""
-    m, n = stack.shape[1:]
-    a = ops.rounding(n) * absolute_norm(stack) + error * root(Fraction(m * n))
-    b = 2 * ops.unit * root(Fraction(n_out))
+    each = 2 * ops.unit
     if bias is not None:
-        b += (ops.rounding(n) * largest(bias) + ops.unit) * root(Fraction(n_out))
-    return Node(shape, norm, forward, a * root(Fraction(overlap)), b, **more)
+        each += ops.rounding(stack.shape[2]) * largest(bias) + ops.unit
+    a = erring(stack, error) * root(Fraction(overlap))
+    return Node(shape, norm, shifted(forward, bias), a, each, **more)
 
 
 def linear(config, get, shape):
     n, m = config["in_features"], config["out_features"]
     need(shape[-1] == n, f"{n} features, got {shape}")
     (w, error), bias = ops.of(get("weight", (m, n))), get.bias(config, m)
+    stack, out = w[None], (*shape[:-1], m)
 
     def forward(c):
-        y = ops.dot(c.reshape(-1, n), w).reshape(*c.shape[:-1], m)
-        return y if bias is None else ops.add(y, bias)
+        return ops.dot(c.reshape(-1, n), w).reshape(len(c), *out)
 
-    stack, out = w[None], (*shape[:-1], m)
-    norm, blocks = spectral(stack, error), (stack, error, 1, "dense")
-    return product(stack, error, math.prod(out), out, forward, norm, bias, blocks=blocks)
+    return product(stack, error, out, forward, spectral(stack, error), bias, blocks=(stack, error, 1, "dense"))
 
 
 def symbol(kernel, error, sides, starts, dilation, strides):
@@ -469,7 +485,7 @@ def convolution(config, get, shape):
     out = [(n - span - 1) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True)]
     need(all(n > span for n, span in zip(padded, spans, strict=True)), "a kernel larger than its input")
     stored = get("weight", (cout, cin // g, *kernel))
-    (w, error), bias = ops.of(stored.reshape(g, cout // g, -1)), get.bias(config, cout)
+    (w, error), bias = ops.of(stored.reshape(g, cout // g, -1)), get.bias(config, cout, 1, 1)
     n, taps = w.shape[2], kernel[0] * kernel[1]
     disjoint = all(s > span for s, span in zip(stride, spans, strict=True))  # no pixel in two windows
     disjoint &= mode == "zeros" or not any(map(any, pads))
@@ -494,22 +510,18 @@ def convolution(config, get, shape):
         if mode in ("circular", "zeros") and g == 1 and out == list(sides) and stride == [1, 1]:
             kind = "rows first" if mode == "circular" else "a part of rows first"
             blocks = (stack, wave_error, 2, (kind, *circle))
-    widths = [(0, 0), (0, 0), *pads]
-    final = (cout, *out)
 
     def forward(c):
-        c = np.pad(c, widths, mode=PAD[mode])
+        c = np.pad(c, [(0, 0), (0, 0), *pads], mode=PAD[mode])
         views = np.lib.stride_tricks.sliding_window_view(c, [s + 1 for s in spans], (2, 3))
         views = views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
         rows = views.transpose(0, 2, 3, 1, 4, 5).reshape(-1, g, n).swapaxes(0, 1)
-        y = ops.dot(np.ascontiguousarray(rows), w).swapaxes(0, 1).reshape(len(c), *out, cout)
-        y = y if bias is None else ops.add(y, bias)
-        return y.transpose(0, 3, 1, 2)
+        y = ops.dot(np.ascontiguousarray(rows), w).swapaxes(0, 1)
+        return y.reshape(len(c), *out, cout).transpose(0, 3, 1, 2)
 
     norm *= root(Fraction(repeated))
-    room = math.prod(out) * g * n
-    overlap = repeated * (1 if disjoint else taps)
-    return product(w, error, math.prod(final), final, forward, norm, bias, overlap, blocks=blocks, room=room)
+    room, overlap = math.prod(out) * g * n, repeated * (1 if disjoint else taps)
+    return product(w, error, (cout, *out), forward, norm, bias, overlap, blocks=blocks, room=room)
 
 
 def transposed(config, get, shape):
@@ -532,12 +544,12 @@ def transposed(config, get, shape):
     turned |= {"in_channels": cin, "out_channels": cout, "stride": [1, 1], "padding": [0, 0], "bias": config["bias"]}
     plain = convolution(turned, Tensors(tensors), wide)
 
-    def forward(c):
+    def own(c):
         y = np.zeros((len(c), cin, *apart), c.dtype)
         y[:, :, :: stride[0], :: stride[1]] = c
-        return plain.forward(_padded(y, [(0, 0), *edges]))
+        return plain.own(_padded(y, [(0, 0), *edges]))
 
-    return Node((cout, *out), adjoint.norm, forward, plain.a, plain.b, room=max(plain.room, cin * math.prod(apart)))
+    return Node((cout, *out), adjoint.norm, own=own, room=max(plain.room, cin * math.prod(apart)))
 
 
 def frequencies(h, w):
@@ -574,7 +586,7 @@ def fourier(config, get, shape):
     parts = 1 + config["complex_pairs"]
     real, error = ops.of(get("real", (len(reals), m, n)))
     pair = ops.of(get("pair", (len(pairs), parts, m, n)))[0]
-    half, dh, dw, bias = kw // 2 + 1, h // kh, w // kw, get.bias(config, m)
+    half, dh, dw, bias = kw // 2 + 1, h // kh, w // kw, get.bias(config, m, 1, 1)
     zeros = np.zeros((m, n), real.dtype)
     grid = {(i % kh, j % kw): (real[q], zeros) for q, (i, j) in enumerate(reals)}
     for q, (i, j) in enumerate(pairs):
@@ -594,17 +606,14 @@ def fourier(config, get, shape):
         c = c.reshape(half, kh, b, 2, m).transpose(2, 4, 0, 1, 3)
         c = ops.dot(c.reshape(-1, 2 * kh), tall.T).reshape(b, m, half, kh, 2).transpose(0, 1, 3, 2, 4)
         c = ops.dot(c.reshape(-1, 2 * half), wide.T).reshape(-1, dh, dw, m, kh, kw)
-        c = c.transpose(0, 3, 4, 1, 5, 2).reshape(-1, m, h, w)
-        return c if bias is None else ops.add(c, bias[:, None, None])
+        return c.transpose(0, 3, 4, 1, 5, 2).reshape(-1, m, h, w)
 
-    stages = [(wide, ops.rounding(2 * kw + 2)), (tall, ops.rounding(2 * kh))]
-    moved = sum(r * absolute_norm(t) + tau * root(Fraction(t.shape[0] * t.shape[1])) for t, r in stages)
-    multiplied = ops.rounding(2 * n) * absolute_norm(stack) + error * root(Fraction(4 * m * n))
-    size = root(Fraction(4 * max(m, n) * h * w))
-    a = (2 * norm * moved + multiplied) * Fraction(101, 100)  # products of two errors are below a hundredth
-    b = (4 * (norm + 1) * ops.unit + (0 if bias is None else ops.rounding(4) * largest(bias) + ops.unit)) * size
+    moved = erring(wide, tau, 2 * kw + 2) + erring(tall, tau, 2 * kh)
+    a = (2 * norm * moved + erring(stack, error)) * Fraction(101, 100)  # products of two errors are below a hundredth
+    each = 4 * (norm + 1) * ops.unit + (0 if bias is None else ops.rounding(4) * largest(bias) + ops.unit)
+    each *= root(Fraction(4 * max(m, n), m))  # of the numbers on the way
     blocks = (stack, error, 2, (h, w)) if (kh, kw) == (h, w) else None
-    return Node((m, h, w), norm, forward, a, b, blocks=blocks, room=4 * max(m, n) * h * w)
+    return Node((m, h, w), norm, shifted(forward, bias), a, each, blocks=blocks, room=4 * max(m, n) * h * w)
 
 
 def affine(config, get, shape):
@@ -614,10 +623,8 @@ def affine(config, get, shape):
     need(fit, f"{sizes[0]} factors, got {shape}")
     stored = [get(k, each).reshape(*each, *rest) for k, each in zip(("scale", "shift"), sizes, strict=True)]
     (scale, error), (move, _) = map(ops.of, stored)
-    size = root(Fraction(math.prod(shape)))
-    b = (ops.rounding(1) * largest(move) + 3 * ops.unit) * size
-    norm = largest(scale) + error
-    return Node(shape, norm, lambda c: ops.add(ops.scale(c, scale), move), ops.rounding(1) * norm + error, b)
+    norm, each = largest(scale) + error, ops.rounding(1) * largest(move) + 3 * ops.unit
+    return Node(shape, norm, lambda c: ops.add(ops.scale(c, scale), move), ops.rounding(1) * norm + error, each)
 
 
 def taylor(config, get, shape):
@@ -655,39 +662,35 @@ def taylor(config, get, shape):
         low, end = ((top * (i + k) / cells) ** 2 for k in (0, 1))
         high = max(high, up(terms_of(1, end) - terms_of(-1, low)))
     grow = up(sum(inverse[k] * up(top) ** k for k in range(terms + 1)))
-    norm = up(root(high) + uneven * grow)
-    bias = get.bias(config, cout)
+    norm, bias = up(root(high) + uneven * grow), get.bias(config, cout, 1, 1)
 
-    def run(c, e):
+    def own(c):
         wide = np.zeros((len(c), inner, *sides), c.dtype)
         wide[:, :cin] = c
-        total, term, lost, size = wide, wide, Fraction(0), Fraction(0)
-        gone = Fraction(0)
+        total, term, lost, size, gone = wide, wide, Fraction(0), Fraction(0), Fraction(0)
         for k in range(1, terms + 1):
             term, gone = step.run(term, gone)
             reciprocal, tau = ops.table(np.array([(1 << 62) // k], object))
             term, gone = ops.scale(term, reciprocal), up(gone / k + (tau + ops.rounding(1)) * length(term))
-            gone += ops.unit * root(Fraction(term[0].size))
+            gone += ops.unit * ones(*term[0].shape)
             total, lost = ops.add(total, term), lost + gone
             size += length(term)
-        y = total[:, :cout] if bias is None else ops.add(total[:, :cout], bias[:, None, None])
-        size = size + length(wide) + (0 if bias is None else largest(bias) * root(Fraction(y[0].size)))
-        return y, up(norm * e + lost + ops.rounding(terms) * size + ops.unit * root(Fraction(y[0].size)))
+        y, each = total[:, :cout], ones(cout, *sides)
+        if bias is not None:
+            y, size = ops.add(y, bias), size + largest(bias) * each
+        return y, lost + ops.rounding(terms) * (size + length(wide)) + ops.unit * each
 
-    return Node((cout, *sides), norm, None, run=run, room=step.room)
+    return Node((cout, *sides), norm, own=own, room=step.room)
 
 
-def unary(name, slope, function, exact=False, scale=1):
+def unary(slope, function, scale=1, exact=False):
     """A rule for an activation; smooth ones err by 64 units of (|c| + 1), by the assumption on library functions."""
 
     def build(config, get, shape):
-        need(exact or isinstance(ops, Floats), f"--exact knows no {name}")
-        s = Fraction(slope(config, get) if callable(slope) else slope)
-        factor = Fraction(scale(config) if callable(scale) else scale)
+        steepest, factor = (Fraction(v(config, get) if callable(v) else v) for v in (slope, scale))
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
-        b = lost * root(Fraction(math.prod(shape)))
         function(np.zeros(1), config)  # refuses missing or wrong arguments early
-        return Node(shape, s, lambda c: function(c, config), lost, b)
+        return Node(shape, steepest, lambda c: function(c, config), lost, lost)
 
     return build
 
@@ -697,8 +700,8 @@ def leaky(config, get, shape):
     need(len(stored) in (1, shape[0]), f"{len(stored)} slopes, got {shape}")
     slope, error = ops.of(np.asarray(stored, np.float64).reshape(-1, *(1,) * (len(shape) - 1)))
     norm = max(Fraction(1), largest(slope) + error)
-    a, b = ops.rounding(1) * norm + error, ops.unit * root(Fraction(math.prod(shape)))
-    node = Node(shape, norm, lambda c: np.where(c > 0, c, ops.scale(c, slope)), a, b)
+    a = ops.rounding(1) * norm + error
+    node = Node(shape, norm, lambda c: np.where(c > 0, c, ops.scale(c, slope)), a, ops.unit)
     node.restricted = bool((slope >= 0).all()) and norm == 1
     return node
 
@@ -725,11 +728,6 @@ def _positive(key):
     return value
 
 
-def _clip(c, config):
-    need(config["min_val"] < config["max_val"], "Hardtanh with its ends in order")
-    return np.clip(c, config["min_val"], config["max_val"])
-
-
 SELU = (1.0507009873554805, 1.6732632423543772)
 SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by
     "Sigmoid": (0.25, _sigmoid),
@@ -742,18 +740,20 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "GELU": (lambda config, _: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
     "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
     "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
-    "Hardtanh": (1, _clip),
+    "Hardtanh": (lambda c, _: need(c["min_val"] < c["max_val"], "Hardtanh with its ends in order") or 1,
+                 lambda c, config: np.clip(c, config["min_val"], config["max_val"])),
     "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
     "ELU": (lambda config, _: max(1, _positive("alpha")(config)), lambda c, config: _elu(c, config["alpha"]),
             _positive("alpha")),
     "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1), _positive("alpha")),
     "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
-                 lambda c: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
+                 lambda c, _: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
     "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
-                   lambda config: Fraction(need(config["lambd"] >= 0, "Softshrink below 0") or 1)),
+                   lambda config, _: need(config["lambd"] >= 0, "Softshrink below 0") or 1),
 }  # fmt: skip
 RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
+FLOATING = {*SMOOTH, "Softmax", "Attraction", "LayerNorm", "LayerCenter", "UnitNorm", "EnlargeBilinear"}
 
 
 def group_sort(config, get, shape):
@@ -779,8 +779,7 @@ def n_activation(config, get, shape):
         return np.where(c < low, ops.add(c, -2 * low), np.where(c > high, ops.add(c, -2 * high), -c))
 
     # The value moves by at most twice as much as a threshold.
-    b = 2 * (error + ops.rounding(1) * largest(stored)) * root(Fraction(math.prod(shape)))
-    return Node(shape, 1, forward, ops.rounding(1), b)
+    return Node(shape, 1, forward, ops.rounding(1), 2 * (error + ops.rounding(1) * largest(stored)))
 
 
 def householder(config, get, shape):
@@ -795,8 +794,6 @@ def householder(config, get, shape):
         units = [int(Fraction(v) * (1 << 199)) for v in row.tolist()]  # half of the angle, in units of 2^-200
         waves = np.array([[*wave(2 * v), *wave(v)] for v in units], object)
         table, tau = ops.table(waves.T.reshape(4, n // 2, *(1,) * (len(shape) - 1)))
-        lost = 5 * (ops.rounding(2) + 2 * tau)
-        size = 8 * ops.unit * root(Fraction(math.prod(shape)))
 
         def fold(c, table=table):
             a, b = c[:, : n // 2], c[:, n // 2 :]
@@ -805,28 +802,25 @@ def householder(config, get, shape):
             turned = ops.add(ops.scale(a, cos), ops.scale(b, sin)), ops.add(ops.scale(a, sin), -ops.scale(b, cos))
             return np.concatenate((np.where(keep, a, turned[0]), np.where(keep, b, turned[1])), 1)
 
-        nodes.append(Node(shape, 1, fold, lost, size))
+        nodes.append(Node(shape, 1, fold, 5 * (ops.rounding(2) + 2 * tau), 8 * ops.unit))
     return chain(nodes)
 
 
 def softmax(config, get, shape):
     axis = config["dim"] + (len(shape) + 1) * (config["dim"] < 0)
-    inside = isinstance(ops, Floats) and 1 <= axis <= len(shape)
-    need(inside, f"a softmax along a dimension of {shape}, in floating point, got {config['dim']}")
+    need(1 <= axis <= len(shape), f"a softmax along a dimension of {shape}, got {config['dim']}")
 
     def forward(c):
         y = np.exp(c - c.max(axis, keepdims=True))
         return y / y.sum(axis, keepdims=True)
 
-    size = math.prod(shape)
-    return Node(shape, Fraction(1, 2), forward, ops.rounding(2), ops.rounding(64 + size) * root(Fraction(size)))
+    return Node(shape, Fraction(1, 2), forward, ops.rounding(2), ops.rounding(64 + math.prod(shape)))
 
 
 def attraction(config, get, shape):
     """The attraction of Theorem 11 between tokens of a sequence, head by head, computed token by token."""
     heads = config["heads"]
-    fits = isinstance(ops, Floats) and len(shape) >= 2 and shape[-1] % heads == 0
-    need(fits, f"tokens of {heads} heads, in floating point, got {shape}")
+    need(len(shape) >= 2 and shape[-1] % heads == 0, f"tokens of {heads} heads, got {shape}")
     n, e = shape[-2], shape[-1] // heads
     spend(0, f"distances of {n} tokens", n * math.prod(shape))
 
@@ -838,8 +832,7 @@ def attraction(config, get, shape):
             y[..., i, :] = (d / np.sqrt(1 + (d * d).sum(-1, keepdims=True))).sum(-2) / n
         return y.swapaxes(2, 3).reshape(c.shape)
 
-    size = math.prod(shape)
-    return Node(shape, 1, forward, 2 * ops.rounding(e + n + 8), n * ops.unit * root(Fraction(size)), room=4 * size)
+    return Node(shape, 1, forward, 2 * ops.rounding(e + n + 8), n * ops.unit, room=4 * math.prod(shape))
 
 
 def gradient_step(config, get, shape):
@@ -850,24 +843,23 @@ def gradient_step(config, get, shape):
     need(force.shape == first.shape, "a force of the size of its input")
     (w, error, *_), stored = first.blocks, get("step", ())
     (step, off), exact, turned = ops.of(stored), Fraction(float(stored)), w.swapaxes(1, 2)
-    m, size = w.shape[1], math.prod(shape)
+    m = w.shape[1]
 
     def back(c):
         return ops.dot(c.reshape(-1, m), np.ascontiguousarray(turned[0])).reshape(-1, *shape)
 
-    parts = [first, force, product(turned, error, size, shape, back, first.norm)]
     lost = ops.rounding(1) * abs(exact) + off
-    parts.append(Node(shape, abs(exact), lambda c: ops.scale(c, -step), lost, ops.unit * root(Fraction(size))))
-    node = wired(shape, [chain(parts), added([shape] * 2, [1, 1])], [[0], [0, 1]])
+    scaled = Node(shape, abs(exact), lambda c: ops.scale(c, -step), lost, ops.unit)
+    node = residual(shape, [first, force, product(turned, error, shape, back, first.norm), scaled])
     kind, curvature = config["force"]["type"], abs(exact) * force.norm * first.norm**2
-    convex = exact >= 0 and (kind in ("Softmax", "Attraction") or restricted(config["force"], force))
+    convex = exact >= 0 and (kind in ("Softmax", "Attraction") or restricted(force))
     return improved(node, max(Fraction(1), curvature - 1) if convex else node.norm)
 
 
 def layer_norm(config, get, shape):
     """Groups of n numbers are centred and divided by their deviation."""
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
-    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400, in floating point")
+    need(eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
     affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
     b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
@@ -881,7 +873,7 @@ def layer_norm(config, get, shape):
         return c.reshape(-1, *shape) * affected + b
 
     lost = norm * (3 * gamma(n + 4) + gamma(n + 16))
-    return Node(shape, norm, forward, lost, gamma(8) * largest(b) * root(Fraction(math.prod(shape))))
+    return Node(shape, norm, forward, lost, gamma(8) * largest(b))
 
 
 def _two(value, default=None):
@@ -917,12 +909,11 @@ def mean(config, get, shape):
         return ops.dot(c.transpose(0, *rest, *dims).reshape(-1, n), table).reshape(len(c), *out)
 
     need(out, "a mean of everything")
-    return product(table[None], tau, math.prod(out), out, forward, root(Fraction(1, n)))
+    return product(table[None], tau, out, forward, root(Fraction(1, n)))
 
 
 def layer_center(config, get, shape):
     """An orthogonal projection: the mean of n numbers is taken off each of them."""
-    need(isinstance(ops, Floats), "LayerCenter, in floating point")
     dims, n = _together(config, shape)
     # The mean is wrong by gamma(n + 2) of that of the moduli, n times; |mean| sqrt(n) <= |x|.
     return Node(shape, 1, lambda c: c - c.mean(dims, keepdims=True), ops.rounding(n + 2), ops.unit)
@@ -931,20 +922,20 @@ def layer_center(config, get, shape):
 def unit_norm(config, get, shape):
     """The projection onto the ball of radius eps, divided by eps."""
     eps = Fraction(config["eps"])
-    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400, in floating point")
-    (dims, n), size = _together(config, shape), math.prod(shape)
+    need(eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400")
+    dims, n = _together(config, shape)
 
     def forward(c):
         return c / np.maximum(np.sqrt((c * c).sum(dims, keepdims=True)), float(config["eps"]))
 
     # Results have norm 1 in each group at most; squares that underflow lose less than 2^-500 of the norm.
-    return Node(shape, 1 / eps, forward, 0, 4 * ops.rounding(n + 8) * root(Fraction(size)))
+    return Node(shape, 1 / eps, forward, 0, 4 * ops.rounding(n + 8))
 
 
 def bilinear(config, get, shape):
     """Along each axis a matrix of weights above 0, rows that sum to 1 and columns to the factor f: of norm sqrt(f)."""
     factors = config["rows"], config["cols"]
-    need(isinstance(ops, Floats) and len(shape) == 3, f"EnlargeBilinear of images, in floating point, got {shape}")
+    need(len(shape) == 3, f"EnlargeBilinear of images, got {shape}")
     need(all(f >= 1 and f & (f - 1) == 0 for f in factors), f"factors {factors} that are powers of two")
     c0, h, w = shape
     grown(c0, h, factors[0], w, factors[1])
@@ -959,7 +950,7 @@ def bilinear(config, get, shape):
     norm = root(Fraction(factors[0] * factors[1]))
     lost = norm * (ops.rounding(h) + ops.rounding(w)) * 2
     out = (c0, h * factors[0], w * factors[1])
-    return Node(out, norm, lambda c: left @ c @ right.T, lost, 4 * ops.unit * root(Fraction(math.prod(out))))
+    return Node(out, norm, lambda c: left @ c @ right.T, lost, 4 * ops.unit)
 
 
 def l2_pool(config, get, shape):
@@ -973,15 +964,20 @@ def l2_pool(config, get, shape):
         return ops.norms(c.reshape(-1, p * q)).reshape(-1, c0, h // p, w // q)
 
     # Squares that underflow lose less than 2^-1074 each, and the root of their sum less than 2^-500.
-    b = (ops.unit + Fraction(1, 1 << 500)) * root(Fraction(c0 * h * w))
-    return Node((c0, h // p, w // q), 1, forward, ops.rounding(p * q), b)
+    each = (ops.unit + Fraction(1, 1 << 500)) * ones(p, q)
+    return Node((c0, h // p, w // q), 1, forward, ops.rounding(p * q), each)
+
+
+def _axes(config, shape, *more):
+    """Of each axis of an image its size, and the kernel, the stride, the padding and ``more`` of its windows."""
+    need(len(shape) == 3, f"images, got {shape}")
+    keys = ("kernel_size", "stride", "padding", *more)
+    return zip(shape[1:], *(_two(config[k], config["kernel_size"]) for k in keys), strict=True)
 
 
 def max_pool(config, get, shape):
-    keys = [_two(config[k], config["kernel_size"]) for k in ("kernel_size", "stride", "padding", "dilation")]
-    need(len(shape) == 3, f"images, got {shape}")
     axes, shared = [], 1
-    for n, k, s, p, d in zip(shape[1:], *keys, strict=True):
+    for n, k, s, p, d in _axes(config, shape, "dilation"):
         starts = _windows(n, k, s, p, d, config["ceil_mode"])
         spend(4 * len(starts) * k, "pooling windows")
         index = starts[:, None] + np.arange(k) * d
@@ -995,29 +991,29 @@ def max_pool(config, get, shape):
 
 
 def average_pool(config, get, shape):
-    need(len(shape) == 3, f"images, got {shape}")
-    tables = []
+    """Numbers start to end - 1 of an axis, divided by a count: a matrix for each axis."""
+    windows, divisor = [], config.get("divisor_override")
     if config["type"] == "AdaptiveAvgPool2d":
-        need(config["output_size"] is not None, "an output size")
+        need(config["output_size"] is not None and len(shape) == 3, f"an output size, and images, got {shape}")
         for n, o in zip(shape[1:], _two(config["output_size"]), strict=True):
             o = n if o is None else o
             spend(16 * o * n, f"an output size of {o}")
-            tables.append((n, [(i * n // o, -(-(i + 1) * n // o)) for i in range(o)], None))
+            cuts = np.arange(o + 1) * n
+            windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))
     else:
-        keys = [_two(config[k], config["kernel_size"]) for k in ("kernel_size", "stride", "padding")]
-        for n, k, s, p in zip(shape[1:], *keys, strict=True):
+        for n, k, s, p in _axes(config, shape):
             starts = _windows(n, k, s, p, 1, config["ceil_mode"])
             spend(16 * len(starts) * n, "pooling windows")
-            ends = [(int(i), min(int(i) + k, n + p)) for i in starts]
-            spans = [b - a if config["count_include_pad"] else min(b, n) - max(a, 0) for a, b in ends]
-            tables.append((n, [(max(a, 0), min(b, n)) for a, b in ends], spans))
-    divisor, made = config.get("divisor_override"), []
-    for n, ends, spans in tables:
-        counts = [b - a for a, b in ends] if spans is None else spans
-        counts = counts if divisor is None else [divisor if not made else 1] * len(ends)
-        need(all(counts) and all(a < b for a, b in ends), "pooling windows that are not empty")
-        table = np.zeros((len(ends), n), object)
-        for row, (a, b), count in zip(table, ends, counts, strict=True):
+            windows.append((n, starts, np.minimum(starts + k, n + p), config["count_include_pad"]))
+    made = []
+    for n, starts, ends, padding in windows:
+        inside = np.maximum(starts, 0), np.minimum(ends, n)
+        counts = ends - starts if padding else inside[1] - inside[0]
+        if divisor is not None:
+            counts = np.full(len(starts), 1 if made else divisor)
+        need(counts.all() and (inside[0] < inside[1]).all(), "pooling windows that are not empty")
+        table = np.zeros((len(starts), n), object)
+        for row, a, b, count in zip(table, *inside, counts.tolist(), strict=True):
             row[a:b] = (1 << 62) // count  # a floor: less than one unit off
         made.append(ops.table(table))
     (tall, tau), (wide, _) = made
@@ -1026,12 +1022,11 @@ def average_pool(config, get, shape):
         y = ops.dot(c.reshape(-1, shape[2]), wide).reshape(*c.shape[:3], -1).swapaxes(2, 3)
         return ops.dot(y.reshape(-1, shape[1]), tall).reshape(*y.shape[:3], -1).swapaxes(2, 3)
 
-    norms = [spectral(t[None], tau) for t in (tall, wide)]
-    lost = sum(ops.rounding(t.shape[1]) * absolute_norm(t) + tau * root(Fraction(t.size)) for t in (tall, wide))
+    norms, lost = [spectral(t[None], tau) for t in (tall, wide)], erring(tall, tau) + erring(wide, tau)
     out = (shape[0], len(tall), len(wide))
     room = shape[0] * max(len(tall), shape[1]) * max(len(wide), shape[2])
-    size = ops.unit * 2 * (norms[0] + 1) * root(Fraction(room))
-    return Node(out, math.prod(norms), forward, 2 * lost * (1 + sum(norms)), size, room=room)
+    each = ops.unit * 2 * (norms[0] + 1) * root(Fraction(room, math.prod(out)))
+    return Node(out, math.prod(norms), forward, 2 * lost * (1 + sum(norms)), each, room=room)
 
 
 def grown(*shape):
@@ -1148,11 +1143,11 @@ def blended(shapes, stored):
     (share, error), exact = ops.of(stored), Fraction(float(stored))
     shares, weights = (share, ops.of(np.float64(1))[0] - share), [abs(exact), abs(1 - exact)]
     shape = alike(shapes, 2)
-    size = ops.unit * 2 * root(Fraction(math.prod(shape)))
+    each = 2 * ops.unit * ones(*shape)
 
     def forward(values):
         lost = [(error + ops.rounding(8) * (1 + w)) * length(c) for w, c in zip(weights, values, strict=True)]
-        return ops.add(*(ops.scale(c, s) for c, s in zip(values, shares, strict=True))), sum(lost) + size
+        return ops.add(*(ops.scale(c, s) for c, s in zip(values, shares, strict=True))), sum(lost) + each
 
     return Join(shape, weights, forward)
 
@@ -1169,9 +1164,8 @@ def multiplied(config, get, shapes):
         need(len(shapes) == 2 and len(shapes[0]) >= 2, f"two stacks of matrices, got {shapes}")
         lead, shape = shapes[0][:-2], (*shapes[0][:-2], rows, cols)
         need(shapes == [(*lead, rows, inner), (*lead, inner, cols)], f"matrices that can be multiplied, got {shapes}")
-        weights = [q * root(Fraction(inner * cols)), p * root(Fraction(rows * inner))]
-    lost = sum(w * error * root(Fraction(math.prod(s))) for w, s in zip(weights, shapes, strict=True))
-    lost += 2 * ops.unit * root(Fraction(math.prod(shape)))
+        weights = [q * ones(inner, cols), p * ones(rows, inner)]
+    lost = sum(w * error * ones(*s) for w, s in zip(weights, shapes, strict=True)) + 2 * ops.unit * ones(*shape)
 
     def forward(values):
         u, v = (np.clip(c, -limit, limit) for c, limit in zip(values, (a, b), strict=True))
@@ -1247,7 +1241,7 @@ def wired(shape, parts, sources):
             known.append({s: up(part.gain * a) for s, a in known[read[0]].items()})
     norm = settled([known[-1]], known, whole=True)[()]
 
-    def run(c, e):
+    def own(c):
         values = {0: (c, Fraction(0))}
         for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
             if isinstance(part, Join):
@@ -1257,10 +1251,14 @@ def wired(shape, parts, sources):
                 values[i + 1] = part.run(*values[read[0]])
             for j in {j for j in read if last[j] == i}:
                 del values[j]
-        c, lost = values[len(parts)]
-        return c, up(norm * e + lost)
+        return values[len(parts)]
 
-    return Node(parts[-1].shape, norm, None, run=run, room=max(live))
+    return Node(parts[-1].shape, norm, own=own, room=max(live))
+
+
+def residual(shape, nodes):
+    """The input, and what a chain of nodes makes of it, added."""
+    return wired(shape, [chain(nodes), added([shape] * 2, [1, 1])], [[0], [0, 1]])
 
 
 def graph(config, get, shape):
@@ -1285,68 +1283,58 @@ JOINS = ("Add", "Blend", "Concatenate", "Maximum", "Product", "MatrixProduct")
 
 
 def _parts(config, get, shape):
+    """The parts of a block, and what its multiplier scales; None where that proves nothing."""
     first = build(config["first"], get.at("first"), shape)
     middle = build(config["activation"], get.at("activation"), first.shape)
     second = build(config["second"], get.at("second"), middle.shape)
-    multiplier = get("multiplier", (config["channels"],))
-    usable = first.blocks and second.blocks and restricted(config["activation"], middle) and (multiplier > 0).all()
+    parts, multiplier = [first, middle, second], get("multiplier", (config["channels"],))
+    usable = first.blocks and second.blocks and restricted(middle) and (multiplier > 0).all()
     if not usable:
-        return first, middle, second, None
+        return parts, None
     (w1, error1, each, kind1), (w2, error2, _, kind2) = first.blocks, second.blocks
     same = kind1 == kind2 != "window" or (kind1, kind2) == ("window", "point")
-    fits = len(w1) == len(w2) and w1.shape[1] == w2.shape[2] == each * len(multiplier)
-    if not same or not fits:
-        return first, middle, second, None
+    if not same or len(w1) != len(w2) or not w1.shape[1] == w2.shape[2] == each * len(multiplier):
+        return parts, None
     s = np.tile(ops.sqrt(ops.of(multiplier)[0]), each)  # real and imaginary rows have one multiplier
     # Entries of s W1, s any positive numbers: their rounding is an error of the entries.
     left = ops.scale(w1, s[:, None])
     error = error1 * largest(s) + ops.rounding(1) * largest(left) + ops.unit
-    return first, middle, second, (s, left, error, w2, error2, kind1)
+    return parts, (s, left, error, w2, error2)
 
 
-def restricted(config, node):
+def restricted(node):
     """True if the slope of an activation lies in [0, 1]."""
-    kind = config["type"]
-    return kind in RESTRICTED or getattr(node, "restricted", False) or (kind == "ELU" and 0 < config["alpha"] <= 1)
+    unit = node.kind == "ELU" and 0 < node.config["alpha"] <= 1
+    return unit or node.kind in RESTRICTED or getattr(node, "restricted", False)
 
 
 def sandwich(config, get, shape):
-    first, middle, second, proof = _parts(config, get, shape)
-    node = chain([first, middle, second])
-    if proof is not None and (proof[0] > 0).all():
-        s, left, error, w2, error2, _ = proof
-        inverse = ops.inverse(s)
-        right = ops.scale(w2, inverse).swapaxes(1, 2)
-        more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
-        both = spectral(np.concatenate((left, right), 2), max(error, more))
-        # The rounding errors of the stages stay; only the constant is better.
-        node = improved(node, min(node.norm, up(both * both / 2)))
-    return node
-
-
-def improved(node, norm):
-    """The node with a better constant, by which errors at its input grow; its own errors stay."""
-
-    def run(c, e):
-        c, lost = node.run(c, Fraction(0))
-        return c, up(norm * e + lost)
-
-    return Node(node.shape, norm, None, run=run, room=node.room)
+    parts, proof = _parts(config, get, shape)
+    node = chain(parts)
+    if proof is None or not (proof[0] > 0).all():
+        return node
+    s, left, error, w2, error2 = proof
+    inverse = ops.inverse(s)
+    right = ops.scale(w2, inverse).swapaxes(1, 2)
+    more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
+    both = spectral(np.concatenate((left, right), 2), max(error, more))
+    # The rounding errors of the stages stay; only the constant is better.
+    return improved(node, min(node.norm, up(both * both / 2)))
 
 
 def slope_residual(config, get, shape):
-    first, middle, second, proof = _parts(config, get, shape)
-    need(second.shape == shape, "parts that keep the shape")
-    node = wired(shape, [chain([first, middle, second]), added([shape] * 2, [1, 1])], [[0], [0, 1]])
-    norm = node.norm
-    if proof is not None and proof[5] != "window":
-        s, left, error, w2, error2, _ = proof
-        gram = spectral(left, error) ** 2
-        rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
-        size = largest(w2) + largest(left) * largest(s)
-        more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
-        norm = min(norm, max(Fraction(1), gram - 1) + spectral(rest, more) * first.norm)  # Theorem 7
-    return improved(node, norm)
+    parts, proof = _parts(config, get, shape)
+    need(parts[-1].shape == shape, "parts that keep the shape")
+    node = residual(shape, parts)
+    if proof is None or parts[0].blocks[3] == "window":
+        return node
+    s, left, error, w2, error2 = proof
+    gram = spectral(left, error) ** 2
+    rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
+    size = largest(w2) + largest(left) * largest(s)
+    more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
+    norm = max(Fraction(1), gram - 1) + spectral(rest, more) * parts[0].norm  # Theorem 7
+    return improved(node, min(node.norm, norm))
 
 
 def spread(config, get, shape):
@@ -1397,12 +1385,10 @@ KINDS = {
     "EnlargeBilinear": bilinear,
     "Graph": graph, "SlopeResidual": slope_residual, "Attraction": attraction, "GradientStep": gradient_step,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Network": network,
-    "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
+    "ReLU": unary(1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
-for _name in ("Flatten", "Reshape", "Permute", "Piece", "Roll", "Pad", "Expand", "Shift2d"):
-    KINDS[_name] = rearrangement
-for _name, (_slope, _function, *_scale) in SMOOTH.items():
-    KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
+KINDS |= dict.fromkeys(("Flatten", "Reshape", "Permute", "Piece", "Roll", "Pad", "Expand", "Shift2d"), rearrangement)
+KINDS |= {name: unary(*row) for name, row in SMOOTH.items()}
 
 
 # Names of the arguments of each type: an integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
@@ -1462,6 +1448,7 @@ def build(config, get, shape):
     kind = config.get("type")
     need(isinstance(kind, str) and kind in KINDS, f"no rule for a module of type {kind!r:.80}")
     arguments(config)
+    need(isinstance(ops, Floats) or kind not in FLOATING, f"--exact knows no {kind}")
     node = KINDS[kind](config, get, shape)
     node.kind, node.config = kind, config
     return node
@@ -1488,8 +1475,8 @@ class Tensors:
         need(self.prefix.count(".") < 50, "modules nested more than 50 deep")
         return Tensors(self.stored, f"{self.prefix}{prefix}.", self.used)
 
-    def bias(self, config, n):
-        return ops.of(self("bias", (n,)))[0] if config["bias"] else None
+    def bias(self, config, n, *ones):
+        return ops.of(self("bias", (n,)))[0].reshape(n, *ones) if config["bias"] else None
 
 
 class Network:
@@ -1519,13 +1506,11 @@ class Network:
 
     def _run(self, multipliers):
         """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
-        best, i = [], 0
+        best, i, usable = [], 0, {i for i in multipliers if restricted(self.nodes[i])}
         dense = [n.kind == "Linear" and len(n.shape) == 1 for n in self.nodes]
         while i < len(dense):
             run = [i]
-            while dense[i] and i + 2 < len(dense) and dense[i + 2] and i + 1 in multipliers and restricted(
-                self.nodes[i + 1].config, self.nodes[i + 1]
-            ):  # fmt: skip
+            while dense[i] and i + 2 < len(dense) and dense[i + 2] and i + 1 in usable:
                 run, i = [*run, i + 1, i + 2], i + 2
             best, i = max(best, run, key=len), i + 1
         return best if len(best) > 1 else []
@@ -1534,7 +1519,7 @@ class Network:
         """Logits of float32 samples and their error radius, batch by batch."""
         for start in range(0, len(x), batch):
             c, e = ops.of(x[start : start + batch].astype(np.float64))
-            e *= root(Fraction(c[0].size))
+            e *= ones(*c[0].shape)
             for node in self.nodes:
                 c, e = node.run(c, e)
             yield c, e
@@ -1785,14 +1770,6 @@ def load_samples(spec, root_folder):
     return x, y.astype(np.int64)
 
 
-def data_hash(x, y):
-    digest = hashlib.sha256()
-    for kind, a in (("float32", x), ("int64", y)):
-        digest.update(f"torch.{kind} {a.shape}".encode())
-        digest.update(np.ascontiguousarray(a).tobytes())
-    return digest.hexdigest()
-
-
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
@@ -1814,7 +1791,10 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     if len(rows) < len(x):  # a part, as lipkit draws it
         index = np.sort(_order(len(x), 20240)[: len(rows)])
         x, y = x[index], y[index]
-    same = len(x) == len(rows) and data_hash(x, y) == header["data"]["sha256"]
+    made = hashlib.sha256()
+    for kind, a in (("float32", x), ("int64", y)):
+        made.update(f"torch.{kind} {a.shape}".encode() + np.ascontiguousarray(a).tobytes())
+    same = len(x) == len(rows) and made.hexdigest() == header["data"]["sha256"]
     need(same, "samples: another hash than the certificate's")
     need(list(x.shape[1:]) == shape, f"samples of shape {x.shape[1:]}")
     bounds = config.get("input_range", [-math.inf, math.inf])

@@ -222,7 +222,7 @@ def box_there(folder: Path) -> None:
 
 def recurrent(folder: Path) -> None:
     half = System(torch.tensor([[0.5, 1.0], [1.0, 0.0]]).to(CUDA), 1, (0, 0), 1)
-    assert 2 < least_gain(half, accuracy=0.1).gain < 2.5
+    assert 2 < least_gain(half).gain < 2.5
 
 
 def runtimes(folder: Path) -> None:

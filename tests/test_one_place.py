@@ -90,7 +90,7 @@ from lipkit import data
 def load(root):
     return data.Data("toy", data.Split(x, y), data.Split(x, y), ("a", "b", "c"))
 
-data.DATASETS["toy"] = data.Entry("forty points", load, (6,), ("a", "b", "c"), "made up")
+data.DATASETS["toy"] = data.Entry("forty points", load, "made up")
 assert len(data.load("toy").train) == 40
 """,
     "a layer family": """

@@ -53,7 +53,7 @@ def results(classifier: Network, samples: Any) -> dict[str, Any]:
         "certificate": certificate,
         "proof": lipkit.prove(classifier),
         "regression": certify_regression(mlp, points, targets, delta=0.1),
-        "gain": lipsdp.solve(mlp, accuracy=0.1),
+        "gain": lipsdp.solve(mlp),
         "bound": lipkit.analyze(deep, (4,), restarts=0),
         "estimate": estimate,
         "evaluation": evaluate(classifier, (x, y), attack=Attack(eps=(0.1,), steps=1, samples=2)),

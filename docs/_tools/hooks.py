@@ -13,7 +13,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 # Page of the site -> file of the repository; other files that the pages link to are copied as they are.
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-COPIES = ("examples/controller.py", "examples/denoiser.py", "examples/verify_onnx.py")
+COPIES = ("examples/by_hand.py", "examples/controller.py", "examples/denoiser.py", "examples/verify_onnx.py")
 # Code, which is left alone, or a formula: $$ ... $$ or $ ... $, which may go over a line's end.
 _CODE = r"^ *```.*?^ *```$|^ {4}[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|<!--.*?-->"
 _INLINE = r"(?<![\\$\w])\$(?P<inline>[^\s$](?:(?:(?!\n\n)[^$])*[^\s$])?)\$(?!\w)"
@@ -46,7 +46,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _within_the_site(markdown: str, page: Any) -> str:
-    if page.file.src_uri in PAGES:
+    if page.file.src_uri == "index.md":  # opens with README, up to the comparison with others
+        readme = (ROOT / "README.md").read_text().partition("\n## Beside other libraries")[0]
+        markdown = readme + markdown[markdown.index("\n## ") :]
+    if page.file.src_uri in (*PAGES, "index.md"):
         return markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
     for path in COPIES:

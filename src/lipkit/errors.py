@@ -106,10 +106,13 @@ def finite(name: str, value: Any, *, positive: bool = False, least: float = -mat
 
 def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:
     """Raise unless ``y`` holds ``count`` integers (int64), from 0 to ``classes - 1`` if ``classes`` is given."""
-    if y.shape != (count,):
-        raise ShapeError(f"expected {count} labels of shape ({count},), got {tuple(y.shape)}")
+    hint = " (one-hot labels: y.argmax(1))" if y.ndim == 2 else ""
     if str(y.dtype) != "torch.int64":
-        raise OptionError(f"expected integer class labels (int64), got {str(y.dtype).removeprefix('torch.')}")
+        more = ": certify regression targets by lipkit.certificates.certify_regression" if y.is_floating_point() else ""
+        got = str(y.dtype).removeprefix("torch.")
+        raise OptionError(f"expected integer class labels (int64), got {got}{hint}{more}")
+    if y.shape != (count,):
+        raise ShapeError(f"expected {count} labels of shape ({count},), got {tuple(y.shape)}{hint}")
     if math.isfinite(classes) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) < classes:
         found = f"labels from {int(y.min())} to {int(y.max())}"
         raise OptionError(f"expected labels from 0 to {classes - 1} for {classes} logits, got {found}")

@@ -298,7 +298,8 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
         weight if ``lipkit.convert`` can do so, else at the family's initial values; then assigning a weight is refused.
 
     Guarantee:
-        1-Lipschitz with circular or zero padding, not with reflected or replicated pixels, which count more than once.
+        1-Lipschitz with zero padding, and with circular padding of images that the stride divides. Other images, and
+        reflected or replicated pixels, count some pixels more than once; ``lipkit.export`` bounds the layer for them.
         Orthogonal where `lipkit.layers.NativeConv2d` is: a convolution with zero padding is a contraction.
 
     Raises:

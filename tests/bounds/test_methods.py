@@ -256,7 +256,7 @@ def test_reshaped_is_exact_for_windows_that_do_not_overlap() -> None:
     ("call", "message"),
     [
         (lambda k: symbol_sup(k, tolerance=0.0), "tolerance: expected a number in"),
-        (lambda k: symbol_sup(k, tolerance=math.nan), "tolerance: expected a number in"),
+        (lambda k: symbol_sup(k, tolerance=math.nan), "tolerance: expected a finite number, got nan"),
         (lambda k: symbol_sup(k, points=8.5), "points: expected an integer of at least 1, got 8.5"),
         (lambda k: symbol_sup(k[0, 0, 0], points=8), "kernel: expected shape"),
         (lambda k: circular(k, 0, 3), "h: expected an integer of at least 1, got 0"),

@@ -167,6 +167,7 @@ def test_a_constant_network_is_certified_at_every_radius() -> None:
     certificate = certify(modules.Network([last], (2,)), torch.rand(3, 2), torch.tensor([0, 0, 1]))
     assert certificate.radius.tolist() == [math.inf, math.inf, 0.0]
     assert certificate.accuracy(1e9, large_eps=True) == pytest.approx(2 / 3)
+    assert "certified(0.5) 66.7 %" in certificate.describe()  # inf has no quantiles
 
 
 def test_accuracy_counts_radii_strictly_above() -> None:
@@ -355,10 +356,21 @@ def test_what_is_no_radius_is_refused(eps: Any) -> None:
             function(eps)
 
 
-def test_refuses_an_empty_batch() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
+        ({"batch_size": "3"}, "batch_size: expected an integer of at least 1, got '3'"),
+        ({"batch_size": 1.5}, "batch_size: expected an integer of at least 1, got 1.5"),
+        ({"device": "gpu"}, "device: expected a device of torch, such as 'cpu' or 'cuda', got 'gpu'"),
+        ({"device": None}, "device: expected a device of torch, such as 'cpu' or 'cuda', got None"),
+        ({"proof": 1.0}, "proof: expected the result of lipkit.prove, got float"),
+    ],
+)
+def test_options_of_another_type_are_refused(options: dict, message: str) -> None:
     network = linear_network()
-    with pytest.raises(OptionError, match="batch_size >= 1, got 0"):
-        certify(network, *samples(network), batch_size=0)
+    with pytest.raises(OptionError, match=message):
+        certify(network, *samples(network), **options)
 
 
 def test_devices_without_float64_are_replaced_by_the_cpu() -> None:

@@ -312,8 +312,13 @@ def test_the_command_confirms_and_refuses(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert f"confirmed  {len(x)} samples of digits" in outcome.output
     assert f"certified(1/255)  {100 * certificate.accuracy(1 / 255):.2f} %" in outcome.output
-    outcome = CliRunner().invoke(command, arguments[:3])
+    assert "rounding  " not in outcome.output
+    outcome = CliRunner().invoke(command, [*arguments, "--limit", "29"])
     assert isinstance(outcome.exception, DataError)
+    larger = dataclasses.replace(certificate, radius=certificate.radius * (1 + 2.0**-40))
+    write_certificate(describe(larger, network, x, y, "digits"), path)
+    outcome = CliRunner().invoke(command, arguments[:3], catch_exceptions=False)  # as many samples as the file has
+    assert "radii of the file are larger than those proved here, by a relative 9e-13 at most" in outcome.output
     outcome = CliRunner().invoke(command, [*arguments, "--eps", "2**3"])
     assert outcome.exit_code == 2
     assert "2**3" in outcome.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -149,6 +150,9 @@ def test_entries_and_channels_have_boxes_of_their_own() -> None:
             local_gain(network, wrong)
     with pytest.raises(OptionError, match="box: expected"):
         local_gain(network, 3.0)  # type: ignore[arg-type]
+    for solve in (functools.partial(local_gain, box=(0.0, 1.0)), tight):
+        with pytest.raises(OptionError, match="units: expected an integer of at least 0, got '3'"):
+            solve(network, units="3")  # type: ignore[arg-type]
 
 
 def test_other_modules_count_by_their_constants_and_have_no_matrix() -> None:

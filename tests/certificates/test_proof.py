@@ -256,12 +256,18 @@ class _Alike(tuple[Any, ...]):
     __hash__ = tuple.__hash__
 
 
+def _in_place(plain: modules.Network) -> None:
+    plain[1].nodes[0].inplace = torch.tensor(True)
+
+
 def _sources(plain: modules.Network) -> None:
     plain[1].sources = _Alike(((0,), (0,), (2, 2)))
 
 
 @pytest.mark.parametrize("given_proof", [False, True])
-@pytest.mark.parametrize("change", [_padding, _walk, _detached, _copied, _indexed, _unstored, _twice, _sources])
+@pytest.mark.parametrize(
+    "change", [_padding, _walk, _detached, _copied, _indexed, _unstored, _twice, _in_place, _sources]
+)
 def test_what_makes_the_live_network_another_than_the_stored_one_is_refused(
     change: Callable[[modules.Network], None], given_proof: bool
 ) -> None:
@@ -297,9 +303,10 @@ class Louder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.init, self.where = 1.0, 1.0
+        self.function = torch.abs
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (self.init * self.where)
+        return self.function(x) * (self.init * self.where)
 
 
 @pytest.fixture
@@ -316,6 +323,18 @@ def test_names_that_are_idle_in_one_type_count_in_others(louder: modules.Network
     with pytest.raises(OptionError, match=f"with {key} = 1.0, got 3.0"):
         lipkit.prove(louder)
     with pytest.raises(OptionError, match=f"with {key} = 1.0, got 3.0"):
+        lipkit.certify(louder, x, y, proof=proof)
+    setattr(louder[1], key, torch.tensor(3.0))
+    for known in (proof, None):
+        with pytest.raises(OptionError, match=f"Louder: expected {key} as a number .* make a tensor a buffer"):
+            lipkit.certify(louder, x, y, proof=known)
+
+
+def test_a_function_that_a_module_holds_is_compared(louder: modules.Network) -> None:
+    x, y, proof = torch.eye(2), torch.tensor([0, 1]), lipkit.prove(louder)
+    assert lipkit.certify(louder, x, y, proof=proof).constant == proof.constant
+    louder[1].function = torch.exp
+    with pytest.raises(OptionError, match="with function = <built-in method abs"):
         lipkit.certify(louder, x, y, proof=proof)
 
 

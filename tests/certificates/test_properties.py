@@ -255,8 +255,13 @@ def test_the_command_line_answers(tmp_path, capsys) -> None:
     deep.write_text("(assert " + 5000 * "(and " + "(<= Y_0 1)" + 5000 * ")" + ")")
     assert main(["certify", str(tmp_path / "net"), str(deep)]) == 2
     assert "nested too deep" in capsys.readouterr().err
-    with pytest.raises(OptionError, match=r"deep.vnnlib: expected"):
-        read_vnnlib(deep, lipkit.load(tmp_path / "net"))
+    for path, message in (
+        (deep, "text of VNN-LIB, got other"),
+        (tmp_path, "file of VNN-LIB, got: "),
+        (deep / "x", "file"),
+    ):
+        with pytest.raises(OptionError, match=rf"{path.name}: expected a {message}"):
+            read_vnnlib(path, lipkit.load(tmp_path / "net"))
 
 
 def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexample() -> None:
@@ -267,8 +272,15 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
     assert 0 <= float(found.point) <= 1
     # No float32 number lies in this box, so that only real inputs would do.
     assert verify_property(net, cases(box((0.1, 0.1)), 1, 2), evaluator="float32").answer == "unknown"
-    with pytest.raises(OptionError, match="batch: expected at least 1, got 0"):
-        verify_property(net, cases(box((0, 1)), 1, 2), batch=0)
+    unsafe = cases(box((0, 1)), 1, 2)
+    for options, message in (
+        ({"batch": 0}, "batch: expected an integer of at least 1, got 0"),
+        ({"batch": "3"}, "batch: expected an integer of at least 1, got '3'"),
+        ({"seconds": "a"}, "seconds: expected a finite number, got 'a'"),
+        ({"seconds": float("nan")}, "seconds: expected a finite number, got nan"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            verify_property(net, unsafe, **options)
 
 
 def test_cases_of_another_network_are_refused() -> None:
@@ -284,6 +296,7 @@ def test_cases_of_another_network_are_refused() -> None:
         with pytest.raises(OptionError, match=message):
             verify_property(network, given)  # type: ignore[arg-type]
     empty = cases("(assert (>= X_0 1)) (assert (<= X_0 0)) (assert (>= Y_0 9))", 1, 1)
-    assert verify_property(one, empty).describe() == "holds\nfor any network: no input meets the conditions"
+    with pytest.raises(OptionError, match="cases: expected one or more, got none: no input meets the conditions"):
+        verify_property(one, empty)
     with pytest.raises(OptionError, match="FORMULA"):
         cases(box + "(assert)", 1, 1)

@@ -33,6 +33,18 @@ def conv(kernel: list[int], **changes: Any) -> dict[str, Any]:
     )
 
 
+def test_windows_that_overlap_share_what_a_number_loses() -> None:
+    # A band of ones; of one window the root of the row sum times the column sum is 3.
+    node = k.build(conv([1, 9]), k.Tensors({"weight": np.ones((1, 1, 1, 9))}), (1, 1, 40))
+    band = sum(np.eye(40, k=i) for i in range(-4, 5))
+    assert node.a >= k.gamma(9) * Fraction(np.linalg.norm(band, 2))
+
+
+def test_errors_of_the_entries_of_a_matrix_point_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k, "ops", k.Integers())
+    assert k.build(linear(9), k.Tensors({"weight": np.eye(9)}), (9,)).a >= 9 * k.ops.unit
+
+
 def test_the_length_of_a_batch_is_that_of_its_longest_sample() -> None:
     assert 5 <= k.length(np.array([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])) <= 5 * (1 + Fraction(1, 10**12))
 

@@ -232,8 +232,9 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert read_recipe(folder, build=False).model.name == "own_test_network:factory"
     capsys.readouterr()
     # Like any run: checked, attacked and certified again.
-    assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "16"]) == 0
-    assert "confirmed" in capsys.readouterr().out
+    for limit in ([], ["--limit", "16"]):  # by default as many samples as the certificate has
+        assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", *limit]) == 0
+        assert "confirmed" in capsys.readouterr().out
     assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
     # So is one that came as a file: its name cannot be built, and need not be.
     assert main(["certify", str(folder / "network"), "digits", *quick]) == 0

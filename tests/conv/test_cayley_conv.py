@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, spectrum
+from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, cayley_linear, kernel_symbol, spectrum
 from lipkit.conv.cayley_conv import solve_form
 from lipkit.conv.normal_matrices import normal_matrices, prepare
 from lipkit.conv.spread import FEW, normal_kernel, spread_cayley, spread_pays
 from lipkit.conv.symbol import symbol
 from lipkit.conv.transform import transform_matrices
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg import cayley
 from lipkit.linalg.cayley import factorize, solve_rows
 
@@ -255,3 +255,21 @@ def test_products_by_hand_are_the_plain_ones(channels: tuple[int, int], size: tu
         for y in (apply_symbol(Symbol(real, pair), x), plain)
     )
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("cout", "cin", "size"), [(8, 3, 20), (8, 3, 4), (3, 8, 9)])
+def test_an_empty_batch_and_autocast_around(cout: int, cin: int, size: int) -> None:
+    kernel, none = random(cout, cin, 3, 3).float().requires_grad_(), torch.zeros(0, cin, size, size)
+    assert cayley_conv2d(kernel, none).shape == (0, cout, size, size)
+    assert apply_symbol(kernel_symbol(kernel, size, size), none).shape == (0, cout, size, size)
+    x = random(2, cin, size, size).float()
+    exact = cayley_conv2d(kernel, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cayley_conv2d(kernel, x), exact)
+        values, rows = symbol(kernel, 4, 5), cayley_linear(kernel.flatten(1), torch.ones(2, 9 * cin))
+    assert torch.equal(values, symbol(kernel, 4, 5))
+    assert torch.equal(rows, cayley_linear(kernel.flatten(1), torch.ones(2, 9 * cin)))
+    with pytest.raises(ShapeError, match=r"kernel and x: expected one number of inputs, got .* and \(2, 1, "):
+        cayley_conv2d(kernel, x[:, :1])
+    with pytest.raises(ShapeError, match=r"x: expected images \(B, C, h, w\), got shape"):
+        cayley_conv2d(kernel, x[0])

@@ -167,6 +167,7 @@ def test_autocast_takes_a_way_in_low_precision(channels: int, images: int, way: 
     with torch.autocast("cpu", torch.bfloat16):
         y = exponential_conv2d(kernel, x, 5)
         assert torch.equal(y, exponential_conv2d(kernel, x, 5, way=way))
+        assert float((exponential_conv2d(kernel, x, 5, way="frequencies") - exact).norm() / exact.norm()) < 1e-6
     assert 1e-4 < float((y.float() - exact).norm() / exact.norm()) < 0.02
 
 
@@ -174,6 +175,17 @@ def test_autocast_takes_a_way_in_low_precision(channels: int, images: int, way: 
 def test_kernels_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"as many outputs as inputs, at least 2, got shape"):
         exponential_conv2d(torch.zeros(shape), torch.zeros(1, 2, 4, 4), 3)
+
+
+def test_other_options_and_shapes_are_refused() -> None:
+    kernel, x = torch.zeros(2, 2, 3, 3), torch.zeros(1, 2, 4, 4)
+    for way in (None, *WAYS):
+        with pytest.raises(OptionError, match=r"terms: expected an integer from 1 to 100, got 0"):
+            exponential_conv2d(kernel, x, 0, way=way)
+    with pytest.raises(OptionError, match=r"way: expected None or one of features, frequencies, symbol, got 'fast'"):
+        exponential_conv2d(kernel, x, 3, way="fast")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"x: expected images \(B, C, h, w\), got shape \(2, 4, 4\)"):
+        exponential_conv2d(kernel, x[0], 3)
 
 
 def test_products_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

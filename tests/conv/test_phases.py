@@ -12,7 +12,6 @@ from lipkit.conv.phases import (
     check_fits,
     dilated_conv2d,
     distinct_frequencies,
-    fitting_sizes,
     frequency_map,
     kernel_of_symbol,
     merge_phases,
@@ -205,7 +204,6 @@ def test_phases_are_a_permutation_of_the_pixels() -> None:
 
 
 def test_refusal_names_the_sizes_that_fit() -> None:
-    assert fitting_sizes(24, 24) == [1, 2, 3, 4, 6, 8, 12, 24]
     check_fits(24, 12, (4, 3))
     x = image(1, 2, 32, 32)
     for call in (

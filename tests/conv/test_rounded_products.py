@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
-from lipkit.conv import phase_product
+from lipkit.conv import phase_product, symbol
 from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
+from lipkit.conv.exponential_conv import Way, exponential_conv2d
 from lipkit.conv.normal_matrices import Form, normal_matrices
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
@@ -57,11 +60,7 @@ def test_values_and_gradients_of_the_solve_form(form: Form, cin: int, cout: int,
 def results_of(made: torch.dtype, dtype: torch.dtype, kernel: Tensor, x: Tensor, bias: Tensor) -> list[Tensor]:
     """Output and gradients of the Cayley layer with few inputs (an image) or of the dense one."""
     free, shift, features = (t.to(d).requires_grad_() for t, d in ((kernel, made), (bias, made), (x, dtype)))
-    if kernel.ndim == 4:
-        # The input of a network is not rounded further than it is.
-        y = spread_cayley(free, features.to(made), shift, dtype)
-    else:
-        y = cayley_linear(free, features, shift)
+    y = spread_cayley(free, features, shift) if kernel.ndim == 4 else cayley_linear(free, features, shift)
     assert y.dtype == dtype
     y.backward(torch.cos(torch.arange(y.numel())).view(y.shape).to(dtype))
     assert free.grad is not None
@@ -158,3 +157,22 @@ def test_layers_return_what_a_convolution_under_autocast_returns(name: str) -> N
         y = layer(x)
     assert y.dtype == torch.bfloat16
     assert 1e-5 < off(y, layer.double()(x.double())) < CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_half_precision_are_widened(dtype: torch.dtype) -> None:
+    """As every matrix of ``lipkit.linalg``: torch has no factors and no complex numbers of half precision."""
+    torch.manual_seed(0)
+    for shape, side in (((8, 3, 3, 3), 20), ((3, 8, 3, 3), 5), ((4, 4, 3, 3), 9)):
+        kernel, x = (0.3 * torch.randn(shape)).to(dtype), torch.randn(20, shape[1], side, side).to(dtype)
+        y = cayley_conv2d(kernel, x)
+        assert y.dtype == dtype
+        assert off(y, cayley_conv2d(kernel.double(), x.double())) < CLOSE
+        assert torch.equal(symbol(kernel, 5, 4), symbol(kernel.float(), 5, 4))
+    weight, rows = kernel.flatten(1), torch.randn(5, 36).to(dtype)
+    assert off(cayley_linear(weight, rows), cayley_linear(weight.double(), rows.double())) < CLOSE
+    exact = exponential_conv2d(kernel.double(), x.double(), 3)
+    for way in get_args(Way):
+        y = exponential_conv2d(kernel, x, 3, way=way)
+        assert y.dtype == dtype
+        assert off(y, exact) < CLOSE

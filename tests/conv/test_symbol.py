@@ -10,8 +10,8 @@ from torch import Tensor
 from lipkit.conv import apply_symbol, downsample, fold, kernel_symbol, symbol, symbol_at
 from lipkit.conv.spectrum import Spectrum, analyse, as_complex, multiply, outer, synthesise
 from lipkit.conv.symbol import symbol_parts
-from lipkit.conv.transform import frequencies, pure_rows, transform_matrices
-from lipkit.errors import ShapeError
+from lipkit.conv.transform import frequencies, to_rows, transform_matrices
+from lipkit.errors import OptionError, ShapeError
 
 SIZES = [(1, 1), (1, 2), (2, 2), (1, 5), (3, 3), (4, 4), (5, 7), (6, 5), (8, 8), (7, 10), (9, 9), (12, 8)]
 KERNELS = [(1, 1), (3, 3), (2, 2), (5, 3), (4, 7), (1, 3)]
@@ -144,8 +144,8 @@ def test_one_matrix_in_half_precision_has_the_rows_of_separable_products(
     x = random(2, 3, *size)
     half = transform_matrices(*size, dtype=torch.bfloat16)
     assert len(half) == count
-    exact = pure_rows(x, transform_matrices(*size, dtype=torch.float64))
-    assert float((pure_rows(x, [t.double() for t in half]) - exact).norm() / exact.norm()) < 2.0**-8
+    exact = to_rows(x, transform_matrices(*size, dtype=torch.float64))
+    assert float((to_rows(x, [t.double() for t in half]) - exact).norm() / exact.norm()) < 2.0**-8
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -273,3 +273,5 @@ def test_downsample_is_a_permutation(stride: int) -> None:
 def test_downsample_refuses_sizes_that_do_not_divide() -> None:
     with pytest.raises(ShapeError, match=r"multiples of 2, got 3 x 4"):
         downsample(torch.zeros(1, 1, 3, 4), 2)
+    with pytest.raises(OptionError, match=r"stride: expected an integer of at least 1, got 0"):
+        downsample(torch.zeros(1, 1, 3, 4), 0)

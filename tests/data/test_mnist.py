@@ -92,7 +92,7 @@ def test_inconsistent_files_are_refused(tmp_path_factory):
         (
             "train-labels-idx1-ubyte",
             idx(labels + np.uint8(10)),
-            r"MNIST/raw: expected labels below the number of classes 10, got 1",
+            r"train-labels-idx1-ubyte: expected labels 0 to 9, got 1",
         ),
         ("t10k-images-idx3-ubyte", idx(images[:3, :14]), "28 x 28, got 14 x 28"),
         ("train-images-idx3-ubyte", idx(labels), "magic number 00000803, got 00000801"),

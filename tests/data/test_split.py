@@ -54,7 +54,10 @@ def test_batch_does_not_share_memory_of_uint8():
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), "3 samples and 2 targets"),
         (torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), "0 samples"),
         (torch.tensor([[float("nan")]]), torch.zeros(1, dtype=torch.int64), "finite values in x"),
+        (torch.full((1, 1), 1e300, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), "finite .* x as float32"),
         (torch.zeros(1, 2), torch.tensor([[float("inf")]]), "finite values in y"),
+        (torch.zeros(1, 1, 0, 2), torch.zeros(1, dtype=torch.int64), r"\(N, \*shape\), .* got shape \(1, 1, 0, 2\)"),
+        (torch.zeros(1, 2), torch.zeros(1, 0), r"shape \(N, d\), got shape \(1, 0\)"),
         (torch.zeros(2, 2), torch.tensor([0, -1]), "labels >= 0, got -1"),
     ],
 )
@@ -104,6 +107,9 @@ def test_samples_that_are_no_images_have_limits_of_their_own():
         DataError, match=r"training samples in \[0, 40\], got values from -3 to 40 .*data.range=LOW,HIGH"
     ):
         Data("d", windows, windows, ("a",), (0.0, 40.0))
+    for wrong in ((1.0, 0.0), ("a", "b"), (0.0,), 3.0):
+        with pytest.raises(OptionError, match="limits: expected two numbers, the smaller one first, got"):
+            Data("d", windows, windows, ("a",), wrong)
     pixels = Split(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(DataError, match=r"in \[0, 0.5\], got values from 0 to 1"):  # uint8 is divided by 255
         Data("d", pixels, pixels, ("a",), (0.0, 0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_the_first_page_names_every_family() -> None:
         (ROOT / "README.md").read_text().partition("[docs/families.md](docs/families.md)): ")[2].partition(".\n")[0]
     )
     assert {name.strip().lower() for name in listed.split(",")} == {name.replace("_", "") for name in FAMILIES}
+
+
+def test_figures_of_the_first_page_are_those_of_the_records() -> None:
+    text = (ROOT / "README.md").read_text()
+    attacks = {}  # by network: rows of several tables share a run, whose examples count once
+    for path in (ROOT / "records").rglob("*.json"):
+        record = json.loads(path.read_text())
+        if isinstance(record, dict) and "compared" in (record.get("attack") or ()):
+            attacks[record["network_sha256"]] = record["attack"]
+    found = re.search(r"none of ([\d,]+) for (\d+) networks .* at ([\d.]+) radii", text)
+    assert found is not None
+    assert int(found[1].replace(",", "")) <= sum(attack["compared"] for attack in attacks.values())
+    assert int(found[2]) <= len(attacks)
+    assert 1 < float(found[3]) <= min(attack["closest"] for attack in attacks.values() if attack["compared"])
+    hour = json.loads((ROOT / "records/budget/patchnet-1h/full-seed0.json").read_text())
+    clean, certified = (100 * share["value"] for share in (hour["clean"], hour["certified"][0]["share"]))
+    assert f"clean {clean:.1f} %, certified {certified:.1f} % at l2 radius 36/255" in text
 
 
 def test_operators_of_onnx_are_all_listed() -> None:

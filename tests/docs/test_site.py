@@ -51,7 +51,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 def test_the_site_holds_pages_and_not_the_tools_that_made_them(site: Path) -> None:
     assert (site / "guide/modules.html").exists()
     assert not (site / "_tools").exists()
-    assert {path.name for path in site.rglob("*.py")} == {"controller.py", "denoiser.py", "verify_onnx.py"}
+    assert {path.stem for path in site.rglob("*.py")} == {"by_hand", "controller", "denoiser", "verify_onnx"}
 
 
 def test_formulas_are_drawn(site: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_guide_has_every_level_in_the_order_of_the_layout() -> None:
 
 
 def test_every_image_is_used_and_small() -> None:
-    pages = "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
+    pages = "".join(p.read_text() for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     images = sorted((ROOT / "docs/images").iterdir())
     assert images
     for image in images:
@@ -82,7 +82,7 @@ def test_every_image_is_used_and_small() -> None:
 
 
 def test_documents_name_their_figures_command() -> None:
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text()
         for name in re.findall(r"images/(\w+)\.svg", text):
             assert f"`python benchmarks/docs_figures.py {name}`" in text, f"{page}: {name}"
@@ -105,9 +105,12 @@ def test_code_and_the_table_of_layers_fit_a_laptop(browser: Any, site: Path) -> 
     shown.close()
 
 
-def test_the_first_page_shows_a_certified_curve_and_its_command() -> None:
-    first = (ROOT / "docs/index.md").read_text()
+def test_the_first_page_is_the_readme_with_a_certified_curve_and_its_command(site: Path) -> None:
+    first = (ROOT / "README.md").read_text()
     assert first.index("images/first_page.svg") < first.index("docs_figures.py first_page") < first.index("\n## ")
+    page = (site / "index.html").read_text()
+    assert page.index("images/first_page.svg") < page.index('id="install-and-try"') < page.index('id="where-to-start"')
+    assert "Beside other libraries" not in page
 
 
 # --- the reference: every public name, and docstrings without a trace of their markup ---

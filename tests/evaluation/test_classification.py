@@ -206,14 +206,19 @@ def test_an_attack_survives_infinite_radii() -> None:
     ("options", "message"),
     [
         ({"eps": (-0.1,)}, "eps: expected a finite number >= 0, got -0.1"),
+        ({"eps": 0.1}, r"eps: expected several radii, such as \(36 / 255,\), got 0.1"),
+        ({"attack": Attack(eps=0.1)}, r"eps of the attack: expected several radii, .* got 0.1"),  # type: ignore[arg-type]
         ({"attack": Attack(eps=(math.inf,))}, "eps of the attack: expected a finite number >= 0, got inf"),
-        ({"attack": Attack(samples=-1)}, "samples >= 0 of the attack, or None, got -1"),
         ({"attack": Attack(norm="linf")}, "an attack in l2, got 'linf'"),
         ({"classes": ("a", "b")}, "at least 3 class names, got 2"),
         ({"confidence": 1.0}, "between 0 and 1, got 1.0"),
+        ({"confidence": "0.9"}, "between 0 and 1, got '0.9'"),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:
+    for samples in (-1, "3", 1.5):
+        with pytest.raises(OptionError, match=f"samples: expected an integer of at least 0, got {samples!r}"):
+            Attack(samples=samples)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=message):
         evaluate(network(), split(), **({"eps": (0.1,), "attack": Attack(eps=())} | options))
 

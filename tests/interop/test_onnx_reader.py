@@ -97,7 +97,8 @@ def test_every_operator(tmp_path, numbers):
         (("Flatten", {"axis": 3}), "axis 1, got 3"),
         (("ReduceMean", {}), "axes"),
         (("Cast", {"to": 6}), "the format torch.float32 of the network, got torch.int32"),
-        (("ReduceMax", {}), "the operators ReduceMax: nothing"),
+        (("ReduceProd", {}), "the operators ReduceProd: nothing"),
+        (("ReduceMax", {}), "axes other than the batch"),
         (("ArgMax", {}), "the operators ArgMax: nothing"),
         (("QuantizeLinear", {}), "the operators QuantizeLinear: nothing"),
         (("Relu", {"slope": 3.0}), "not well-formed .* Unrecognized attribute: slope"),
@@ -426,6 +427,14 @@ BACK = {"w": MATRIX, "i": [4, 1], "j": [-20, -9], "a": [0, 1], "s": [-2, -1]}
         ([("Dropout", ["x"], ["d", "mask"], {}), ("Relu", ["d"], ["y"], {})], {}, lambda x: x.clip(0)),
         ([("GlobalMaxPool", ["x"], ["y"], {})], {}, lambda x: x.max(2, keepdims=True)),
         ([("MatMul", ["x", "v"], ["y"], {})], {"v": MATRIX[:, 2]}, lambda x: x @ MATRIX[:, 2]),
+        ([("ReduceMax", ["x"], ["y"], {"axes": [2], "keepdims": 0})], {}, lambda x: x.max(2)),
+        ([("ReduceMin", ["x"], ["y"], {"axes": [1, -1]})], {}, lambda x: x.min((1, 2), keepdims=True)),
+        ([("Tile", ["x", "r"], ["y"], {})], {"r": [1, 2, 1]}, lambda x: np.tile(x, (1, 2, 1))),
+        (
+            [("Pad", ["x", "p", "n"], ["y"], {})],
+            {"p": [0, 0, 1, 0, 2, 0], "n": np.float32(1.5)},
+            lambda x: np.pad(x, ((0, 0), (0, 2), (1, 0)), constant_values=1.5),
+        ),
         ([UPWARDS, ("MatMul", ["x", "z"], ["y"], {})], BACK, lambda x: x @ MATRIX[::-2, 1::-1]),
     ],
 )
@@ -435,7 +444,7 @@ def test_what_exporters_write(tmp_path, numbers, rows, stored, expected):
     found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", *shape], 13))
     x = numbers.normal(size=(5, *shape)).astype(np.float32)
     np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), expected(x), rtol=1e-5, atol=1e-6)
-    matrix = {"v": MATRIX[:, 2:], "w": MATRIX[::-2, 1::-1]}.get(next(iter(stored), ""), np.eye(1))
+    matrix = {"v": MATRIX[:, 2:], "w": MATRIX[::-2, 1::-1], "r": np.ones((2, 1))}.get(next(iter(stored), ""), np.eye(1))
     assert float(lipschitz(found)) == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-6)
 
 

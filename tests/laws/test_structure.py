@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.laws.test_families import FORMATS
-from torch import nn
+from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import (
@@ -240,3 +240,15 @@ LAYERS: dict[str, dict[str, Any]] = {
 def test_structure(name: str, dtype: torch.dtype, number: int) -> None:
     backends = ("aot_eager",) if dtype == torch.float32 else ()
     check_layer(**{"dtype": dtype, "laws": [number], "backends": backends, **LAYERS[name]})
+
+
+class Halved(nn.ModuleList):
+    """x / 2: an empty list, which Python takes for false."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def test_a_shortcut_that_python_takes_for_false_is_used() -> None:
+    assert not Halved()
+    assert Residual(nn.Identity(), 0.5, shortcut=Halved())(torch.ones(1, 2)).tolist() == [[0.75, 0.75]]

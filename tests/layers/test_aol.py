@@ -11,6 +11,7 @@ from torch import nn
 
 from lipkit import export, lipschitz
 from lipkit.layers.aol import AolConv2d, AolLinear, aol_kernel, aol_matrix, autocorrelation
+from lipkit.layers.sll import SllLinear
 
 
 def dense(layer: nn.Module, shape: tuple[int, int, int]) -> np.ndarray:
@@ -75,3 +76,15 @@ def test_zero_columns_stay_finite(make: Callable[[], nn.Module]) -> None:
     x = torch.ones(1, 4) if isinstance(layer, AolLinear) else torch.ones(1, 2, 4, 4)
     layer(x).sum().backward()
     assert torch.isfinite(layer.free.grad).all()
+
+
+def test_bounds_hold_for_weights_whose_squares_are_hardly_there() -> None:
+    # Squares of 2e-45 are stored as 1.4e-45: their roots are a fifth too small.
+    layers: list[AolLinear | AolConv2d] = [AolLinear(1, 1, bias=False), AolConv2d(1, 1, 1, bias=False)]
+    for layer in layers:
+        torch.nn.init.constant_(layer.free, 4.5e-23)
+        x = torch.ones(1, 1) if isinstance(layer, AolLinear) else torch.ones(1, 1, 1, 1)
+        assert layer(x).abs().max() <= 1
+    residual = SllLinear(2, 2)
+    torch.nn.init.constant_(residual.free, 1e-21)
+    assert residual(torch.ones(1, 2)).isfinite().all()

@@ -252,6 +252,20 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"padding": "same"}, "padding: expected numbers of at least 0, got 'same'"),
+        ({"padding": 0.5}, "padding: expected numbers of at least 0, got 0.5"),
+        ({"output_padding": 1}, r"output_padding: expected less than the stride or .*, got \(1, 1\)"),
+        ({"output_padding": -1}, "output_padding"),
+    ],
+)
+def test_refusals_of_transposed_layers(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        NativeConvTranspose2d(3, 4, 3, **change)
+
+
+@pytest.mark.parametrize(
     ("change", "shape"),
     [
         ({}, (4, 6, 6)),
@@ -315,3 +329,11 @@ def test_a_network_of_native_layers_is_certified() -> None:
     torch.testing.assert_close(plain(x), net(x))
     found = lipkit.certify(plain, x, plain(x).argmax(1))
     assert (found.radius > 0).all()
+
+
+def test_a_number_of_pixels_does_not_keep_the_size_of_an_image_under_an_even_kernel() -> None:
+    conv = lipkit.layers.families.get("aoc").conv
+    with pytest.raises(OptionError, match=r"padding: expected 'same' for kernel_size \(2, 2\), got 1"):
+        conv(2, 2, 2, padding=1)
+    assert conv(2, 2, 3, padding=1)(torch.zeros(1, 2, 4, 4)).shape == (1, 2, 4, 4)
+    assert conv(2, 2, 4, 2, padding=[1, 1])(torch.zeros(1, 2, 4, 4)).shape == (1, 2, 2, 2)

@@ -114,3 +114,12 @@ def test_reflected_rows_do_not_grow_where_columns_are_nearly_dependent(noise: fl
     v = torch.randn(8, 16, 1, dtype=torch.complex64).expand(8, 16, 7) + noise * torch.randn(8, 16, 7)
     made = reflect(torch.eye(16, dtype=v.dtype).expand(8, 16, 16), v, 16).to(torch.complex128)
     assert float(torch.linalg.matrix_norm(made, 2).max()) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 1e-8, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_ridge_below_rounding_leaves_a_contraction(ridge: float, dtype: torch.dtype) -> None:
+    """Without a least ridge the norm was 4, or NaN, where the factor met a pivot of rounding alone."""
+    w = torch.randn(50, 1, dtype=dtype) @ torch.randn(1, 20, dtype=dtype)
+    for one in (w, w.mT, torch.ones(30, 30, dtype=dtype), torch.randn(40, 10, dtype=dtype)):
+        assert float(torch.linalg.matrix_norm(cholesky(one, ridge).double(), 2)) <= 1 + 20 * torch.finfo(dtype).eps

@@ -294,3 +294,28 @@ def test_hooks_unknown_modules_and_half_precision() -> None:
     assert [(row.name, row.kind) for row in result.kept] == [("0", "Linear"), ("1", "Unknown")]
     assert "hooks" in result.kept[0].reason
     assert result.model[2].free.dtype is torch.float32
+
+
+class ByName(nn.Module):
+    """Hands its convolution the image by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv: nn.Module = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(input=x)
+        return y
+
+
+def test_a_layer_may_get_its_input_by_name() -> None:
+    model = ByName()
+    with pytest.raises(OptionError, match=r"one input, by position, got .* unexpected keyword argument 'input'"):
+        convert(model, "lot", input_shape=(3, 6, 6))
+    model.conv = nn.utils.parametrizations.weight_norm(model.conv)
+    assert [row.name for row in convert(model, None, input_shape=(3, 6, 6)).converted] == ["conv"]
+
+
+def test_one_name_to_skip_is_not_taken_letter_by_letter() -> None:
+    with pytest.raises(OptionError, match="skip: expected a list of names, got '10'"):
+        convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), skip="10")

@@ -6,6 +6,7 @@ import doctest
 import inspect
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lipkit
+from lipkit import models
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
 from lipkit.lowering import export, lipschitz
@@ -49,8 +52,14 @@ def test_every_architecture_for_images_has_the_common_keywords(name: str) -> Non
         ("kwlarge", {"dense": 5}, "dense: expected a list of sizes, got 5"),
         ("kwlarge", {"pool": 1}, "pool: expected true or false, got 1"),
         ("lbdn_conv", {"hidden": "ab"}, "hidden: expected a list of sizes, got 'ab'"),
-        ("lipconvnet", {"width": "abc"}, "width: expected a finite number, got 'abc'"),
+        ("lipconvnet", {"width": "abc"}, "width: expected a positive finite number, got 'abc'"),
+        ("lipconvnet", {"width": 0.0}, r"width: expected a positive finite number, got 0.0"),
         ("lipconvnet", {"first": 6}, "first: expected a number of blocks from 0 to 5, got 6"),
+        (
+            "lipconvnet",
+            {"last_options": {"dtype": torch.float64}},
+            "dtype: expected no such option, got torch.float64: .*",
+        ),
         ("resnet_plain", {"blocks": [1, 1, 1, 0]}, r"blocks\[3\]: expected an integer of at least 1, got 0"),
     ],
 )
@@ -309,6 +318,7 @@ BAD: dict[str, dict[str, Any]] = {
     "lengths differ": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5)},
     "std zero": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.0, 0.5)},
     "negative std": {"mean": (0.5, 0.5, 0.5), "std": (0.5, -0.5, 0.5)},
+    "mean as a number": {"mean": 0.5, "std": 0.5},
     "infinite mean": {"mean": (0.5, math.inf, 0.5), "std": (0.5, 0.5, 0.5)},
 }
 
@@ -320,6 +330,39 @@ def test_every_bad_option_raises_one_sentence(name: str, case: str) -> None:
         build(name, **(GOOD | BAD[case]))
     assert isinstance(caught.value, (OptionError, ShapeError))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "shape"),
+    [
+        (models.kwlarge, {"width": 1, "dense": [4, 6], "input_shape": (1, 4, 4), "classes": 3}, (1, 4, 4)),
+        (models.wrn_plain, {"depth": 10, "widen": 1, "input_shape": (1, 4, 4), "classes": 3}, (1, 4, 4)),
+        (models.patchnet, {"stages": [[4, 1]], "dense": (6,), "input_shape": (1, 4, 4), "classes": 3}, (1, 4, 4)),
+        (models.mlp, {"hidden": [4], "input_shape": (1, 2, 3), "classes": 2}, (1, 2, 3)),
+        (models.lbdn, {"sizes": [3, 4, 2]}, (3,)),
+        (models.LBDN, {"sizes": [3, 4, 2]}, (3,)),
+        (models.sequence_classifier, {"states": 3, "units": 4, "input_shape": (5, 2), "classes": 2}, (5, 2)),
+        (models.unet, {"channels": 4, "depth": 0, "blocks": 1, "input_shape": (1, 4, 4)}, (1, 4, 4)),
+        (models.autoencoder, {"stages": [4], "code": 2, "input_shape": (1, 4, 4)}, (1, 4, 4)),
+    ],
+)
+def test_integers_of_numpy_are_sizes_like_those_of_python(
+    make: Any, options: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    def as_numpy(value: Any) -> Any:
+        return np.int64(value) if isinstance(value, int) else type(value)(map(as_numpy, value))
+
+    made = []
+    for given in (options, {name: as_numpy(value) for name, value in options.items()}):
+        torch.manual_seed(0)
+        made.append(make(**given))
+    assert repr(made[0]) == repr(made[1])
+    x = torch.ones(1, *shape)
+    assert torch.equal(made[0].eval()(x), made[1].eval()(x))
+    lipkit.save(export(made[1], shape), tmp_path / "network")  # JSON has no numbers of numpy
+    flags = {name: np.bool_(True) if isinstance(value, int) else value for name, value in options.items()}
+    with pytest.raises(LipkitError):
+        make(**flags if flags != options else {"sizes": [True, 2]})
 
 
 def test_small_above_twelve_pixels_needs_multiples_of_four() -> None:
@@ -381,3 +424,9 @@ def test_a_gain_of_one_has_no_parts_and_none_is_refused() -> None:
     assert not [m for m in model.children() if isinstance(m, Scale)]
     with pytest.raises(OptionError, match="model lbdn: expected the option lipschitz beside split, got none to split"):
         build("lbdn", split=True, input_shape=(2,), classes=2, hidden=[4], gamma=2.0)
+
+
+def test_a_gain_inside_a_layer_is_not_split() -> None:
+    options = {"states": 3, "units": 4, "input_shape": (5, 2), "classes": 2}
+    with pytest.raises(OptionError, match="model sequence_classifier: expected no split, since its gain is inside"):
+        build("sequence_classifier", split=True, lipschitz=2.0, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,13 @@ def test_arguments_that_do_not_fit() -> None:
         models.sequence_classifier(input_shape=(1, 8, 8), classes=3)
     with pytest.raises(OptionError, match="layer: expected one of r2dn, ren, linear, got 'lstm'"):
         models.sequence_regressor(layer="lstm", input_shape=(8, 3))
-    with pytest.raises(OptionError, match="mean and std: expected 3 numbers each"):
+    with pytest.raises(OptionError, match="expected mean and std of equally many finite numbers"):
         models.sequence_regressor(input_shape=(8, 3), mean=[0.0] * 3, std=[1.0])
+    for mean, std in (([math.nan] * 3, [1.0] * 3), ([0.0] * 3, [math.inf] * 3), ([0.0] * 3, [1.0, 1.0, 0.0]), (0, 1)):
+        with pytest.raises(OptionError, match=r"mean|std"):
+            models.sequence_regressor(input_shape=(8, 3), mean=mean, std=std)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="features: expected an integer of at least 1, got 0"):
+        models.sequence_classifier(input_shape=(8, 3), classes=3, features=0)
 
 
 @pytest.mark.parametrize("layer", sequences.LAYERS)

@@ -39,6 +39,15 @@ class TenfoldParameter(nn.Parameter):
     __torch_function__ = Tenfold.__torch_function__
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(1, 2))])
+@pytest.mark.parametrize("within", [nn.Sequential, lambda net: net])
+@pytest.mark.parametrize("verb", [export, lipschitz])
+def test_modules_of_torchscript_are_refused(make: Any, within: Any, verb: Any) -> None:
+    with pytest.raises(NoRuleError, match="TorchScript: pass the network it was made from"):
+        verb(within(make(nn.Sequential(nn.Linear(2, 2)).eval())), (2,))
+
+
 def test_a_module_compiled_in_place_is_refused() -> None:
     layer = nn.Linear(2, 2)
     layer._compiled_call_impl = lambda x: 10 * x  # type: ignore[assignment]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
+from safetensors.torch import save_file
 from torch import nn
 
 from lipkit import modules
@@ -76,6 +77,10 @@ def test_examples_absent_or_corrupt(tmp_path: Path) -> None:
     assert load_examples(tmp_path) == []
     (tmp_path / EXAMPLES).write_bytes(b"not tensors")
     with pytest.raises(RunError, match="expected the tensors image, index"):
+        load_examples(tmp_path)
+    names = ("image", "index", "label", "prediction", "group", "radius", "margin")
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / EXAMPLES)
+    with pytest.raises(RunError, match=r"expected whole numbers \(int64\), got torch.float32 for index"):
         load_examples(tmp_path)
 
 

@@ -40,6 +40,9 @@ from lipkit.bounds.lmi_solver import newton
 from lipkit.errors import OptionError
 from lipkit.proof.roundoff import UNIT, gamma, to_double
 
+# Newton steps of `least_gain`, and its distance from the least gain, relative.
+_MOST_STEPS, _ACCURACY = 400, 1e-4
+
 
 class System(NamedTuple):
     """A system whose gain is to be proved.
@@ -128,7 +131,7 @@ class Dissipation(NamedTuple):
     multiplier: Tensor
 
 
-def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) -> Dissipation:
+def least_gain(system: System) -> Dissipation:
     r"""Nearly the smallest gain that the inequality proves for a system of units with slopes in [0, 1].
 
     A barrier method: minimise :math:`t \gamma - \log\det H - \log\det P` over :math:`\gamma, P, \Lambda` by Newton
@@ -146,7 +149,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
     system = system._replace(matrix=system.matrix.cpu())  # many small steps: the CPU is faster
     barrier = _Barrier(system)
     z, rate = barrier.start()
-    weight, left = barrier.size / float(z[0]), max_steps
+    weight, left = barrier.size / float(z[0]), _MOST_STEPS
     while left > 0:
         # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to their limit.
         z, used = newton(_Barrier(system, rate), z, weight, left)
@@ -154,7 +157,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
         lower = barrier.lowest(z, rate)
         if lower < rate * 0.997 or lower == 1 < rate:
             rate = lower
-        elif barrier.size / weight > accuracy * float(z[0]):
+        elif barrier.size / weight > _ACCURACY * float(z[0]):
             weight *= 20
         else:
             break

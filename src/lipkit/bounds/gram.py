@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lipkit.bounds.kernels import grid
 from lipkit.bounds.symbol_sup import on_grid
-from lipkit.conv.symbol import check_kernel, symbol_at
+from lipkit.conv.symbol import symbol_at
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.transforms import differentiated
@@ -51,12 +52,11 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
     References:
         Delattre, Barthelemy, Araujo & Allauzen, ICML 2023.
     """
-    check_kernel(kernel)
+    every = grid(kernel, lambda k: 8 * (k - 1))
     check_integer("iterations", iterations, 0)
-    if size is not None and (len(size) != 2 or min(size) < 1):
+    if size is not None and (not isinstance(size, tuple | list) or len(size) != 2 or min(size) < 1):
         raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
-    h, w = size or (1 if k == 1 else 8 * (k - 1) for k in kernel.shape[-2:])
-    return on_grid(kernel, groups, (h, w), partial(_largest, iterations), every_size=size is None)
+    return on_grid(kernel, groups, size or every, partial(_largest, iterations), every_size=size is None)
 
 
 def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:

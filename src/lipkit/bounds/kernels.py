@@ -24,6 +24,18 @@ def symbol_error(kernel: Tensor) -> Tensor:
     return torch.where(size.amax() > 0, error + 2.0**-500, error)
 
 
+def grid(kernel: Tensor, points: int | Callable[[int], int]) -> tuple[int, int]:
+    """Points per axis: as many as given, or as a function of the taps there; one where the kernel has one tap."""
+    check_kernel(kernel)
+    first, second = (1 if k == 1 else points if isinstance(points, int) else points(k) for k in kernel.shape[-2:])
+    return first, second
+
+
+def better_side(kernels: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
+    """The smaller of ``sums (g,)`` of the kernels and of their adjoints, for the group where it is largest."""
+    return torch.minimum(sums(kernels), sums(kernels.transpose(1, 2))).amax()
+
+
 def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]) -> Tensor:
     """The bound by ``method``, which gets groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
 

@@ -10,13 +10,15 @@ each inner sum is evaluated as a polynomial, from the autocorrelation of its row
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import scaled_bound
+from lipkit.bounds.kernels import better_side, grid, scaled_bound
 from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.conv.block import half_autocorrelation, half_lags
-from lipkit.conv.symbol import angles, check_kernel, half_grid
+from lipkit.conv.symbol import angles, half_grid
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import gamma, up
@@ -57,7 +59,9 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
     """
     if correction not in ("exact", "paper"):
         raise OptionError(f"correction: expected 'exact' or 'paper', got {correction!r}")
-    sizes = _points(kernel, points)
+    if points is not None:
+        check_integer("points", points, 1)
+    sizes = grid(kernel, points or (lambda k: 5 * (k - 1)))
     kh, kw = kernel.shape[-2:]
     if correction == "exact":
         factor = grid_correction(kh, sizes[0]) * grid_correction(kw, sizes[1])
@@ -85,27 +89,18 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
     References:
         [LipBound] algorithm 1 (PolyGrid).
     """
-    return _polygrid(kernel, groups, _points(kernel, points), 1.0)
-
-
-def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
-    """Grid points of each axis; a single one if the kernel has one tap there."""
-    check_kernel(kernel)
-    if points is not None:
-        check_integer("points", points, 1)
-    first, second = (1 if k == 1 else 5 * (k - 1) if points is None else points for k in kernel.shape[-2:])
-    return first, second
+    check_integer("points", points, 1)
+    return _polygrid(kernel, groups, grid(kernel, points), 1.0)
 
 
 def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float) -> Tensor:
     def bound(kernels: Tensor) -> Tensor:
-        both = torch.stack([_rows(kernels, sizes), _rows(kernels.transpose(1, 2), sizes)])
-        return up(both.amin(0).amax().sqrt() * factor, 8)
+        return up(better_side(kernels, partial(_rows, sizes)).sqrt() * factor, 8)
 
     return scaled_bound(kernel, groups, bound)
 
 
-def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
+def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
     r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, rounding included: ``(g,)``."""
     groups, cout, cin, kh, kw = kernels.shape
     rows, lags = kernels.reshape(groups * cout, cin, 1, kh, kw), half_lags(kh, kw)

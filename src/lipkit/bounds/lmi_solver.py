@@ -131,7 +131,7 @@ class GainProgram:
             out[:, seen] -= scaled[:, units] @ w
         return out
 
-    def minimum(self, x: Tensor, accuracy: float, max_steps: int) -> tuple[Tensor, int]:
+    def minimum(self, x: Tensor, accuracy: float = 1e-5, max_steps: int = 300) -> tuple[Tensor, int]:
         """Minimise gamma to a relative ``accuracy`` from a strictly feasible x; the point and the steps taken."""
         units, ends = self.units, self.ends
         dual = x.new_empty(0)
@@ -231,14 +231,11 @@ def repaired(
     return math.inf, list(safe)
 
 
-def minimise_gain(
-    weights: Sequence[Tensor], errors: Sequence[Tensor] = (), *, accuracy: float = 1e-5, max_steps: int = 300
-) -> tuple[float, list[Tensor], int]:
+def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> tuple[float, list[Tensor], int]:
     """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
     Weights, each of which reads the layer before, and errors are those of `lipkit.bounds.lmi.proves_gain`, which has
-    proved the gain, at most a rounding above the product of the norms; the method stops at a relative duality gap
-    ``accuracy``.
+    proved the gain, at most a rounding above the product of the norms.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
@@ -265,7 +262,7 @@ def minimise_gain(
     barrier = GainProgram(_reduced(unit))
     x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)
     x[0] = 1.1
-    x, steps = barrier.minimum(x, accuracy, max_steps)
+    x, steps = barrier.minimum(x)
     # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s.
     back = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
     safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]

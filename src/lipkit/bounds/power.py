@@ -15,17 +15,15 @@ from torch import Tensor
 
 from lipkit.conv import fold
 from lipkit.conv.symbol import check_kernel, half_grid, symbol_at
-from lipkit.errors import ShapeError
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.matrices import check_integer, thin_svd
+from lipkit.linalg.matrices import check_integer, check_positive, thin_svd
 from lipkit.linalg.singular_value import singular_value
 from lipkit.proof.norms import gram_matrix
 
 
 def _check(kernel: Tensor, h: int, w: int, iterations: int) -> None:
     check_kernel(kernel)
-    if h < 1 or w < 1:
-        raise ShapeError(f"image: expected a height and width of at least 1, got {h} x {w}")
+    check_positive(h=h, w=w)
     check_integer("iterations", iterations, 0)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import scaled_bound, symbol_error
+from lipkit.bounds.kernels import grid, scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
-from lipkit.conv.symbol import check_kernel, half_grid, symbol, symbol_at
-from lipkit.errors import OptionError
+from lipkit.conv.symbol import half_grid, symbol, symbol_at
+from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
@@ -124,11 +124,8 @@ def symbol_sup(
         [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     if points is not None:
-        check_kernel(kernel)
         check_positive(points=points)
-        kh, kw = kernel.shape[-2:]
-        sizes = 1 if kh == 1 else points, 1 if kw == 1 else points
-        return on_grid(kernel, groups, sizes, lambda one, *at: spectral_norm(symbol_at(one, *at)))
+        return on_grid(kernel, groups, grid(kernel, points), lambda one, *at: spectral_norm(symbol_at(one, *at)))
     return _by_cells(kernel, groups, tolerance, finer)
 
 
@@ -151,7 +148,7 @@ def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
 
 
 def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None) -> Tensor:
-    if not 1e-4 <= tolerance <= 1:
+    if not 1e-4 <= finite("tolerance", tolerance) <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     return scaled_bound(kernel, groups, lambda kernels: _supremum(kernels, tolerance, finer))
 

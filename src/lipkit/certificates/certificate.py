@@ -17,8 +17,8 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
 from lipkit.certificates.intervals import check_radii, format_radius
 from lipkit.certificates.local import Bounds
-from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
-from lipkit.errors import OptionError, ShapeError
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure
+from lipkit.errors import OptionError, check_labels
 from lipkit.files import write_atomic
 from lipkit.shown import Shown, axes, upper
 from lipkit.text import csv_text, table
@@ -134,7 +134,8 @@ class Certificate(Shown):
     def describe(self) -> str:
         """Accuracies, the proved constant and what the radii hold for, in three lines."""
         image = len(self.input_shape) == 3
-        spread = self.radius.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        known = torch.where(self.radius.isfinite(), self.radius, 1.0)  # inf counts as 1: it has no quantile
+        spread = known.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         eps = [36 / 255, 72 / 255, 108 / 255] if image else sorted(float(f"{r:.3g}") for r in spread if r > 0)
         shares = [f"{100 * float(self.certified(r).double().mean()):.1f} %" for r in eps]
         head = f"{len(self)} samples: clean {100 * self.clean_accuracy:.1f} %"
@@ -238,7 +239,7 @@ def certify(
         raise OptionError(f"method: expected {wanted}, got {method!r}")
     x, y = as_tensor(x), as_tensor(y)
     seen = check_inputs(network, x, batch_size)
-    _check_labels(x, y)
+    check_labels(y, len(x))
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
         check=margins.check_logits,
@@ -276,14 +277,3 @@ def certify(
         input_range=network.input_range,
         sample_range=seen,
     )
-
-
-def _check_labels(x: Tensor, y: Tensor) -> None:
-    hint = " (one-hot labels: y.argmax(1))" if y.ndim == 2 else ""
-    if y.is_floating_point():
-        raise OptionError(
-            f"expected integer class labels (int64), got {dtype_name(y)}{hint}: certify regression targets by "
-            "lipkit.certificates.certify_regression"
-        )
-    if y.shape != x.shape[:1]:
-        raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}{hint}")

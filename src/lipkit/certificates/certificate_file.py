@@ -276,9 +276,7 @@ MOST_CLAIMS = 24
 LONGEST_CLAIM = 2000
 
 
-def verify(
-    file: CertificateFile, network: modules.Network, x: Samples, y: Samples, *, batch_size: int = 128
-) -> Certificate:
+def verify(file: CertificateFile, network: modules.Network, x: Samples, y: Samples) -> Certificate:
     r"""Prove every radius of a certificate again, from the network and the samples alone.
 
     Args:
@@ -312,7 +310,7 @@ def verify(
         )
     name = claimed.evaluator.option
     method = "local" if claimed.method == "local" else "global"
-    proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=name, batch_size=batch_size)
+    proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=name)
     _check_claims(file, proved, network)
     wrong = claimed.label != proved.label
     for theirs_at, ours_at in ((claimed.radius, proved.radius), (claimed.radius_ignored, proved.radius_ignored)):

@@ -136,7 +136,7 @@ def dense(
     x, y = as_tensor(x), as_tensor(y)
     measured = measure_by(network, x, proof)
     outputs, labels = measured.outputs, y.cpu() if y.is_floating_point() else y.cpu().long()  # floats are refused below
-    if not -outputs.ndim <= dim < outputs.ndim or outputs.ndim < 2 or dim % outputs.ndim == 0:
+    if type(dim) is not int or not -outputs.ndim <= dim < outputs.ndim or dim % outputs.ndim == 0:
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
     budgets = _budgets(measured, dim % outputs.ndim, eps)
     outputs = outputs.movedim(dim, 1)

@@ -65,7 +65,7 @@ class Evaluator:
             raise OptionError(
                 f"made for torch {self.torch}: expected that version, got {torch.__version__}; certify again"
             )
-        _refuse(self.name, violations(self.name, self.device, settings(self.device), network))
+        _sound_settings(self.name, self.device, network)
 
 
 def evaluator(
@@ -79,8 +79,7 @@ def evaluator(
         return Evaluator("real", "real", None, kind, torch.__version__, {})
     if name not in _DTYPES:
         raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
-    found = settings(kind)
-    _refuse(name, violations(name, kind, found, network))
+    found = _sound_settings(name, kind, network)
     dtype = str(_DTYPES[name]).removeprefix("torch.")
     return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, found)
 
@@ -187,13 +186,16 @@ def check_rounding(rounding: str) -> str:
     return rounding
 
 
-def _refuse(name: str, wrong: list[str]) -> None:
-    if wrong:
+def _sound_settings(name: str, kind: str, network: nn.Module | None) -> dict[str, str]:
+    """The present settings; raises if they break the model of this evaluator's arithmetic."""
+    found = settings(kind)
+    if wrong := violations(name, kind, found, network):
         other = "" if name == "float64" else ", or use evaluator='float64'"
         raise OptionError(
             f"rounding='sound': expected IEEE {name.removesuffix('_blocked')} arithmetic, got settings that break it: "
             f"{'; '.join(wrong)}; change them{other}"
         )
+    return found
 
 
 def inner_products_only(device: torch.device, wanted: bool = True) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,7 @@ Applications 1989.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,9 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network, exact_copy
-from lipkit.certificates.relaxation import curve_of
+from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
@@ -97,6 +98,7 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     (0.070651, 1.0)
     """
     check_network(network, "local_gain")
+    check_integer("units", units, 0)
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
         return everywhere
@@ -214,7 +216,7 @@ class _Run(NamedTuple):
         x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))  # the gain and the multipliers
         if not program.inside(x):  # rounding can spoil the start: then the constant stays
             return self.constant, []
-        x, _ = program.minimum(x, accuracy, 300)
+        x, _ = program.minimum(x, accuracy)
         found = list((x[1:] * scale).split([len(values) for values in start]))
         gain, found = repaired(weights, found, [values * scale for values in start], errors)
         return min(self.constant, gain), found
@@ -374,26 +376,12 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
     return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
-class _Smooth(NamedTuple):
-    """A smooth function: its derivative, where the function turns, and a bound of the error of both as computed.
-
-    The derivative turns at the joints of `lipkit.certificates.relaxation.Curve`.
-    """
-
-    derivative: Callable[[Tensor], Tensor]
-    turns: tuple[float, ...] = ()
-    error: float = 2.0**-44
-
-
-# Ten digits of a turning point are enough: the function's value there is wrong by the square of the missing digits.
-_SMOOTH: dict[type[nn.Module], _Smooth] = {
-    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square()),
-    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid())),
-    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),  # beyond its threshold, at least 20, it is the identity
-    nn.SiLU: _Smooth(lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())), (-1.2784645428,)),
-    nn.GELU: _Smooth(
-        lambda x: torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi), (-0.7517915247,)
-    ),
+# Smooth functions, and where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten digits are
+# enough: the function's value there is wrong by the square of the missing digits.
+_TURNS: dict[type[nn.Module], tuple[float, ...]] = {
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softplus), ()),
+    nn.SiLU: (-1.2784645428,),
+    nn.GELU: (-0.7517915247,),
 }
 
 
@@ -414,19 +402,21 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)
         return (inside.double(), (~outside).double()), (module(low), module(high))
-    row, curve = _SMOOTH.get(kind), curve_of(module)  # None for GELU's approximation by tanh
-    if row is None or curve is None or (kind is nn.Softplus and module.beta != 1):
+    curve = curve_of(module)  # None for GELU's approximation by tanh
+    if kind not in _TURNS or curve is None or (kind is nn.Softplus and module.beta != 1):
         return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
 
     def reached(turns: Sequence[float | Tensor]) -> list[Tensor]:
         inside = (torch.as_tensor(turn, dtype=torch.float64).expand_as(low) for turn in turns)
         return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
+    # Of values and derivatives as computed. Beyond its threshold, at least 20, torch's Softplus is the identity.
+    error = 2.0**-27 if kind is nn.Softplus else 2.0**-44
     # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
-    found = [row.derivative(x.clamp(-40, 40)) for x in reached(curve.joints(module))]  # at the ends, and where it turns
-    a, b = _outwards(found, 0.0, row.error)
+    found = [derivative(module, x.clamp(-40, 40)) for x in reached(curve.joints(module))]
+    a, b = _outwards(found, 0.0, error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)
-    return (a, b), _outwards([module(x) for x in reached(row.turns)], row.error, row.error)
+    return (a, b), _outwards([module(x) for x in reached(_TURNS[kind])], error, error)
 
 
 def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,13 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
+from numbers import Real
+from typing import Any
 
 from scipy.special import betaincinv
 from torch import Tensor
 
-from lipkit.errors import OptionError, interval
+from lipkit.errors import OptionError, finite, interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +62,10 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     return low, high
 
 
-def check_confidence(confidence: float) -> None:
+def check_confidence(confidence: object) -> None:
     """Raise `OptionError` unless it is above 0 and below 1."""
-    if not 0 < confidence < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
+    if not (isinstance(confidence, Real) and 0 < float(confidence) < 1):
+        raise OptionError(f"expected a confidence between 0 and 1, got {confidence!r}")
 
 
 LARGE = 8.0
@@ -84,6 +86,13 @@ def format_radius(eps: float) -> str:
     if steps > 0 and abs(eps * 255 - steps) <= 1e-9 * steps:
         return f"{steps}/255"
     return f"{eps:.6g}"
+
+
+def as_radii(name: str, values: Any) -> tuple[float, ...]:
+    """Radii, finite and at least 0; ``OptionError`` for other values, a single number among them."""
+    if not isinstance(values, Iterable) or isinstance(values, str) or getattr(values, "ndim", 1) == 0:
+        raise OptionError(f"{name}: expected several radii, such as (36 / 255,), got {values!r}")
+    return tuple(finite(name, value, least=0) for value in values)
 
 
 def check_radii(

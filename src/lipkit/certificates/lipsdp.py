@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import proves_gain
 from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
@@ -128,13 +129,11 @@ def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
             used += len(weight)
 
 
-def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, units: int | None = None) -> GainProof:
+def solve(network: Network, *, units: int | None = None) -> GainProof:
     """The smallest gain that LMIs can prove for this network, nearly, with the multipliers that prove it.
 
     Args:
         network: result of ``lipkit.export``, with one linear layer or more.
-        accuracy: relative distance from the optimum of the semidefinite program.
-        max_steps: most Newton steps for a run.
         units: most hidden units in one LMI: a run with more is cut at activations, which then count by their constants.
 
     Returns:
@@ -148,6 +147,8 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
     >>> 0 < proof.gain <= proof.product
     True
     """
+    if units is not None:
+        check_integer("units", units, 0)
     proved = attach(network, {})
     multipliers, steps = dict[Place, Tensor](), 0
     parts = [(path, part) for path, part in proved.named_modules() if type(part) is Network]
@@ -161,7 +162,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, uni
         kinds = sorted({type(m).__name__ for m in network.modules()})
         raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")
     for path, part, run in found:
-        _, diagonals, taken = minimise_gain(run.weights, run.errors, accuracy=accuracy, max_steps=max_steps)
+        _, diagonals, taken = minimise_gain(run.weights, run.errors)
         steps += taken
         values = dict(zip(run.places, diagonals, strict=True))
         if not values and run.stop - run.start > 1:

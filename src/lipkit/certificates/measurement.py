@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
 from lipkit.integer.quantisation import quantise
+from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.configuration import describe
@@ -109,22 +111,16 @@ def _asked(
 # What no forward pass of exactly these types reads: its line in the code, the first value of a weight.
 _IDLE = {"where": (modules.Product, modules.MatrixProduct), "init": (torch.nn.PReLU,)}
 
+# Attributes of every module that `guard` looks at, or that no forward pass reads.
+_NO_SWITCHES = vars(torch.nn.Module()).keys() - {"training"} | {"input_range"}
 
-def _switches(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes of a module: the hash of the stored form does not cover all of them."""
-    plain = (bool, int, float, str, tuple, list, set, type(None))  # what a forward pass may depend on
-    read = (*plain, np.generic)
-    own = {key: value for key, value in vars(module).items() if key != "input_range" and isinstance(value, read)}
 
-    def exact(value: Any) -> bool:
-        many = isinstance(value, tuple | list | set)
-        return type(value) in (*plain, torch.Size, np.float64) and (not many or all(map(exact, value)))
+# Values that are compared, of exactly these types: a subclass may compare and iterate as it likes.
+_PLAIN = (bool, int, float, str, type(None), np.float64, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 
-    for key, value in own.items():
-        if not exact(value):  # a subclass may compare and iterate as it likes
-            name = type_name(type(module))
-            raise OptionError(f"{name}: expected {key} as a number of Python or a word, got {value!r}")
-    return {key: tuple(value) if isinstance(value, list | set) else value for key, value in own.items()}
+
+def _exact(value: Any) -> bool:
+    return all(map(_exact, value)) if type(value) in (tuple, list, set, torch.Size) else type(value) in _PLAIN
 
 
 def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
@@ -155,15 +151,21 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
 def _check_alike(network: modules.Network, exact: modules.Network, expected: str, remedy: str) -> None:
     """Raise if a network differs from the float64 copy of what is stored of it: by types, attributes or transforms."""
     for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        own, made, kind = _switches(module), _switches(twin), type(module)
-        if own.get("padding_mode") == "zeros":  # what torch noted of the padding counts only in other modes
-            own.pop("_reversed_padding_repeated_twice", None)
+        kind, unread = type(module), {key for key, types in _IDLE.items() if type(module) in types}
+        pairs = {"type": (kind, type(twin))}
         # What neither the copy nor its class has is read by no forward pass.
-        then = {"type": type(twin), **{key: made.get(key, getattr(kind, key, value)) for key, value in own.items()}}
-        for key, value in {"type": kind, **own}.items():
-            idle = key == "_is_full_backward_hook" or kind in _IDLE.get(key, ())
-            if value != then[key] and not idle:
-                raise OptionError(f"{expected.format(name)}, with {key} = {then[key]!r}, got {value!r}: {remedy}")
+        for key in dict.fromkeys((*vars(module), *vars(twin))):
+            if key not in _NO_SWITCHES | unread and hasattr(module, key) and hasattr(twin, key):
+                pairs[key] = getattr(module, key), getattr(twin, key)
+        if kind is type(twin) and getattr(module, "padding_mode", None) == "zeros":
+            pairs.pop("_reversed_padding_repeated_twice", None)  # what torch noted of the padding counts in other modes
+        for key, pair in pairs.items():
+            if key != "type" and not all(map(_exact, pair)):
+                what = f"{key} as a number of Python or a word, got {pair[0]!r}"
+                raise OptionError(f"{type_name(kind)}: expected {what}: make a tensor a buffer")
+            value, then = (tuple(v) if isinstance(v, list) else v for v in pair)
+            if value != then:
+                raise OptionError(f"{expected.format(name)}, with {key} = {then!r}, got {value!r}: {remedy}")
         for key in twin._non_persistent_buffers_set:  # made anew from its sizes
             now, anew = getattr(module, key), getattr(twin, key).cpu()
             if not torch.equal(now.cpu(), anew.to(now.dtype)):
@@ -291,6 +293,8 @@ def measure(
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
         made_for = proof.evaluator
     else:
+        if not isinstance(proof, Proof):
+            raise OptionError(f"proof: expected the result of lipkit.prove, got {type(proof).__name__}")
         made_for = _asked(network, rounding, evaluator, device)[1]
         proof.check(network, rounding, made_for)
     return evaluate(proof, x, made_for, batch_size, check)
@@ -333,8 +337,11 @@ def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -
 
 def float64_device(device: str | torch.device) -> torch.device:
     """``device``, or the CPU where that device has no float64."""
-    device = torch.device(device)
-    return torch.device("cpu") if device.type == "mps" else device
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise OptionError(f"device: expected a device of torch, such as 'cpu' or 'cuda', got {device!r}") from None
+    return torch.device("cpu") if found.type == "mps" else found
 
 
 def as_tensor(values: object) -> Tensor:
@@ -388,8 +395,7 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
                 f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:.9g} "
                 f"to {most:.9g}: rescale them (8-bit images: / 255), or set network.input_range = None"
             )
-    if batch_size < 1:
-        raise OptionError(f"expected batch_size >= 1, got {batch_size}")
+    check_integer("batch_size", batch_size, 1)
     return least, most
 
 

@@ -27,7 +27,8 @@ from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
 from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.vnnlib import Case
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
+from lipkit.linalg.matrices import check_integer
 from lipkit.modules import Network
 from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.roundoff import next_down, next_up
@@ -61,11 +62,8 @@ class Answer(Shown):
         if self.point is not None and self.outputs is not None:
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
-        if self.answer == "holds" and not self.boxes:
-            return "holds\nfor any network: no input meets the conditions"
-        real = (
-            f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on {self.boxes} boxes"
-        )
+        real = f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on "
+        real += f"{self.boxes} boxes"
         return real if self.answer == "holds" else f"{real}: {100 * self.proved:.4g} % of the volume"
 
 
@@ -131,10 +129,10 @@ class _Group:
                 return points[i], alone
         return None
 
-    def descend(self, network: Network, end: float, seed: int) -> tuple[Tensor, Tensor] | None:
+    def descend(self, network: Network, end: float) -> tuple[Tensor, Tensor] | None:
         """Signed steps down the condition that is furthest from being met, from random points."""
         low, width = self.ends[0], self.ends[1] - self.ends[0]
-        random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x, cases = low + width * random, torch.arange(_STARTS) % len(self.cases)
         scale = self.rows.abs().sum(1).clamp_min(1e-300)  # so that conditions of all sizes compare
         for step in range(_STEPS):
@@ -151,7 +149,9 @@ class _Group:
 
 
 def _check_cases(cases: Sequence[object], inputs: int, outputs: int) -> None:
-    """Raise unless these are cases of a network of that many inputs and outputs."""
+    """Raise unless these are cases of a network of that many inputs and outputs, one at least."""
+    if not cases:
+        raise OptionError("cases: expected one or more, got none: no input meets the conditions, so nothing is proved")
     for case in cases:
         if not isinstance(case, Case):
             got = type(case).__name__
@@ -171,7 +171,6 @@ def verify_property(
     seconds: float = 60.0,
     evaluator: str | None = None,
     batch: int = 128,
-    seed: int = 0,
 ) -> Answer:
     r"""Prove that no input meets one of the cases, or find one that does.
 
@@ -182,7 +181,6 @@ def verify_property(
         evaluator: ``"float32"``, ``"float64"`` or ``"float32_blocked"``, as in `lipkit.certify`; None is the format of
             the network, and float64 where torch's settings break float32 (`lipkit.certificates.evaluators`).
         batch: boxes that are bounded at once.
-        seed: of the search for points.
 
     Guarantee:
         ``"holds"`` is a proof: no real input meets a case with the outputs of the stored numbers in exact arithmetic,
@@ -191,8 +189,8 @@ def verify_property(
         outputs that this machine computed.
 
     Raises:
-        NoRuleError: no exported network. OptionError: no cases, or those of another network; ``batch`` below 1;
-            settings of torch that break the evaluator's arithmetic.
+        NoRuleError: no exported network. OptionError: no cases, which would hold for any network, or those of another
+            one; ``seconds`` or a ``batch`` out of range; settings of torch that break the evaluator's arithmetic.
 
     >>> from torch import nn; from lipkit.certificates.vnnlib import cases
     >>> net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
@@ -201,9 +199,8 @@ def verify_property(
     ['holds', 'violated']
     """
     check_network(network, "verify_property")
-    if batch < 1:
-        raise OptionError(f"batch: expected at least 1, got {batch}")
-    end = time.monotonic() + seconds
+    check_integer("batch", batch, 1)
+    end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds))
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide or violations("float32", "cpu", settings("cpu"), network) else "float32"
@@ -221,11 +218,11 @@ def verify_property(
 
     def answer(name: str, found: tuple[Tensor, Tensor] | None = None) -> Answer:
         point, y = found or (None, None)
-        return Answer(name, made_for, point, y, boxes, volume / max(1, len(groups)))
+        return Answer(name, made_for, point, y, boxes, volume / len(groups))
 
     with torch.no_grad():
         for group in groups:
-            if (found := group.descend(bounds.network, end, seed)) is not None:
+            if (found := group.descend(bounds.network, end)) is not None:
                 return answer("violated", found)
         for group in groups:
             # Open boxes, each with its fraction of the volume; the last ones come first, so that few are kept.

@@ -172,7 +172,7 @@ def certify_regression(
     sensors = None
     if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
         if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
-            raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
+            raise OptionError(f"expected delta as numbers >= 0, one for each input or channel, got {delta}")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
         delta = float(size(sensors[None]))  # the ball around the box that the sensors reach
     delta = finite("delta", delta, least=0)

@@ -191,11 +191,14 @@ class Relaxation:
         return (c + d) / 2
 
     def _slope(self, z: Tensor) -> Tensor:
-        if self.curve is not None and self.curve.slope is not None:
-            return self.curve.slope(self.module, z)
-        with torch.enable_grad():
-            z = z.detach().requires_grad_()
-            return torch.autograd.grad(self.module(z).sum(), z)[0]
+        return self.curve.slope(self.module, z) if self.curve and self.curve.slope else derivative(self.module, z)
+
+
+def derivative(module: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """The derivative of a scalar activation at each z, as torch computes it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        z = z.detach().clone().requires_grad_()
+        return torch.autograd.grad(module(z).sum(), z)[0]
 
 
 def _chord(c: Tensor, d: Tensor, at_c: Tensor, at_d: Tensor) -> Tensor:

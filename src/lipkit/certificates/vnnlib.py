@@ -13,10 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lipkit.errors import OptionError
+from lipkit.files import read_text
 from lipkit.modules import Network
 from lipkit.modules.registry import output_shape
 
@@ -50,11 +50,13 @@ def read_vnnlib(path: str | os.PathLike[str], network: Network) -> list[Case]:
     """The cases of a file about an exported network, for `lipkit.certificates.verify_property`.
 
     Raises:
-        OptionError: no VNN-LIB, a condition that is not linear or mixes inputs, an input without both limits.
+        OptionError: no file of VNN-LIB, a condition that is not linear or mixes inputs, an input without both limits.
     """
     sizes = math.prod(network.input_shape), math.prod(output_shape(network, network.input_shape))
     try:
-        return cases(Path(path).read_text(encoding="utf-8"), *sizes)
+        return cases(read_text(path), *sizes)
+    except OSError as error:
+        raise OptionError(f"{path}: expected a file of VNN-LIB, got: {error.strerror or error}") from None
     except (RecursionError, UnicodeDecodeError):
         raise OptionError(f"{path}: expected a text of VNN-LIB, got other bytes or terms nested too deep") from None
     except OptionError as error:

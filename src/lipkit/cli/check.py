@@ -24,7 +24,7 @@ CLAIMED = "claimed, not checked:"
 @click.argument("network", type=click.Path(path_type=Path))
 @click.argument("data")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets.")
-@click.option("--limit", type=click.IntRange(min=1), help="Number of samples, if the certificate has a part of them.")
+@click.option("--limit", type=click.IntRange(min=1), help="Number of samples; default: that of the certificate.")
 @click.option("--eps", multiple=True, metavar="EPS", help="Radii of certified accuracies to print; default 36/255, ...")
 @LARGE_EPS
 def command(
@@ -49,7 +49,8 @@ def command(
     radii = [radius for text in eps for radius in read_radii(text)] or list(EPS)
     file = read_certificate(certificate)
     stored = modules.load(network)
-    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)  # the network's range
+    count = limit or len(file.certificate)
+    loaded = datasets.load(data, root=root, limit=count, limits=stored.input_range)  # the network's range
     check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)
@@ -62,7 +63,7 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
     from lipkit.certificates.certificate_file import unchecked
     from lipkit.text import printable
 
-    larger = int((file.certificate.radius > confirmed.radius).sum())
+    larger = file.certificate.radius > confirmed.radius  # `verify` allows no more than rounding
     lines = [
         f"confirmed  {len(confirmed)} samples of {printable(data)}, network {confirmed.network_sha256[:16]}...",
         f"constant   {confirmed.constant:.9g} ({confirmed.method}); rounding {confirmed.rounding}, "
@@ -70,8 +71,12 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
         f"clean      {100 * confirmed.clean_accuracy:.2f} %",
     ]
     lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r, large_eps=True):.2f} %" for r in radii]
-    if larger:
-        lines.append(f"rounding   {larger} radii of the file are larger than those proved here; the latter count")
+    if count := int(larger.sum()):
+        most = float((file.certificate.radius / confirmed.radius - 1)[larger].max())
+        lines.append(
+            f"rounding   {count} radii of the file are larger than those proved here, by a relative {most:.0e} at "
+            "most; the latter count"
+        )
     lines += ["", CLAIMED]
     for name, value in unchecked(file).items():
         # Wrap here: if the terminal wrapped, text from the file could begin a line and look like lipkit's own output.

@@ -4,10 +4,6 @@ A kernel :math:`K` is the polynomial :math:`F(z_1, z_2) = \sum_s K[s] z_1^{s_1} 
 multiplies the polynomials. For a projector :math:`P` the two taps :math:`(P, I - P)` are the factor
 :math:`P + (I - P) z`, unitary on the circle: products of such factors and one semi-orthogonal matrix are orthogonal
 convolutions of any kernel size.
-
-The kernel of a convolution followed by its adjoint is :math:`A[\delta] = \sum_s K[s+\delta]^\top K[s]`, so that
-:math:`F(w)^*F(w) = \sum_\delta A[\delta]^\top e^{i\langle\delta,w\rangle}`: ``(2 kh - 1)(2 kw - 1)`` matrices, half of
-them by :math:`A[-\delta] = A[\delta]^\top`.
 """
 
 from __future__ import annotations
@@ -128,8 +124,10 @@ def half_lags(kh: int, kw: int) -> Tensor:
 def half_autocorrelation(kernels: Tensor) -> Tensor:
     r"""The matrices :math:`A[\delta]` at :func:`half_lags` of kernels ``(g, cout, cin, kh, kw)``: ``(g, L, cin, cin)``.
 
-    Cost:
-        One product for each pair of taps, half of them by symmetry: ``(kh kw)^2 / 2`` products of channel matrices.
+    .. math:: A[\delta] = \sum_s K[s+\delta]^\top K[s], \qquad A[-\delta] = A[\delta]^\top, \qquad
+              F(w)^*F(w) = \sum_\delta A[\delta]^\top e^{i\langle\delta,w\rangle}
+
+    They take ``(kh kw)^2 / 2`` products of channel matrices, one for each pair of taps and half of them by symmetry.
 
     >>> half_autocorrelation(torch.tensor([[[[[1.0, 2.0]]]]])).flatten().tolist()
     [5.0, 2.0]

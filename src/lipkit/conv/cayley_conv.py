@@ -1,8 +1,7 @@
 r"""Circular convolutions by the Cayley transform in solve form, without forming the layer's matrices.
 
-With the symbol :math:`[W_1\ W_2]` of a wide kernel (at each frequency; of a tall one, :math:`[W_1; W_2]`) and N of
-:mod:`lipkit.conv.normal_matrices`, the product of the Cayley transform with a vector x takes one solve, as does its
-derivative:
+With the matrices of :mod:`lipkit.conv.normal_matrices`, the product of the Cayley transform with a vector x takes one
+solve at each frequency, as does its derivative:
 
 .. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2; \qquad
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x; \qquad \nabla_N = -2 k h^*,\; N^* k = \nabla_y .
@@ -35,9 +34,12 @@ from lipkit.conv.normal_matrices import (
 )
 from lipkit.conv.spectrum import Symbol, apply_symbol
 from lipkit.conv.spread import spread_cayley, spread_pays
+from lipkit.conv.symbol import check_images, check_kernel
 from lipkit.conv.transform import count_real, to_images, to_rows, transform_matrices
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.cayley import Factors
+from lipkit.linalg.matrices import at_least_float32
+from lipkit.linalg.precision import autocast_off, without_autocast
 from lipkit.linalg.transforms import transformed
 
 
@@ -56,17 +58,16 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, form: Form, *inputs: Any) -> Tensor:
-        x, bias, scale, real, _, rest_real, rest_pair, *constants = inputs
-        h, w = x.shape[-2:]
-        matrices = _transform(constants)
+        x, bias, scale, real, _, rest_real, _, *constants = inputs
+        (h, w), matrices = x.shape[-2:], constants[4:]
         rows = to_rows(x, matrices)
         # Scale in place between the transforms: a pass into fresh memory costs several in-place passes.
         if scale is not None and form == "first adjoint":
             rows.mul_(scale)
         n = real.shape[-1]
         out = x.new_empty(h * w, len(x), n + rest_real.shape[1] if form == "tall" and rest_real is not None else n)
-        groups = _groups(h, w, rest_real, rest_pair, constants)
-        kept = [t for group in groups for t in forward_rows(form, group, rows, out)]
+        kept = [t for group in _groups(form, inputs) for t in forward_rows(form, group, rows, out)]
+        kept += [None] * (4 - len(kept))
         if scale is not None and form == "second":
             out.mul_(scale)
         if bias is not None:
@@ -74,58 +75,52 @@ class _Solved(torch.autograd.Function):
             out[0].add_(bias, alpha=math.sqrt(h * w))
         y = to_images(out, h, w, matrices)
         ctx.form = form
-        ctx.save_for_backward(*inputs, y if scale is not None and form == "second" else None, *kept)
+        ctx.save_for_backward(y if scale is not None and form == "second" else None, *kept, *inputs)
         return y
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+        (g,), form = grads, ctx.form
         saved = ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
-        inputs, constants, (y, *kept) = saved[:7], saved[7:13], saved[13:]
-        x, bias, scale, _, _, rest_real, rest_pair = inputs
+        (y, *kept), inputs = saved[:5], saved[5:]
+        x, bias, scale, _, _, _, _, *constants = inputs
         none = (None,) * len(constants)
-        matrices = _transform(constants)
         if torch.is_grad_enabled() or transformed(g):
-            return None, *gradients(ctx.form, inputs, g), *none
-        h, w = x.shape[-2:]
+            return None, *gradients(form, inputs[:7], g), *none
+        (h, w), matrices = x.shape[-2:], constants[4:]
         for_bias, for_scale, for_x = None, None, None
-        with torch.autocast(g.device.type, enabled=False):
-            g_rows = to_rows(g, matrices)
-            if bias is not None:
-                for_bias = g_rows[0].sum(0).mul_(math.sqrt(h * w))
-            if y is not None:
-                # y = scale z + bias, and z is not kept: <g, z> = (<g, y> - bias sum(g)) / scale.
-                along = (g * y).sum((0, 2, 3))
-                for_scale = (along if for_bias is None else along - bias * for_bias) / scale
-                g_rows.mul_(scale)
-            out = torch.empty(h * w, *x.shape[:2], dtype=x.dtype, device=x.device)
-            symbol = any(ctx.needs_input_grad[4:8])
-            for_symbol: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 2
-            for i, group in enumerate(_groups(h, w, rest_real, rest_pair, constants)):
-                one, two = kept[2 * i], kept[2 * i + 1]
-                for_symbol[i] = backward_rows(ctx.form, group, one, two, g_rows, out, symbol=symbol)
-            scaled = scale is not None and y is None
-            if ctx.needs_input_grad[1] or scaled:
-                for_x = to_images(out, h, w, matrices)
-            if scaled and for_x is not None:
-                # `out` was read by to_images and is free: its memory holds the product.
-                for_scale = torch.mul(for_x, x, out=out.view(x.shape)).sum((0, 2, 3))
-                for_x.mul_(scale[:, None, None])
+        g_rows = to_rows(g, matrices)
+        if bias is not None:
+            for_bias = g_rows[0].sum(0).mul_(math.sqrt(h * w))
+        if y is not None:
+            # y = scale z + bias, and z is not kept: <g, z> = (<g, y> - bias sum(g)) / scale.
+            along = (g * y).sum((0, 2, 3))
+            for_scale = (along if for_bias is None else along - bias * for_bias) / scale
+            g_rows.mul_(scale)
+        out = torch.empty(h * w, *x.shape[:2], dtype=x.dtype, device=x.device)
+        symbol = any(ctx.needs_input_grad[4:8])
+        for_symbol: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 2
+        for i, group in enumerate(_groups(form, inputs)):
+            for_symbol[i] = backward_rows(form, group, kept[2 * i], kept[2 * i + 1], g_rows, out, symbol=symbol)
+        scaled = scale is not None and y is None
+        if ctx.needs_input_grad[1] or scaled:
+            for_x = to_images(out, h, w, matrices)
+        if scaled and for_x is not None:
+            # `out` was read by to_images and is free: its memory holds the product.
+            for_scale = torch.mul(for_x, x, out=out.view(x.shape)).sum((0, 2, 3))
+            for_x.mul_(scale[:, None, None])
         (for_real, for_rest_real), (for_pair, for_rest_pair) = for_symbol
         return None, for_x, for_bias, for_scale, for_real, for_pair, for_rest_real, for_rest_pair, *none
 
 
-def _transform(constants: Sequence[Any]) -> list[Tensor]:
-    return [t for t in constants[4:] if t is not None]
-
-
-def _groups(
-    h: int, w: int, rest_real: Tensor | None, rest_pair: Tensor | None, constants: Sequence[Any]
-) -> list[Group]:
-    real, real_pivots, pair, pair_pivots = constants[:4]
+def _groups(form: Form, inputs: Sequence[Any]) -> list[Group]:
+    """The real frequencies, and the pairs if there are any; of the square transform, A alone, without W_2."""
+    h, w = inputs[0].shape[-2:]
     n = count_real(h, w)
-    groups = [Group(Factors(real, real_pivots), rest_real, slice(0, n))]
-    return [*groups, Group(Factors(pair, pair_pivots), rest_pair, slice(n, None))] if h * w > n else groups
+    rest_real, rest_pair = (None, None) if form == "first adjoint" else inputs[5:7]
+    groups = [Group(Factors(*inputs[7:9]), rest_real, slice(0, n))]
+    return [*groups, Group(Factors(*inputs[9:11]), rest_pair, slice(n, None))] if h * w > n else groups
 
 
 def solve_form(
@@ -149,33 +144,25 @@ def solve_form(
     """
     if scale is not None and form not in ("second", "first adjoint"):
         raise OptionError(f"scale: expected None with form={form!r}, got shape {tuple(scale.shape)}")
-    h, w = x.shape[-2:]
     exact = normal.real.dtype
+    factors = factors_for(normal, x) if factors is None else factors
     if x.dtype != exact:
-        factors = factors_for(normal, x) if factors is None else factors
         if not isinstance(factors, Rounded):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
-            half = Symbol(*(part.to(x.dtype) for part in _scaled_half(normal, factors.factors, scale)))
+            half = second_half(normal, factors.factors, scale).to(x.dtype)
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
         rounded: Tensor = RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
-    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    if torch.compiler.is_compiling() or transformed():
+    if factors is None:
         return plain_solve(form, x, bias, scale, normal)
-    # Rounded factors no longer fit if a user's function between two maps has widened x.
-    factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Rounded) else factors
+    if isinstance(factors, Rounded):  # a user's function between two maps has widened x
+        factors = factors.factors
+    matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
     if form == "second" and x.shape[1] < len(x):
-        return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
-    real, pair = factors
-    constants = (*real, *pair, *matrices, *(None,) * (2 - len(matrices)))
-    y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *constants)
+        return apply_symbol(second_half(normal, factors, scale), x, matrices, bias)
+    y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *factors[0], *factors[1], *matrices)
     return y
-
-
-def _scaled_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
-    half = second_half(normal, factors)
-    return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 
 # From this many images per input channel on, B is formed in float32 and rounded: one product of features is cheaper.
@@ -184,6 +171,8 @@ FEW_ROWS = 8
 
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
+
+    Under a compiler and under transforms of functions None: the plain form has no use for them.
 
     In half precision an inverse pays for images in number a third of the channels, not half of them: products are
     faster there. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
@@ -216,6 +205,9 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Returns:
         ``(B, cout, h, w)``, with the norm of x if cout >= cin and there is no bias.
 
+    Raises:
+        ShapeError: the kernel has no four dimensions, or x other ones.
+
     Cost:
         For c = min(cout, cin), at each of about h w / 2 frequencies: LU factors of size c and a solve for B images
         forward, a solve and one product of B c^2 backward. From B = c / 2 on, an inverse replaces the solves. Where
@@ -229,10 +221,15 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     References:
         [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1.
     """
-    cout, cin = kernel.shape[:2]
-    if spread_pays(kernel, *x.shape[-2:]):
-        return spread_cayley(kernel, x.to(kernel.dtype), bias, x.dtype)
-    return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, *x.shape[-2:]), bias=bias)
+    check_kernel(kernel)
+    kernel, (cout, cin) = at_least_float32(kernel), kernel.shape[:2]
+    batch, channels, h, w = check_images(x)
+    if channels != cin:
+        raise ShapeError(f"kernel and x: expected one number of inputs, got {tuple(kernel.shape)} and {tuple(x.shape)}")
+    with autocast_off(x):
+        if batch and spread_pays(kernel, h, w):  # torch refuses to transform empty batches
+            return spread_cayley(kernel, x, bias)
+        return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, h, w), bias=bias)
 
 
 def solves_pay(x: Tensor, side: int) -> bool:

@@ -5,8 +5,8 @@ Every product with features, forward and backward, has rounded factors. The equa
 :mod:`lipkit.conv.cayley_conv`, with products by :math:`M = N^{-1}` in place of solves:
 
 .. math:: \text{wide:}\quad & h = M (x_1 - W_2 x_2), && k = 2 M^* g, && \nabla_N = -k h^* \\
-          \text{tall:}\quad & h = M x, && k = M^* (2 g_1 - 2 W_2^* g_2), && \nabla_N = -k h^* \\
-          \text{second:}\quad & h = M W_2 x, && k = -2 M^* g, && \nabla_N = -k h^* \\
+          \text{second:}\quad & h = -M W_2 x, && k = 2 M^* g, && \nabla_N = -k h^* \\
+          \text{tall:}\quad & h = M x, && k = 2 M^* (g_1 - W_2^* g_2), && \nabla_N = -k h^* \\
           \text{first adjoint:}\quad & h = M^* x, && k = 2 M g, && \nabla_N = -h k^*
 
 Everything is real: a complex matrix is the pair of its parts (:class:`lipkit.conv.Symbol`).
@@ -23,6 +23,7 @@ from torch import Tensor
 from lipkit.conv.normal_matrices import Form, gradients
 from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows
 from lipkit.conv.transform import to_images, to_rows, transform_matrices
+from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import transformed
 
 
@@ -67,33 +68,29 @@ class RoundedSolve(torch.autograd.Function):
     def forward(ctx: Any, form: Form, *inputs: Any) -> Tensor:
         x, bias, scale, _, _, rest_real, rest_pair, *parts = inputs
         (h, w), inverse, rest = x.shape[-2:], Symbol(*parts), None
-        if rest_real is not None and form != "first adjoint":
+        adjoint = form == "first adjoint"
+        if rest_real is not None and not adjoint:
             rest = rounded_symbol(rest_real.mT, rest_pair.mT, x.dtype)
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
         rows = to_rows(x, matrices)
-        n = inverse.real.shape[1]
-        kept: Tensor | None = None  # the rows that W_2 multiplied
-        if form == "first adjoint":
-            rows = rows if scale is None else rows.mul_(scale.to(x.dtype))
-            solved = _times(inverse, rows, h, w, adjoint=True)
-            out = torch.lerp(rows, solved, 2.0)
-        elif form == "second":
-            assert rest is not None
+        if adjoint and scale is not None:
+            rows.mul_(scale.to(x.dtype))
+        own, kept = rows, None  # kept are the rows that W_2 multiplies
+        if form == "wide" and rest is not None:
+            own, kept = rows.tensor_split([inverse.real.shape[1]], -1)
+        if form == "second":
             kept = rows
-            solved = _times(inverse, _times(rest, rows, h, w), h, w)
-            out = solved * (-2 if scale is None else (-2 * scale).to(x.dtype))
-        elif form == "tall":
-            solved = _times(inverse, rows, h, w)
-            out = torch.lerp(rows, solved, 2.0)
-            if rest is not None:
-                out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)  # y = [2 h - x; -2 W_2 h]
+        moved = own
+        if rest is not None and kept is not None:
+            moved = _times(rest, kept, h, w)
+            moved = moved.neg_() if form == "second" else own - moved
+        solved = _times(inverse, moved, h, w, adjoint=adjoint)
+        if form == "second":
+            out = solved * (2 if scale is None else (2 * scale).to(x.dtype))
         else:
-            own = moved = rows[..., :n]
-            if rest is not None:
-                kept = rows[..., n:]
-                moved = own - _times(rest, kept, h, w)
-            solved = _times(inverse, moved, h, w)
             out = torch.lerp(own, solved, 2.0)
+        if form == "tall" and rest is not None:
+            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
         if bias is not None:
             # A constant image is the coefficient of frequency 0, the first row.
             out[0].add_(bias, alpha=math.sqrt(h * w))
@@ -102,6 +99,7 @@ class RoundedSolve(torch.autograd.Function):
         return to_images(out, h, w, matrices)
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,), form = grads, ctx.form
         *inputs, m_real, m_pair, w_real, w_pair, solved, kept = ctx.saved_tensors
@@ -110,48 +108,37 @@ class RoundedSolve(torch.autograd.Function):
             inputs = (x.to(real.dtype), *inputs[1:])
             for_x, *others = gradients(form, inputs, g.to(real.dtype))
             return None, None if for_x is None else for_x.to(x.dtype), *others, None, None
-        with torch.autocast(g.device.type, enabled=False):
-            for_x, for_bias, for_scale, needed = None, None, None, ctx.needs_input_grad[1:4]
-            for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
-            (h, w), inverse = x.shape[-2:], Symbol(m_real, m_pair)
-            rest = None if w_real is None else Symbol(w_real, w_pair)
-            matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-            rows, n = to_rows(g, matrices), inverse.real.shape[1]
-            if needed[1]:
-                for_bias = rows[0].sum(0, dtype=torch.float32).mul_(math.sqrt(h * w))
-            # k carries the factor 2 of 2 h - x (or -2): scaling it once, in place, saves a pass over each gradient.
-            if form == "first adjoint":
-                k = _times(inverse, rows, h, w).mul_(2)
-                out = k - rows
-            elif form == "second":
-                assert rest is not None
-                if scale is not None:
-                    # y = -2 s h, and the transform keeps inner products, so those of the coefficients serve.
-                    for_scale = -2 * _sum_of_rows(rows * solved)
-                    rows = rows * scale.to(rows.dtype)
-                k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)
-                for_rest = _outer(k, kept, h, w, 1)
-                out = _times(rest, k, h, w, adjoint=True)
-            elif form == "tall":
-                own, other = rows[..., :n], rows[..., n:]
-                top = own if rest is None else own - _times(rest, other, h, w, adjoint=True)
-                k = _times(inverse, top, h, w, adjoint=True).mul_(2)
-                if rest is not None:
-                    for_rest = _outer(other, solved, h, w, -2)
-                out = k - own
-            else:
-                k = _times(inverse, rows, h, w, adjoint=True).mul_(2)
-                out = k - rows
-                if rest is not None:
-                    for_rest = _outer(k, kept, h, w, -1)
-                    out = torch.cat((out, _times(rest, k, h, w, adjoint=True).neg_()), -1)
-            # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory -conj(h k^*).
-            one, two = (k, solved) if form == "first adjoint" else (solved, k)
-            for_normal = _outer(one, two, h, w, -1, conjugate=True)
-            scaled = scale is not None and form == "first adjoint"
-            if needed[0] or scaled:
-                for_x = to_images(out, h, w, matrices)
-                if scaled:
-                    for_scale = _sum_of_rows((for_x * x).flatten(2).mT)
-                    for_x = for_x * scale.to(x.dtype)[:, None, None]
+        for_x, for_bias, for_scale, needed = None, None, None, ctx.needs_input_grad[1:4]
+        for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
+        (h, w), inverse, adjoint = x.shape[-2:], Symbol(m_real, m_pair), form == "first adjoint"
+        rest = None if w_real is None else Symbol(w_real, w_pair)
+        matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+        rows = to_rows(g, matrices)
+        if needed[1]:
+            for_bias = rows[0].sum(0, dtype=torch.float32).mul_(math.sqrt(h * w))
+        if form == "second" and scale is not None:
+            # y = 2 s h, and the transform keeps inner products, so those of the coefficients serve.
+            for_scale = 2 * _sum_of_rows(rows * solved)
+            rows = rows * scale.to(rows.dtype)
+        own, other = rows.tensor_split([inverse.real.shape[1]], -1)
+        top = own
+        if form == "tall" and rest is not None:
+            top = own - _times(rest, other, h, w, adjoint=True)
+            for_rest = _outer(other, solved, h, w, -2)
+        # k carries the factor 2 of 2 h - x: scaling it once, in place, saves a pass over each gradient.
+        k = _times(inverse, top, h, w, adjoint=not adjoint).mul_(2)
+        out = k if form == "second" else k - own
+        if kept is not None and rest is not None:
+            for_rest = _outer(k, kept, h, w, -1)
+            beside = _times(rest, k, h, w, adjoint=True).neg_()
+            out = beside if form == "second" else torch.cat((out, beside), -1)
+        # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory -conj(h k^*).
+        one, two = (k, solved) if adjoint else (solved, k)
+        for_normal = _outer(one, two, h, w, -1, conjugate=True)
+        scaled = scale is not None and adjoint
+        if needed[0] or scaled:
+            for_x = to_images(out, h, w, matrices)
+            if scaled:
+                for_scale = _sum_of_rows((for_x * x).flatten(2).mT)
+                for_x = for_x * scale.to(x.dtype)[:, None, None]
         return None, for_x, for_bias, for_scale, *for_normal, *for_rest, None, None

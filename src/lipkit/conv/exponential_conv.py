@@ -4,33 +4,27 @@ A kernel with :math:`K[s] = -K[-s]^\top` is a skew-symmetric convolution, with c
 operator A is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal. The
 polynomial :math:`p_T(A)` has the singular values :math:`|p_T(i\theta)|`, which ``taylor_range`` bounds.
 
-The polynomial :math:`p_T(K) * x` of a c x c kernel on B images of P pixels costs, in real operations,
-
-* **features**: T convolutions, :math:`2 T k^2 B P c^2`;
-* **frequencies**: T complex products of the matrices of the symbol with the transformed images,
-  :math:`4 T B P c^2`;
-* **symbol**: the polynomial of those matrices by about :math:`m = 2 \sqrt T` products, :math:`4 m P c^3`, and one
-  product with the images, :math:`4 B P c^2`.
-
-The last two also make the symbol, :math:`2 k^2 P c^2`, which has to fit into memory, and transform the images,
-:math:`8 \sqrt P\, B P c`.
+It is taken in one of three ways: of the **features**, by T convolutions; at the **frequencies** of the transformed
+images, by T products with the matrices of the symbol; or of the **symbol**, by products of those matrices and one with
+the images.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d
 from lipkit.conv.spectrum import Spectrum, analyse, apply_symbol, as_complex, as_pair, kernel_symbol, synthesise
-from lipkit.conv.symbol import check_kernel, fold
+from lipkit.conv.symbol import check_images, check_kernel, fold
 from lipkit.conv.transform import transform_matrices
-from lipkit.errors import ShapeError
+from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range
+from lipkit.linalg.matrices import at_least_float32
 from lipkit.linalg.precision import autocast_off, autocast_on
 
 
@@ -121,7 +115,7 @@ HALF_GAIN = 2.5
 
 
 def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
-    """Number of operations of each way; only 'features' if a symbol would not fit into memory.
+    """Number of real operations of each way; only 'features' if a symbol would not fit into memory.
 
     >>> few, many = operations(64, (3, 3), 256, 128, 5), operations(512, (3, 3), 16, 32, 5)
     >>> min(few, key=few.get), min(many, key=many.get)
@@ -130,6 +124,7 @@ def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: 
     taps, numbers = math.prod(kernel_size), pixels * channels**2
     counts: dict[Way, float] = {"features": 2.0 * terms * taps * batch * numbers}
     if numbers <= MOST_NUMBERS:
+        # Both make the symbol, and transform the images there and back; their products are complex.
         both = 2.0 * taps * numbers + 8 * math.sqrt(pixels) * batch * pixels * channels
         counts["frequencies"] = both + 4.0 * terms * batch * numbers
         counts["symbol"] = both + 4.0 * taylor_products(terms) * numbers * channels + 4.0 * batch * numbers
@@ -147,10 +142,11 @@ def exponential_conv2d(
         terms: T, the highest power.
         outputs: how many channels of the result ``(B, outputs, h, w)`` are kept, by default c.
         way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast, products of features
-            run in its dtype, the polynomial of the symbol in that of the kernel, and 'frequencies' is not chosen.
+            run in its dtype, all others in that of the kernel, and 'frequencies' is not chosen.
 
     Raises:
-        ShapeError: the kernel is not square in its channels, or has fewer than x.
+        ShapeError: the kernel is not square in its channels, or has fewer than x. OptionError: another way, or terms
+            out of range.
 
     >>> import torch
     >>> turn = torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])[:, :, None, None]
@@ -162,11 +158,15 @@ def exponential_conv2d(
         Singla & Feizi, ICML 2021, algorithm 1 (the first way).
     """
     check_kernel(kernel)
-    (batch, given, h, w), c = x.shape, len(kernel)
+    check_terms(terms)
+    batch, given, h, w = check_images(x)
+    c = len(kernel)
     if kernel.shape[1] != c or given > c:
         raise ShapeError(
             f"kernel: expected as many outputs as inputs, at least {given}, got shape {tuple(kernel.shape)}"
         )
+    if way is not None and way not in get_args(Way):
+        raise OptionError(f"way: expected None or one of {', '.join(get_args(Way))}, got {way!r}")
     outputs = c if outputs is None else outputs
     if way is None:
         counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
@@ -179,13 +179,12 @@ def exponential_conv2d(
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
         return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
     with autocast_off(x):
-        raw = kernel_symbol(kernel, h, w)
-    if way == "symbol":
-        with autocast_off(x):
-            raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
-        return apply_symbol(raw, x)
-    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    spectrum = analyse(x, matrices)
-    own = taylor_rows(spectrum.real, raw.real, terms, outputs)
-    waves = taylor_rows(as_complex(spectrum.pair), as_complex(raw.pair), terms, outputs)
-    return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices)
+        raw = kernel_symbol(at_least_float32(kernel), h, w)
+        if way == "frequencies":
+            matrices = transform_matrices(h, w, dtype=raw.real.dtype, device=x.device)
+            spectrum = analyse(x.to(raw.real.dtype), matrices)
+            own = taylor_rows(spectrum.real, raw.real, terms, outputs)
+            waves = taylor_rows(as_complex(spectrum.pair), as_complex(raw.pair), terms, outputs)
+            return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices).to(x.dtype)
+        raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
+    return apply_symbol(raw.to(kernel.dtype), x)

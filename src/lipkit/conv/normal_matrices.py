@@ -4,9 +4,8 @@ With the symbol :math:`[W_1\ W_2]` of a wide kernel (of a tall one, :math:`[W_1;
 
 .. math:: N = I + W_1 - W_1^* + G, \qquad G = W_2 W_2^* \text{ (wide)}, \quad W_2^* W_2 \text{ (tall)}.
 
-The skew part of the kernel is taken before its transform, so that N comes from one small product. The equations of the
-solves, forward and backward, are those of :mod:`lipkit.conv.cayley_conv`. Factors solve N and :math:`N^\top`, so
-:math:`N^* k = g` is solved for the conjugates of g and k.
+The skew part of the kernel is taken before its transform, so that N comes from one small product. Factors solve N and
+:math:`N^\top`, so :math:`N^* k = g` (:mod:`lipkit.conv.cayley_conv`) is solved for the conjugates of g and k.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.conv.spectrum import Symbol
+from lipkit.conv.spectrum import Spectrum, Symbol, analyse, as_complex, as_pair, synthesise
 from lipkit.conv.symbol import centred, check_kernel, wave_table
-from lipkit.conv.transform import count_real, frequencies, pure_images, pure_rows, transform_matrices
+from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import eye_like
+from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 Form = Literal["wide", "tall", "second", "first adjoint"]
@@ -89,11 +89,11 @@ class _AddGram(torch.autograd.Function):
         return _add_gram(a, w, wide)
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (w,) = grads, ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
-            return g, both @ w if ctx.wide else w @ both, None
+        both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
+        return g, both @ w if ctx.wide else w @ both, None
 
 
 def _add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
@@ -144,33 +144,35 @@ class _Solution(torch.autograd.Function):
         return h
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             return *plain_gradients(_solution, (transposed, rows), g), None, None
-        with torch.autocast(g.device.type, enabled=False):
-            # N^* k = g is solved as N^T conj(k) = conj(g).
-            k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
-            for_matrix = product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None
-        return for_matrix, k, None, None
+        # N^* k = g is solved as N^T conj(k) = conj(g).
+        k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
+        return product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None, k, None, None
 
 
 def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
     return torch.linalg.solve(transposed.mT, rows.mT).mT
 
 
-def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Symbol:
+def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
+    With a ``scale`` for each of its rows, if given.
+
     >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal, prepare(normal, 1)).pair.shape
+    >>> second_half(normal, prepare(normal, 1), None).pair.shape
     torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
     real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
-    return Symbol.of(real, -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT)
+    half = Symbol(real, as_pair(-2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT))
+    return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 
 def _rows_of(z: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class Group(NamedTuple):
     def view(self, rows: Tensor, channels: slice) -> Tensor:
         """The group's rows as a view: real ``(n_r, B, C)``, or pairs ``(n_p, 2, B, C)``."""
         part = rows[self.rows]
-        part = part.view(-1, 2, *part.shape[1:]) if self.factors.matrix.is_complex() else part
+        part = part.unflatten(0, (-1, 2)) if self.factors.matrix.is_complex() else part
         return part[..., channels]
 
     def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
@@ -230,59 +232,62 @@ class Group(NamedTuple):
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Fill ``out``; return conj(h) (for 'first adjoint', h) and, if the derivative needs it, conj(x_2)."""
-    n, rest = group.factors.matrix.shape[-1], group.rest
-    own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":
-        # N^* h = x is solved as N^T conj(h) = conj(x).
-        h = conjugated(solve_rows(group.factors, group.read(rows, own, conjugate=True), transposed=True))
-        group.reflect(out, rows, own, h)
-        return h, None
+        return _adjoint_rows(form, group, rows, out), None
+    n, rest, x2 = group.factors.matrix.shape[-1], group.rest, None
+    own, other = slice(0, n), slice(n, None)
     if form == "second":
         assert rest is not None
         x2 = group.read(rows, slice(None))
         # N h = -W_2 x_2, so that y = -2 N^-1 W_2 x_2 is 2 h and the derivatives are those of 'wide'.
-        h = solve_rows(group.factors, product(x2, rest.mT, -1))
-        group.write(out, own, h, 2.0)
-        return conjugated(h), conjugated(x2)
-    x = group.read(rows, own)
-    x_other: Tensor | None = None
-    if form == "wide" and rest is not None:
-        x_other = group.read(rows, other)
-        x = torch.baddbmm(x, x_other, rest.mT, alpha=-1)
+        x = product(x2, rest.mT, -1)
+    else:
+        x = group.read(rows, own)
+        if form == "wide" and rest is not None:
+            x2 = group.read(rows, other)
+            x = torch.baddbmm(x, x2, rest.mT, alpha=-1)
     h = solve_rows(group.factors, x)
-    group.reflect(out, rows, own, h)
+    if form == "second":
+        group.write(out, own, h, 2.0)
+    else:
+        group.reflect(out, rows, own, h)
     if form == "tall" and rest is not None:
         group.write(out, other, h @ rest.mT, -2.0)
     # The derivative needs the conjugates only, so they are made in place.
-    return conjugated(h), None if x_other is None else conjugated(x_other)
+    return conjugated(h), None if x2 is None else conjugated(x2)
 
 
-def backward_rows(
-    form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2."""
+def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
+    """Fill ``out`` with the adjoint map of ``g`` (of 'first adjoint': with that form of it); return the solution k."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
-    if form == "first adjoint":
-        k = solve_rows(group.factors, group.read(g, own))
-        group.reflect(out, g, own, k)
-        return (product(conjugated(k).mT, h, -2) if symbol else None), None
-    # The conjugate of the incoming gradient, because the factors solve N^T and not N^*.
+    # The conjugates of the rows, because the factors solve N^T and not N^*.
     top = group.read(g, own, conjugate=True)
     if form == "tall" and rest is not None:
         top = torch.baddbmm(top, group.read(g, other, conjugate=True), rest, alpha=-1)
     k = solve_rows(group.factors, top, transposed=True)
     if form != "tall" and rest is not None:
         group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
-    # Conjugate the features: the gradients below are as large as the matrices and would cost more.
+    # Conjugate the features: the gradients of the matrices are as large as these and would cost more.
     k = conjugated(k)
     if form != "second":
         group.reflect(out, g, own, k)
+    return k
+
+
+def backward_rows(
+    form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2."""
+    if form == "first adjoint":  # the adjoint of A* is A, the square transform
+        k = forward_rows("wide", group, g, out)[0]
+        return (product(k.mT, h, -2) if symbol else None), None
+    k = _adjoint_rows(form, group, g, out)
     if not symbol:
         return None, None
     for_rest = None
-    if form == "tall" and rest is not None:
-        for_rest = product(group.read(g, other).mT, h, -2)
+    if form == "tall" and group.rest is not None:
+        for_rest = product(group.read(g, slice(k.shape[-1], None)).mT, h, -2)
     elif x2 is not None:
         for_rest = product(k.mT, x2, -2)
     return product(h.mT, k, -2), for_rest  # h is kept as a conjugate: the gradient of N^T is -2 conj(h) k^T
@@ -295,28 +300,21 @@ def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None
     channels = None if scale is None else scale[:, None, None]
     if form == "first adjoint" and channels is not None:
         x = x * channels
-    n_real = count_real(h, w)
-    rows = pure_rows(x, matrices)
 
     def one(transposed: Tensor, rest: Tensor | None, z: Tensor) -> Tensor:
-        n = transposed.shape[-1]
         if form == "first adjoint":
-            # A* = 2 N^-* - I, and the conjugate of N^T is N^*.
-            return 2 * torch.linalg.solve(transposed.conj(), z.mT).mT - z
+            return 2 * _solution(transposed.mH, z) - z  # A* = 2 N^-* - I, and the conjugate of N^T is N^*
         if form == "second":
             assert rest is not None
-            return -2 * torch.linalg.solve(transposed.mT, rest @ z.mT).mT
-        t = z[..., :n] if form == "tall" or rest is None else z[..., :n] - z[..., n:] @ rest.mT
-        solved = torch.linalg.solve(transposed.mT, t.mT).mT
-        top = 2 * solved - z[..., :n]
+            return -2 * _solution(transposed, (rest @ z.mT).mT)
+        own, other = z.tensor_split([transposed.shape[-1]], -1)
+        solved = _solution(transposed, own if form == "tall" or rest is None else own - other @ rest.mT)
+        top = 2 * solved - own
         return top if form == "wide" or rest is None else torch.cat((top, -2 * solved @ rest.mT), -1)
 
-    out = [one(normal.real, normal.rest_real, rows[:n_real])]
-    if len(rows) > n_real:
-        pair = rows[n_real:].reshape(-1, 2, *rows.shape[1:])
-        z = one(normal.pair, normal.rest_pair, torch.complex(pair[:, 0], pair[:, 1]))
-        out.append(torch.stack((z.real, z.imag), 1).flatten(0, 1))
-    y = pure_images(torch.cat(out), h, w, matrices)
+    s = analyse(x, matrices)
+    real, pair = (one(*parts) for parts in zip(normal[:2], normal[2:], (s.real, as_complex(s.pair)), strict=True))
+    y = synthesise(Spectrum(real, as_pair(pair)), h, w, matrices)
     if form == "second" and channels is not None:
         y = y * channels
     return y if bias is None else y + bias[:, None, None]

@@ -15,6 +15,7 @@ from torch import Tensor
 from lipkit.conv.block import bcop_kernel, block_convolve, half_autocorrelation
 from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.matrices import check_positive
 
 Size = tuple[int, int]
 
@@ -36,12 +37,14 @@ def check_divides(height: int, width: int, stride: int) -> None:
 def downsample(x: Tensor, stride: int) -> Tensor:
     """Move each ``stride x stride`` patch into the channels: ``(B, C, H, W) -> (B, s^2 C, H/s, W/s)``.
 
-    A permutation (pixel-unshuffle), so every norm is kept exactly; ``ShapeError`` unless the stride divides both sides.
+    A permutation (pixel-unshuffle), so every norm is kept exactly. ``ShapeError`` unless the stride divides both sides,
+    ``OptionError`` for a stride below 1.
 
     >>> import torch
     >>> downsample(torch.arange(4.0).reshape(1, 1, 2, 2), 2).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]
     """
+    check_positive(stride=stride)
     if stride == 1:
         return x
     check_divides(x.shape[-2], x.shape[-1], stride)
@@ -162,15 +165,6 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
     """
     inner = bcop_kernel(h, v, (kernel_size[0] - stride[0] + 1, kernel_size[1] - stride[1] + 1))
     return inner if last is None else block_convolve(last.unflatten(1, (-1, *stride)), inner)
-
-
-def aoc_channels(in_channels: int, out_channels: int, stride: Size) -> int:
-    """The channels c between the two parts of :func:`aoc_kernel`.
-
-    >>> aoc_channels(3, 32, (2, 2)), aoc_channels(16, 32, (2, 2))
-    (8, 16)
-    """
-    return max(in_channels, out_channels // (stride[0] * stride[1]))
 
 
 def rko_factor(kernel_size: Size, classes: Size) -> float:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, split_phases
+from lipkit.conv.patches import Size
+from lipkit.conv.phases import check_fits, merge_phases, phase_order, split_phases
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
 from lipkit.conv.transform import transform_matrices
-from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
+from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient. Backward has more buffers.
@@ -61,9 +62,9 @@ def apply_phases(
         return F.conv2d(x, symbol.real[0, :, :, None, None], bias)
     dtype = product_dtype(x, symbol.real.dtype)
     if dtype != symbol.real.dtype:
-        symbol, bias = Symbol(*(part.to(dtype) for part in symbol)), None if bias is None else bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         with autocast_off(x):
-            return apply_phases(symbol, x.to(dtype), kernel_size, bias=bias)
+            return apply_phases(symbol.to(dtype), x.to(dtype), kernel_size, bias=bias)
     if matrices is None:
         matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
     if _in_pieces(symbol, x, matrices, bias):
@@ -191,6 +192,7 @@ class _PhaseProduct(torch.autograd.Function):
         return y
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         real, pair, bias, x, matrix = ctx.saved_tensors

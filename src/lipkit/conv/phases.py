@@ -14,22 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.circular import circular_pad
+from lipkit.conv.circular import circular_pad, circular_pads
+from lipkit.conv.patches import Size
 from lipkit.conv.spectrum import Symbol
 from lipkit.conv.symbol import angles, check_kernel
 from lipkit.conv.transform import count_real, frequencies
 from lipkit.errors import ShapeError
-
-Size = tuple[int, int]
-
-
-def fitting_sizes(height: int, width: int) -> list[int]:
-    """The square kernel sizes that divide both sides of an image, 1 first.
-
-    >>> fitting_sizes(32, 24)
-    [1, 2, 4, 8]
-    """
-    return [k for k in range(1, height + 1) if math.gcd(height, width) % k == 0]
 
 
 def check_fits(height: int, width: int, kernel_size: Size, name: str = "kernel_size") -> None:
@@ -41,7 +31,7 @@ def check_fits(height: int, width: int, kernel_size: Size, name: str = "kernel_s
     """
     kh, kw = kernel_size
     if height % kh or width % kw:
-        fitting = ", ".join(map(str, fitting_sizes(height, width)))
+        fitting = ", ".join(str(k) for k in range(1, height + 1) if math.gcd(height, width) % k == 0)
         got = f"{kh} x {kw} for {height} x {width}; these fit: {fitting}"
         raise ShapeError(f"{name}: expected sizes that divide the image, got {got}")
 
@@ -108,8 +98,8 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
 def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     """Circular convolution with the dilations H / kh and W / kw: the layer as [ECO] evaluates it.
 
-    The padding is asymmetric for an even kernel, ``d ((k - 1) // 2)`` on the left and ``d (k // 2)`` on the right, so
-    that tap ``(k - 1) // 2`` is the centre for every dilation. The sides of the kernel divide those of the image.
+    The padding is asymmetric for an even kernel, so that tap ``(k - 1) // 2`` is the centre for every dilation. The
+    sides of the kernel divide those of the image.
 
     >>> shift = torch.tensor([[[[1.0, 0.0, 0.0]]]])
     >>> dilated_conv2d(torch.arange(6.0).reshape(1, 1, 1, 6), shift).flatten().tolist()
@@ -119,7 +109,7 @@ def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     kh, kw = kernel.shape[-2:]
     check_fits(x.shape[-2], x.shape[-1], (kh, kw))
     dh, dw = x.shape[-2] // kh, x.shape[-1] // kw
-    pads = [dw * ((kw - 1) // 2), dw * (kw // 2), dh * ((kh - 1) // 2), dh * (kh // 2)]
+    pads = [d * p for d, p in zip((dw, dw, dh, dh), circular_pads(kh, kw), strict=True)]
     return F.conv2d(circular_pad(x, pads), kernel, dilation=(dh, dw))
 
 

@@ -1,13 +1,10 @@
 r"""The real orthonormal 2-D Fourier transform, and products by a symbol in it: real arithmetic throughout.
 
-An image of ``h x w`` has ``n_r`` self-conjugate frequencies (1, 2 or 4 of them), where a real convolution acts as
-a real matrix, and ``n_p = (h w - n_r) / 2`` pairs ``(f, -f)``, where it acts as one complex matrix
-:math:`R + iS` on :math:`a + ib`. In the basis used here the coefficients of a real image are exactly the ``n_r``
-real numbers and ``n_p`` pairs ``(a, b)``, the transform is an orthogonal matrix (:mod:`lipkit.conv.transform`), and
-the layer is the block-diagonal matrix of the blocks :math:`M` and
-:math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`. Nothing is redundant, so nothing is dropped on the way back (a
-half-spectrum inverse discards imaginary parts). Odd sizes need no special case. The whole layer is matrix products,
-which export to any runtime.
+A real convolution acts as a real matrix :math:`M` on the coefficient of a self-conjugate frequency, and as one complex
+matrix :math:`R + iS` on the :math:`a + ib` of a pair (:mod:`lipkit.conv.transform`): the layer is the block-diagonal
+matrix of the blocks :math:`M` and :math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`. Nothing is redundant, so
+nothing is dropped on the way back (a half-spectrum inverse discards imaginary parts). Odd sizes need no special case.
+The whole layer is matrix products, which export to any runtime.
 """
 
 from __future__ import annotations
@@ -21,16 +18,8 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.symbol import symbol_parts
-from lipkit.conv.transform import (
-    count_real,
-    frequencies,
-    pure_images,
-    pure_rows,
-    to_images,
-    to_rows,
-    transform_matrices,
-)
-from lipkit.linalg.precision import autocast_off, product_dtype
+from lipkit.conv.transform import count_real, frequencies, to_images, to_rows, transform_matrices
+from lipkit.linalg.precision import autocast_off, product_dtype, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 
@@ -40,17 +29,16 @@ class Symbol(NamedTuple):
     real: Tensor
     pair: Tensor
 
-    @classmethod
-    def of(cls, real: Tensor, waves: Tensor) -> Symbol:
-        """The symbol of real matrices ``(n_r, cout, cin)`` and complex ones ``(n_p, cout, cin)``."""
-        return cls(real, as_pair(waves))
-
     def map(self, function: Callable[[Tensor], Tensor]) -> Symbol:
         """The symbol whose matrices are ``function`` of these, real or complex.
 
         A function that commutes with conjugation keeps the kernel real, so one of each pair (f, -f) is enough.
         """
-        return self.of(function(self.real), function(as_complex(self.pair)))
+        return Symbol(function(self.real), as_pair(function(as_complex(self.pair))))
+
+    def to(self, dtype: torch.dtype) -> Symbol:
+        """Both parts in this dtype."""
+        return Symbol(self.real.to(dtype), self.pair.to(dtype))
 
 
 def as_complex(pair: Tensor) -> Tensor:
@@ -79,17 +67,17 @@ class Spectrum(NamedTuple):
 def split_rows(rows: Tensor, h: int, w: int) -> Spectrum:
     """The rows ``(h w, B, C)`` of a transform as a :class:`Spectrum`: two views."""
     n_real = count_real(h, w)
-    return Spectrum(rows[:n_real], rows[n_real:].reshape(-1, 2, *rows.shape[1:]))
+    return Spectrum(rows[:n_real], rows[n_real:].unflatten(0, (-1, 2)))
 
 
 def analyse(x: Tensor, matrices: list[Tensor]) -> Spectrum:
     """Images ``(B, C, h, w)`` to their :class:`Spectrum`."""
-    return split_rows(pure_rows(x, matrices), *x.shape[-2:])
+    return split_rows(to_rows(x, matrices, pure=True), *x.shape[-2:])
 
 
 def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     """Inverse of :func:`analyse`: a :class:`Spectrum` to images ``(B, C, h, w)``."""
-    return pure_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices)
+    return to_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices, pure=True)
 
 
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
@@ -110,14 +98,6 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
-def _copies_parts(t: Tensor) -> bool:
-    """True if batched products copy each operand whose matrices do not follow each other in memory.
-
-    On a CPU in half precision they do; of a transposed operand each element apart, in up to thrice the product's time.
-    """
-    return t.dtype in (torch.bfloat16, torch.float16) and t.device.type == "cpu"
-
-
 def parts_apart(pair: Tensor) -> Tensor:
     """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed.
 
@@ -132,9 +112,9 @@ def parts_apart(pair: Tensor) -> Tensor:
 
 def _turned(s: Tensor, sign: int) -> Tensor:
     """``sign (-b, a)`` of pairs (a, b)."""
-    turned, negative = torch.empty_like(s), 0 if sign > 0 else 1  # the part that gets the minus
-    torch.neg(s[:, 1 - negative], out=turned[:, negative])
-    turned[:, 1 - negative].copy_(s[:, negative])
+    turned = torch.empty_like(s)
+    torch.mul(s[:, 1], -sign, out=turned[:, 0])
+    torch.mul(s[:, 0], sign, out=turned[:, 1])
     return turned
 
 
@@ -151,7 +131,10 @@ def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = Fal
 
 def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
     """Fill ``out`` with the product by the symbol, or by its adjoint."""
-    pair = parts_apart(pair) if _copies_parts(pair) else pair
+    if pair.device.type == "cpu" and pair.dtype in (torch.bfloat16, torch.float16):
+        # There batched products copy operands whose matrices do not follow each other: of a transposed one each element
+        # apart, in up to thrice the time of the product.
+        pair = parts_apart(pair)
     # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
     sign, rows, made = -1 if adjoint else 1, s.pair.flatten(1, 2), out.pair.flatten(1, 2)
@@ -196,6 +179,7 @@ class _Apply(torch.autograd.Function):
         return _applied(real, pair, bias, x, list(matrices))
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         real, pair, bias, x, *matrices = ctx.saved_tensors
@@ -230,9 +214,8 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
     h, w = x.shape[-2:]
     dtype = product_dtype(x, symbol.real.dtype)
     if dtype != symbol.real.dtype:
-        symbol, bias = Symbol(*(part.to(dtype) for part in symbol)), None if bias is None else bias.to(dtype)
         with autocast_off(x):
-            return apply_symbol(symbol, x.to(dtype), bias=bias)
+            return apply_symbol(symbol.to(dtype), x.to(dtype), bias=None if bias is None else bias.to(dtype))
     if matrices is None:
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed() or x.dtype != symbol.real.dtype:

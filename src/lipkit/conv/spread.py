@@ -21,7 +21,7 @@ from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.conv.symbol import centred, check_kernel
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import at_least_float32, eye_like
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 # Up to this many inputs, small matrices multiply by passes over all images, with memory for as many copies of them.
@@ -76,9 +76,9 @@ def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
 
 def _plain(kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The function of :class:`_Convolved`, by operations that every tracer and every derivative of torch knows."""
-    solution, outputs = spread_parts(kernel, *x.shape[-2:])
-    y = circular_conv2d(apply_symbol(solution, x), outputs, bias)
-    return y - F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))
+    exact, (solution, outputs) = x.to(kernel.dtype), spread_parts(kernel, *x.shape[-2:])
+    y = circular_conv2d(apply_symbol(solution, exact), outputs, bias)
+    return (y - F.pad(exact, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))).to(x.dtype)
 
 
 def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
@@ -123,60 +123,60 @@ class _Convolved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         n, (h, w), (up, left) = x.shape[1], x.shape[-2:], _centre(kernel)
+        exact = x.to(kernel.dtype)
         own, rest = _spectra(kernel, h, w).split([n, len(kernel) - n], 1)
         normal = torch.baddbmm(own - own.mT.conj_physical(), rest.mH, rest)
         normal.diagonal(dim1=-2, dim2=-1).add_(1)  # the I of N
         inverse = torch.linalg.inv_ex(normal).inverse
         solution = (2 * inverse).view(h, -1, n, n).permute(2, 3, 0, 1).contiguous()
-        spectrum = torch.fft.rfft2(x[:, None])
+        spectrum = torch.fft.rfft2(exact[:, None])
         # With few channels, passes over images beat tiny products.
         t = torch.fft.irfft2((solution * spectrum).sum(2), s=(h, w))
         # One kernel maps t to both parts [t; -W_2 t] of the outputs; x is subtracted from the first part below.
         outputs = -kernel
         outputs[:n].zero_()[:, :, up, left].fill_diagonal_(1)
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
-        padded = F.pad(t.to(dtype), circular_pads(*kernel.shape[2:]), mode="circular")
-        outputs = outputs.to(dtype)
-        y = F.conv2d(padded, outputs, None if bias is None else bias.to(dtype))
-        y[:, :n].sub_(x)
+        padded, outputs = F.pad(t.to(x.dtype), circular_pads(*kernel.shape[2:]), mode="circular"), outputs.to(x.dtype)
+        y = F.conv2d(padded, outputs, None if bias is None else bias.to(x.dtype))
+        y[:, :n].sub_(exact)
         ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs)
         return y
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed(g):
-                return *plain_gradients(_plain, (kernel, x, bias), g.to(x.dtype)), None
-            n, (h, w) = x.shape[1], x.shape[-2:]
-            for_kernel, for_x = None, None
-            along = torch.fft.rfft2(_adjoint(g, outputs))
-            if ctx.needs_input_grad[1]:
-                back = (solution.conj() * along[:, :, None]).sum(1)
-                for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
-            if ctx.needs_input_grad[0]:
-                # The half-spectrum suffices: the real inverse transform adds the conjugate at -f to each f.
-                for_solution = (along[:, :, None] * spectrum.conj_physical()).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
-                adjoint = inverse.mH
-                for_normal = torch.baddbmm(for_solution, torch.bmm(adjoint, for_solution), adjoint, beta=0, alpha=-2)
-                mirrored = for_normal.mT.conj_physical()
-                for_rest = torch.bmm(rest, for_normal + mirrored)
-                for_kernel = _kernel_of(torch.cat((for_normal - mirrored, for_rest), 1), kernel, h, w)
-                # The outputs -W_2 t depend on W_2 twice: through t, and directly.
-                options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, (False, True, False))
-                direct = torch.ops.aten.convolution_backward(g, padded, outputs, None, *options)[1]
-                for_kernel[n:].sub_(direct[n:])
-            for_bias = g.sum((0, 2, 3)).to(x.dtype) if ctx.needs_input_grad[2] else None
-        return for_kernel, for_x, for_bias, None
+        if torch.is_grad_enabled() or transformed(g):
+            return plain_gradients(_plain, (kernel, x, bias), g)
+        n, (h, w) = x.shape[1], x.shape[-2:]
+        for_kernel, for_x = None, None
+        along = torch.fft.rfft2(_adjoint(g, outputs))
+        if ctx.needs_input_grad[1]:
+            back = (solution.conj() * along[:, :, None]).sum(1)
+            for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
+        if ctx.needs_input_grad[0]:
+            # The half-spectrum suffices: the real inverse transform adds the conjugate at -f to each f.
+            for_solution = (along[:, :, None] * spectrum.conj_physical()).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
+            adjoint = inverse.mH
+            for_normal = torch.baddbmm(for_solution, torch.bmm(adjoint, for_solution), adjoint, beta=0, alpha=-2)
+            mirrored = for_normal.mT.conj_physical()
+            for_rest = torch.bmm(rest, for_normal + mirrored)
+            for_kernel = _kernel_of(torch.cat((for_normal - mirrored, for_rest), 1), kernel, h, w)
+            # The outputs -W_2 t depend on W_2 twice: through t, and directly.
+            options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, (False, True, False))
+            direct = torch.ops.aten.convolution_backward(g, padded, outputs, None, *options)[1]
+            for_kernel[n:].sub_(direct[n:])
+        for_bias = g.sum((0, 2, 3)).to(kernel.dtype) if ctx.needs_input_grad[2] else None
+        return for_kernel, for_x, for_bias
 
 
-def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
 
-    The convolution runs in ``dtype``, by default that of x; N and the solve have the dtype that x and the kernel share.
+    The convolution runs in the dtype of x, N and the solve in that of the kernel; call it without autocast.
 
     Cost:
         Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between
@@ -185,9 +185,7 @@ def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: 
     >>> spread_cayley(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.ones(1, 1, 1, 1)).flatten().tolist()
     [0.0, -1.0]
     """
-    check_kernel(kernel)
-    with autocast_off(x):
-        if torch.compiler.is_compiling() or transformed():
-            return _plain(kernel, x, bias).to(dtype or x.dtype)
-        y: Tensor = _Convolved.apply(kernel, x, bias, dtype or x.dtype)
+    if torch.compiler.is_compiling() or transformed():
+        return _plain(kernel, x, bias)
+    y: Tensor = _Convolved.apply(kernel, x, bias)
     return y

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import at_least_float32
+from lipkit.linalg.precision import autocast_off
 
 
 def check_kernel(kernel: Tensor) -> None:
@@ -22,6 +24,13 @@ def check_kernel(kernel: Tensor) -> None:
         raise ShapeError(f"kernel: expected shape (cout, cin, kh, kw) without zeros, got {tuple(kernel.shape)}")
     if not kernel.is_floating_point():
         raise ShapeError(f"kernel: expected a real floating dtype, got {kernel.dtype}")
+
+
+def check_images(x: Tensor) -> torch.Size:
+    """The shape of images ``(B, C, h, w)``; ``ShapeError`` for tensors of other dimensions."""
+    if x.ndim != 4:
+        raise ShapeError(f"x: expected images (B, C, h, w), got shape {tuple(x.shape)}")
+    return x.shape
 
 
 def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +79,7 @@ def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     >>> symbol_at(identity, torch.tensor([0, 1]), torch.tensor([0, 2]), 5, 5).flatten().tolist()
     [(1+0j), (1+0j)]
     """
-    return torch.complex(*symbol_parts(kernel, f1, f2, h, w))
+    return torch.complex(*symbol_parts(at_least_float32(kernel), f1, f2, h, w))  # torch has no complex bfloat16
 
 
 def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +88,8 @@ def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tupl
     cout, cin, kh, kw = kernel.shape
     taps = kernel.permute(2, 3, 0, 1).reshape(kh * kw, cout * cin)
     table = wave_table(f1, f2, h, w, (kh, kw), kernel).flatten(0, 1)  # cosines and sines as rows of one product
-    re, im = (table @ taps).reshape(2, -1, cout, cin).unbind(0)
+    with autocast_off(kernel):
+        re, im = (table @ taps).reshape(2, -1, cout, cin).unbind(0)
     return re, im
 
 

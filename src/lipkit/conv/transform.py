@@ -164,19 +164,22 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         out.baddbmm_(a, b, beta=1 if add else 0)
 
 
-def to_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
-    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``. No derivative: see :func:`pure_rows`."""
+def to_rows(x: Tensor, matrices: list[Tensor], *, pure: bool = False) -> Tensor:
+    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``. With a derivative if ``pure``: by one more copy, and operations
+    that every tracer and every derivative of torch knows.
+    """
     b, c, h, w = x.shape
     n = b * c
-    rows = x.new_empty(h * w, b, c)
     if len(matrices) == 1:
-        rows.view(h * w, n).addmm_(matrices[0], x.reshape(n, h * w).mT, beta=0)
-        return rows
+        return (matrices[0] @ x.reshape(n, h * w).mT).reshape(h * w, b, c)
     p = _stages(matrices)
     # (w, h, n): a view with the height where the products below contract it.
-    along = x.new_empty(w, n * h).addmm_(p.width, x.reshape(n * h, w).mT, beta=0).view(w, n, h).mT
+    own, cosines, sines = p.split_width((p.width @ x.reshape(n * h, w).mT).reshape(w, n, h).mT)
     # Self-conjugate f2 need a real transform along the height; other f2 mix cosine and sine rows to f1 and -f1.
-    own, cosines, sines = p.split_width(along)
+    if pure:
+        parts = p.own_real @ own, p.own_pair @ own, p.cosine @ cosines + p.sine @ sines
+        return torch.cat([part.reshape(-1, b, c) for part in parts])
+    rows = x.new_empty(h * w, b, c)
     first, second, third = p.split_rows(rows.view(h * w, n))
     _product(first, p.own_real, own)
     _product(second, p.own_pair, own)
@@ -185,41 +188,8 @@ def to_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
     return rows
 
 
-def to_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
-    """Inverse and adjoint of :func:`to_rows`: rows ``(h w, B, C)`` to images ``(B, C, h, w)``. No derivative."""
-    _, b, c = rows.shape
-    n = b * c
-    rows = rows.reshape(h * w, n)
-    x = rows.new_empty(b, c, h, w)
-    if len(matrices) == 1:
-        x.view(n, h * w).addmm_(rows.mT, matrices[0], beta=0)
-        return x
-    p = _stages(matrices)
-    first, second, third = (part.mT for part in p.split_rows(rows))
-    along = rows.new_empty(w, n, h)
-    own, cosines, sines = p.split_width(along)
-    _product(own, first, p.own_real)
-    _product(own, second, p.own_pair, add=True)
-    _product(cosines, third, p.cosine)
-    _product(sines, third, p.sine)
-    x.view(n * h, w).addmm_(along.view(w, n * h).mT, p.width, beta=0)
-    return x
-
-
-def pure_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
-    """:func:`to_rows` by operations that every tracer and every derivative of torch knows, with one more copy."""
-    b, c, h, w = x.shape
-    n = b * c
-    if len(matrices) == 1:
-        return (matrices[0] @ x.reshape(n, h * w).mT).reshape(h * w, b, c)
-    p = _stages(matrices)
-    own, cosines, sines = p.split_width((p.width @ x.reshape(n * h, w).mT).reshape(w, n, h).mT)
-    parts = p.own_real @ own, p.own_pair @ own, p.cosine @ cosines + p.sine @ sines
-    return torch.cat([part.reshape(-1, b, c) for part in parts])
-
-
-def pure_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
-    """:func:`to_images` by operations that every tracer and every derivative of torch knows."""
+def to_images(rows: Tensor, h: int, w: int, matrices: list[Tensor], *, pure: bool = False) -> Tensor:
+    """Inverse and adjoint of :func:`to_rows`: rows ``(h w, B, C)`` to images ``(B, C, h, w)``."""
     _, b, c = rows.shape
     n = b * c
     rows = rows.reshape(h * w, n)
@@ -227,5 +197,13 @@ def pure_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
         return (rows.mT @ matrices[0]).reshape(b, c, h, w)
     p = _stages(matrices)
     first, second, third = (part.mT for part in p.split_rows(rows))
-    along = torch.cat((first @ p.own_real + second @ p.own_pair, third @ p.cosine, third @ p.sine))
+    if pure:
+        along = torch.cat((first @ p.own_real + second @ p.own_pair, third @ p.cosine, third @ p.sine))
+    else:
+        along = rows.new_empty(w, n, h)
+        own, cosines, sines = p.split_width(along)
+        _product(own, first, p.own_real)
+        _product(own, second, p.own_pair, add=True)
+        _product(cosines, third, p.cosine)
+        _product(sines, third, p.sine)
     return (along.reshape(w, n * h).mT @ p.width).reshape(b, c, h, w)

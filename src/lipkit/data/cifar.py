@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lipkit.data.pickles import read_pickle
 from lipkit.data.reading import check_claim, file_size, read_exactly, reading
-from lipkit.data.split import Data, Entry, Split
+from lipkit.data.split import Data, Entry, Split, labels_of
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
@@ -92,27 +93,24 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
     raise DataError(f"expected the folder {binary} or {python}, got neither; {variant.source}")
 
 
-def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels, uint8 (n, 3072) and (n,), of a binary file: label bytes, then 1024 red, green and blue ones.
+def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tensor]:
+    """Images, uint8 (n, 3072), and labels, int64 (n,), of a binary file; ``DataError`` if it is missing or damaged.
 
-    ``DataError`` for a missing or damaged file.
+    Each image has its label bytes, then 1024 red, green and blue ones.
     """
-    label_bytes, classes = variant.label_bytes, len(variant.classes)
+    label_bytes = variant.label_bytes
     size, each = file_size(path, variant.source), label_bytes + _PIXELS
     if size == 0 or size % each:
         raise DataError(f"{path}: expected a positive multiple of {each} bytes, got {size}")
     check_claim(path, size, size, compressed=False)  # against MAX_BYTES
     with reading(path), open_regular(path) as stream:
         rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, each)
-    labels = rows[:, label_bytes - 1]
-    if (largest := int(labels.max())) >= classes:
-        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {largest}")
-    return rows[:, label_bytes:], labels
+    return rows[:, label_bytes:], labels_of(path, rows[:, label_bytes - 1], len(variant.classes))
 
 
-def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
+def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tensor]:
     """As `read_binary`, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
-    key, classes = variant.key, len(variant.classes)
+    key = variant.key
     batch = read_pickle(path, source=variant.source)
     images, labels = batch.get("data"), batch.get(key)
     if not isinstance(images, np.ndarray) or images.ndim != 2 or images.shape[1] != _PIXELS or not len(images):
@@ -121,21 +119,19 @@ def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
     if not isinstance(labels, list) or len(labels) != len(images):
         got = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
         raise DataError(f"{path}: expected '{key}' as a list of {len(images)} numbers, got {got}")
-    if wrong := [label for label in labels if type(label) is not int or not 0 <= label < classes]:  # no bool either
-        got = wrong[0] if isinstance(wrong[0], int) else type(wrong[0]).__name__
-        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {got}")
-    return images, np.array(labels, dtype=np.uint8)
+    if wrong := [label for label in labels if type(label) is not int]:  # no bool either
+        raise DataError(f"{path}: expected labels as whole numbers, got {type(wrong[0]).__name__}")
+    return images, labels_of(path, np.array(labels, dtype=object), len(variant.classes))  # of any size
 
 
-def _to_split(parts: list[tuple[np.ndarray, np.ndarray]]) -> Split:
+def _to_split(parts: list[tuple[np.ndarray, Tensor]]) -> Split:
     images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
-    labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
-    return Split(torch.from_numpy(images), torch.from_numpy(labels))
+    return Split(torch.from_numpy(images), torch.cat([labels for _, labels in parts]))
 
 
 def _entry(variant: Cifar, kinds: str) -> Entry:
     about = f"32 x 32 RGB photographs of {kinds} kinds, 50 000 training and 10 000 test images"
-    return Entry(about, partial(load_cifar, variant=variant), INPUT_SHAPE, variant.classes, variant.source)
+    return Entry(about, partial(load_cifar, variant=variant), variant.source)
 
 
 ENTRY10, ENTRY100 = _entry(CIFAR10, "ten"), _entry(CIFAR100, "a hundred")

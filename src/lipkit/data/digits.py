@@ -73,6 +73,5 @@ def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[
 
 
 ENTRY = Entry(
-    "8 x 8 handwritten digits, 1438 training and 359 test images, comes with scikit-learn",
-    load_digits, INPUT_SHAPE, CLASSES, SOURCE,
-)  # fmt: skip
+    "8 x 8 handwritten digits, 1438 training and 359 test images, comes with scikit-learn", load_digits, SOURCE
+)

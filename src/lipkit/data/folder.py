@@ -94,7 +94,6 @@ def _visible(folder: Path, layout: str) -> list[str]:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
-INPUT_SHAPE = (3, 224, 224)
 SOURCE = (
     "put the images into imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG under the data root ($LIPKIT_DATA or "
     "./data), the validation images sorted into the folders of their classes; they are at https://image-net.org/"
@@ -110,14 +109,11 @@ def load_imagenet(root: Path) -> Data:
     References:
         Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
     """
-    return load_images(root / "imagenet", INPUT_SHAPE[1], name="imagenet", layout=SOURCE)
+    return load_images(root / "imagenet", 224, name="imagenet", layout=SOURCE)
 
 
-IMAGENET = Entry(
-    "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", load_imagenet, INPUT_SHAPE, (), SOURCE
-)
+IMAGENET = Entry("RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", load_imagenet, SOURCE)
 
-TINY_SHAPE = (3, 64, 64)
 TINY_SOURCE = (
     "unpack tiny-imagenet-200.zip in the data root ($LIPKIT_DATA or ./data), which gives tiny-imagenet-200/wnids.txt, "
     "train and val; it is at http://cs231n.stanford.edu/tiny-imagenet-200.zip"
@@ -143,7 +139,7 @@ def load_tiny_imagenet(root: Path) -> Data:
     if len(set(names)) != len(names) or not names:
         raise DataError(f"{folder / 'wnids.txt'}: expected different classes, got {len(names)} lines")
     train = list_images([folder / "train" / name / "images" for name in names], TINY_SOURCE)
-    return _data("tiny_imagenet", train, _annotated(folder, names), names, TINY_SHAPE, convert=True)
+    return _data("tiny_imagenet", train, _annotated(folder, names), names, (3, 64, 64), convert=True)
 
 
 def _annotated(folder: Path, classes: list[str]) -> Listed:
@@ -173,5 +169,6 @@ def _lines(path: Path) -> list[str]:
 
 TINY_IMAGENET = Entry(
     "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
-    load_tiny_imagenet, TINY_SHAPE, (), TINY_SOURCE,
-)  # fmt: skip
+    load_tiny_imagenet,
+    TINY_SOURCE,
+)

@@ -76,7 +76,7 @@ class ImageFiles:
         Raises:
             DataError: a file is missing, damaged, too large, or not of the shape.
         """
-        files = self.files[index] if isinstance(index, slice) else [self.files[i] for i in index.tolist()]
+        files = self.files[index] if isinstance(index, slice) else self.subset(index).files
         images = torch.empty(len(files), *self.sample_shape, dtype=torch.uint8)
 
         def put(i: int) -> None:
@@ -91,7 +91,8 @@ class ImageFiles:
         return images
 
     def subset(self, index: Tensor) -> ImageFiles:
-        """The files at ``index``, not decoded."""
+        """The files at ``index``, numbers or a mask, not decoded."""
+        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
         return replace(self, files=[self.files[i] for i in index.tolist()])
 
     def _read(self, file: str) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipkit.data.reading import check_claim, file_size, read_exactly, reading
-from lipkit.data.split import Data, Entry, Split
+from lipkit.data.split import Data, Entry, Split, labels_of
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
@@ -34,12 +34,10 @@ def load_mnist(root: Path) -> Data:
         DataError: a file is missing or damaged, or does not hold 28 x 28 images or labels 0 to 9.
     """
     folder = root / "MNIST" / "raw"
-    train, test = (_split(folder, part) for part in ("train", "t10k"))
+    train, test = (_split(folder, part, len(CLASSES)) for part in ("train", "t10k"))
     for part in (train, test):
         if tuple(part.x.shape[1:]) != INPUT_SHAPE:
             raise DataError(f"{folder}: expected images of 28 x 28, got {part.x.shape[2]} x {part.x.shape[3]}")
-        if (most := int(part.y.max())) >= len(CLASSES):
-            raise DataError(f"{folder}: expected labels below the number of classes {len(CLASSES)}, got {most}")
     return Data("mnist", train, test, CLASSES)
 
 
@@ -55,13 +53,13 @@ def load_idx(folder: Path) -> Data:
     return Data(f"idx:{folder}", train, test, tuple(map(str, range(int(train.y.max()) + 1))))
 
 
-def _split(folder: Path, part: str) -> Split:
+def _split(folder: Path, part: str, classes: int = 256) -> Split:
     labels_path = _find(folder / f"{part}-labels-idx1-ubyte")
     labels = read_idx(labels_path, 1, source=SOURCE)
     images = read_idx(_find(folder / f"{part}-images-idx3-ubyte"), 3, source=SOURCE)
     if len(images) != len(labels):
         raise DataError(f"{labels_path}: expected {len(images)} labels, one for each image, got {len(labels)}")
-    return Split(images[:, None], labels.to(torch.int64))  # with a channel axis
+    return Split(images[:, None], labels_of(labels_path, labels.numpy(), classes))  # with a channel axis
 
 
 def _find(path: Path) -> Path:
@@ -98,6 +96,4 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
     return torch.frombuffer(values, dtype=torch.uint8).reshape(shape)
 
 
-ENTRY = Entry(
-    "28 x 28 handwritten digits, 60 000 training and 10 000 test images", load_mnist, INPUT_SHAPE, CLASSES, SOURCE
-)
+ENTRY = Entry("28 x 28 handwritten digits, 60 000 training and 10 000 test images", load_mnist, SOURCE)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data.images import ImageFiles
-from lipkit.errors import DataError, ShapeError
+from lipkit.errors import DataError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
 
 SUBSET_SEED = 20240
@@ -42,11 +42,11 @@ class Split:
 
     def __post_init__(self) -> None:
         x, y = self.x, self.y
-        if x.ndim < 2 or not (x.dtype == torch.uint8 or x.is_floating_point()):
+        if x.ndim < 2 or 0 in x.shape[1:] or not (x.dtype == torch.uint8 or x.is_floating_point()):
             wide = "integers wider than uint8 have no defined range: make them floating point, images divided to [0, 1]"
             hint = wide if x.ndim > 1 else "one number each: x[:, None]"
             raise DataError(f"expected x of shape (N, *shape), uint8 or floating point, got {_describe(x)} ({hint})")
-        if not (y.dtype == torch.int64 and y.ndim == 1) and not (y.is_floating_point() and y.ndim == 2):
+        if not (y.dtype == torch.int64 and y.ndim == 1) and not (y.is_floating_point() and y.ndim == 2 and y.shape[1]):
             raise DataError(
                 f"expected y as int64 labels of shape (N,) or floating-point targets of shape (N, d), "
                 f"got {_describe(y)}{' (one-hot labels: y.argmax(1))' if y.ndim == 2 else ''}"
@@ -55,8 +55,8 @@ class Split:
             raise DataError(
                 f"expected at least one sample, each with one target, got {len(x)} samples and {len(y)} targets"
             )
-        for name, values in (("x", x), ("y", y)):
-            if isinstance(values, Tensor) and not bool(torch.isfinite(values).all()):  # integers are
+        for name, values, dtype in (("x as float32", x, torch.float32), ("y", y, y.dtype)):  # the formats of a batch
+            if values.is_floating_point() and not bool(values[:].to(dtype).isfinite().all()):
                 raise DataError(f"expected finite values in {name}, got NaN or infinity")
         if not y.is_floating_point() and int(y.min()) < 0:
             raise DataError(f"expected labels >= 0, got {int(y.min())}")
@@ -118,6 +118,8 @@ class Data:
 
     def __post_init__(self) -> None:
         train, test = self.train, self.test
+        if self.limits is not None:
+            interval("limits", self.limits, finite=False)
         if train.x.shape[1:] != test.x.shape[1:] or train.y.shape[1:] != test.y.shape[1:]:
             raise ShapeError(
                 f"{self.name}: expected training and test samples of one shape, got inputs "
@@ -189,8 +191,6 @@ class Entry:
 
     description: str  # one line
     loader: Callable[[Path], Data]  # takes the data root
-    input_shape: tuple[int, ...]  # of one sample
-    classes: tuple[str, ...]  # names in label order; empty for regression, or if the files name them
     source: str  # where to get it, and where to put it
 
 
@@ -203,6 +203,18 @@ def fixed_permutation(n: int, seed: int) -> np.ndarray:
     # NumPy guarantees the raw stream of PCG64 across versions and platforms, but not that of Generator.permutation,
     # nor torch that of randperm.
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
+
+
+def labels_of(path: Path, numbers: np.ndarray, classes: int, first: int = 0) -> Tensor:
+    """The labels of a file, ``first`` and up there, as int64 from 0 on; ``DataError`` for one of no class.
+
+    >>> labels_of(Path("y.bin"), np.array([1, 10], dtype=np.uint8), 10, first=1)
+    tensor([0, 9])
+    """
+    wrong = numbers[(numbers < first) | (numbers >= first + classes)]
+    if len(wrong):
+        raise DataError(f"{path}: expected labels {first} to {first + classes - 1}, got {wrong[0]}")
+    return torch.from_numpy(numbers.astype(np.int64) - first)
 
 
 def _describe(t: Tensor | ImageFiles) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lipkit.data.split import Data, Entry, Split
 
-INPUT_SHAPE = (1,)
 SOURCE = "made by a formula, nothing to download"
 TRAIN, TEST = 300, 200
 LOW, HIGH = -2.0, 2.0
@@ -56,5 +55,6 @@ def uniform_points(n: int, seed: int) -> Tensor:
 
 ENTRY = Entry(
     "a function of one variable that jumps, for regression: 300 training and 200 test points",
-    load_square_wave, INPUT_SHAPE, (), SOURCE,
-)  # fmt: skip
+    load_square_wave,
+    SOURCE,
+)

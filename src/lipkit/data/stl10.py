@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lipkit.data.reading import file_size, read_exactly, reading
-from lipkit.data.split import Data, Entry, Split
+from lipkit.data.split import Data, Entry, Split, labels_of
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
 CLASSES = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
-INPUT_SHAPE = (3, 96, 96)
 SOURCE = (
     "unpack stl10_binary.tar.gz in the data root ($LIPKIT_DATA or ./data), which gives stl10_binary/train_X.bin and "
     "the others; it is at https://cs.stanford.edu/~acoates/stl10/"
@@ -44,10 +43,7 @@ def _split(folder: Path, part: str) -> Split:
         raise DataError(f"{path}: expected {len(images)} labels, one for each image, got {size}")
     with reading(path), open_regular(path) as stream:
         labels = np.frombuffer(read_exactly(stream, size, path), np.uint8)
-    if labels.min() < 1 or labels.max() > 10:
-        wrong = labels[(labels < 1) | (labels > 10)][0]
-        raise DataError(f"{path}: expected labels 1 to 10, got {wrong}")
-    return Split(images, torch.from_numpy(labels.astype(np.int64) - 1))  # stored as 1 to 10
+    return Split(images, labels_of(path, labels, len(CLASSES), first=1))
 
 
 def read_images(path: Path) -> Tensor:
@@ -63,5 +59,6 @@ def read_images(path: Path) -> Tensor:
 
 ENTRY = Entry(
     "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
-    load_stl10, INPUT_SHAPE, CLASSES, SOURCE,
-)  # fmt: skip
+    load_stl10,
+    SOURCE,
+)

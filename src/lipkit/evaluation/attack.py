@@ -18,9 +18,10 @@ from lipkit.attacks import ATTACKS, run_attack, shrink
 from lipkit.attacks.ascent import Box, check_choice, clip, like, misclassified
 from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
-from lipkit.certificates.intervals import Share, share
+from lipkit.certificates.intervals import Share, as_radii, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, OptionError, finite, interval
+from lipkit.errors import CertificateViolation, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
 
 
@@ -97,6 +98,10 @@ class Attack:
     name: str = "pgd"
     norm: str = "l2"
 
+    def __post_init__(self) -> None:
+        if self.samples is not None:
+            check_integer("samples", self.samples, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Attacked:
@@ -167,9 +172,7 @@ def attack_samples(
         OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     numbers = torch.arange(len(x)) if numbers is None else numbers
-    if attack.eps is None:
-        raise OptionError("eps: expected radii of the attack, got None")
-    box, radii = resolved_box(attack.box, x), [finite("eps", eps, least=0) for eps in attack.eps]
+    box, radii = resolved_box(attack.box, x), as_radii("eps", attack.eps)
     if certificate.method == "local" and certificate.input_range is not None:
         # Local radii hold only for inputs in the range; rounding may have put samples slightly outside.
         low, high = certificate.input_range
@@ -181,8 +184,8 @@ def attack_samples(
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = choose_samples(len(x), attack.samples, attack.seed)
-    order = sorted(range(len(radii)), key=radii.__getitem__)  # small radii first
-    survived = torch.zeros(len(radii), len(x), dtype=torch.bool)  # False for wrong predictions, too
+    # Small radii first; False for wrong predictions, too.
+    survived = {eps: torch.zeros(len(x), dtype=torch.bool) for eps in sorted(radii)}
     compared, closest = 0, math.inf
     nothing = x[:0].cpu().double()
     parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
@@ -192,7 +195,7 @@ def attack_samples(
         if not len(index):
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
-        reached: list[float | Tensor] = [radii[row] for row in order]
+        reached: list[float | Tensor] = [*survived]
         if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
             # An infinite radius cannot be attacked.
@@ -201,9 +204,9 @@ def attack_samples(
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)
         nearest: Tensor | None = None
-        for row, eps in enumerate(reached):
-            # A sample that fell at a smaller radius is not attacked again; the last row attacks all at their own radii.
-            active = alive.nonzero()[:, 0] if row < len(order) else torch.arange(len(index))
+        for eps in reached:
+            # A sample that fell at a smaller radius is not attacked again; at their own radii all are attacked.
+            active = torch.arange(len(index)) if isinstance(eps, Tensor) else alive.nonzero()[:, 0]
             if not len(active):  # torch's PixelUnshuffle fails on empty batches
                 continue
             fresh = nearest is None
@@ -223,10 +226,10 @@ def attack_samples(
                 points = nearest[active]
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
                 wrong = misclassified(exact(points), labels[active])
-            if row < len(order):
+            if not isinstance(eps, Tensor):
                 lost = wrong & (space.distance(points, clean[active].double()) <= eps)
                 alive[active[lost]] = False
-                survived[order[row], index] = alive
+                survived[eps][index] = alive
             if fresh and bool(wrong.any()):
                 fallen = active[wrong]
                 start, end = clean[fallen].double(), points[wrong]
@@ -238,12 +241,12 @@ def attack_samples(
                 near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
         parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
     rows = []
-    for eps, alive in zip(radii, survived, strict=True):
+    for eps in radii:
         # The l2 radius of the ball around a cube of half side eps, rounded up.
         reach = eps if attack.norm == "l2" else product(root(x[0].numel()), eps)
         certified = certificate.certified(reach)
-        check_accuracy(certificate, chosen, alive, reach, numbers)
-        rows.append(Attacked(eps, share(alive[chosen], confidence), share(certified[chosen], confidence)))
+        check_accuracy(certificate, chosen, survived[eps], reach, numbers)
+        rows.append(Attacked(eps, share(survived[eps][chosen], confidence), share(certified[chosen], confidence)))
     return Attempt(
         rows=tuple(rows),
         cross_check=CrossCheck(compared, closest),

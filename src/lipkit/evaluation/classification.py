@@ -12,9 +12,9 @@ import torch
 
 from lipkit import modules
 from lipkit.certificates import Certificate, certify, format_radius
-from lipkit.certificates.intervals import Share, check_radii, share
+from lipkit.certificates.intervals import Share, as_radii, check_radii, share
 from lipkit.data import as_split
-from lipkit.errors import OptionError, finite
+from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
 from lipkit.shown import Shown, figures
 
@@ -48,7 +48,7 @@ class Evaluation(Shown):
     per_class: tuple[ClassRow, ...]
     confidence: float
     times: dict[str, float]
-    certified_ignored: tuple[Share, ...] = ()
+    certified_ignored: tuple[Share, ...]
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers, for a line of metrics: ``clean``, ``certified(36/255)``, ``pgd(36/255)``, ``lipschitz``."""
@@ -105,12 +105,10 @@ def evaluate(
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
     attack = Attack() if attack is None else attack
-    eps = tuple(finite("eps", value, least=0) for value in eps)
-    radii = eps if attack.eps is None else tuple(finite("eps of the attack", r, least=0) for r in attack.eps)
+    eps = as_radii("eps", eps)
+    radii = eps if attack.eps is None else as_radii("eps of the attack", attack.eps)
     if attack.norm != "l2":
         raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
-    if attack.samples is not None and attack.samples < 0:
-        raise OptionError(f"expected samples >= 0 of the attack, or None, got {attack.samples}")
     start = time.perf_counter()
     x, y = as_split(split).batch(slice(None))  # a slice copies no tensor that is in memory
     seen = (float(x.min()), float(x.max()))

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from lipkit import modules
-from lipkit.errors import OptionError
 from lipkit.linalg.precision import on_threads
+
+RUNS, SECONDS = 100, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,31 +27,23 @@ class Latency:
     device: str
 
 
-def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, threads: int = 1) -> Latency:
-    """Time a forward pass of an exported network, batch 1 in float32, on the CPU.
+def latency(network: modules.Network) -> Latency:
+    """Time a forward pass of an exported network, batch 1 in float32, on one thread of the CPU.
 
-    Args:
-        runs: number of timed passes; a tenth as many run before, untimed.
-        seconds: no new pass starts after this time; at least one is timed.
-        threads: of torch during the measurement.
-
-    Raises:
-        OptionError: ``runs`` or ``threads`` below 1.
+    `RUNS` passes are timed, after a tenth as many; no new one starts after `SECONDS`, but at least one is timed.
 
     >>> from torch import nn
-    >>> measured = latency(modules.Network([nn.Linear(3, 2)], (3,)), runs=5)
-    >>> measured.runs, measured.threads, 0 < measured.low <= measured.median <= measured.high
-    (5, 1, True)
+    >>> measured = latency(modules.Network([nn.Linear(3, 2)], (3,)))
+    >>> measured.threads, 0 < measured.low <= measured.median <= measured.high
+    (1, True)
     """
-    if runs < 1 or threads < 1:
-        raise OptionError(f"expected runs and threads >= 1, got runs={runs}, threads={threads}")
     twin = copy.deepcopy(network).cpu().float()
     x = torch.zeros(1, *network.input_shape)
     times: list[float] = []
-    warmup = max(1, runs // 10)
-    with on_threads(threads), torch.inference_mode():
-        end = time.perf_counter() + seconds
-        for number in range(warmup + runs):
+    warmup = max(1, RUNS // 10)
+    with on_threads(1), torch.inference_mode():
+        end = time.perf_counter() + SECONDS
+        for number in range(warmup + RUNS):
             if times and time.perf_counter() > end:
                 break
             start = time.perf_counter()
@@ -59,4 +52,4 @@ def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, 
             if number >= warmup or time.perf_counter() > end:
                 times.append(time.perf_counter() - start)
     low, median, high = (1e3 * float(v) for v in np.quantile(times, (0.1, 0.5, 0.9)))
-    return Latency(median=median, low=low, high=high, runs=len(times), threads=threads, device="cpu")
+    return Latency(median=median, low=low, high=high, runs=len(times), threads=1, device="cpu")

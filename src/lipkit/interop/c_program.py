@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,9 +12,8 @@ from lipkit import modules
 from lipkit.certificates import sound
 from lipkit.certificates.measurement import pair_constants, prove
 from lipkit.errors import CertificateViolation, OptionError
-from lipkit.files import write_atomic
 from lipkit.integer import Program, c_source
-from lipkit.interop.check import Runtime, random_inputs
+from lipkit.interop.check import Runtime, random_inputs, write_checked
 from lipkit.modules.chains import ChainProof
 from lipkit.proof.arithmetic import FLOAT64
 
@@ -65,20 +63,15 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
     source, declared = c_source.c_files(
         program, _radii(program, proof), sha256=modules.sha256(network), header=header.name, prefix=prefix
     )
-    files = {header: declared.encode(), path: source.encode()}
-    with tempfile.TemporaryDirectory() as folder:
-        for file, content in files.items():
-            Path(folder, file.name).write_bytes(content)
-        x = random_inputs(network)
+
+    def check(draft: Path) -> None:
         if c_source.compiler() is not None:
-            compiled = c_source.compile_c(Path(folder, path.name), Path(folder, "network"), ())
+            compiled, x = c_source.compile_c(draft, draft.with_name("network"), ()), random_inputs(network)
             found = c_source.run_c(compiled, program.quantise(x)).logits
             if not torch.equal(found.double() * 2.0**-program.fraction, program(x)):
                 raise CertificateViolation(f"expected {path} to compute the integer program bit for bit, it does not")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for file, content in files.items():
-        write_atomic(file, content)
-    return path
+
+    return write_checked({path: source.encode(), header: declared.encode()}, check)
 
 
 def _radii(program: Program, proof: ChainProof) -> c_source.Radii:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from lipkit import modules
 from lipkit.certificates import certify, format_radius, margins
 from lipkit.certificates.measurement import float64_copy, prove
 from lipkit.errors import CertificateViolation, OptionError, ShapeError
+from lipkit.files import write_atomic
 from lipkit.modules.network import first_floating
 
 # Inputs (N, *input_shape) to outputs, whatever computes them.
@@ -112,6 +115,19 @@ def module_runtime(module: nn.Module) -> Runtime:
         return out.cpu()
 
     return run
+
+
+def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
+    """Write files of one folder after ``check`` has accepted drafts, by the path of the first; return the first."""
+    first = next(iter(files))
+    with tempfile.TemporaryDirectory() as folder:
+        for path, content in files.items():
+            Path(folder, path.name).write_bytes(content)
+        check(Path(folder, first.name))
+    first.parent.mkdir(parents=True, exist_ok=True)
+    for path, content in reversed([*files.items()]):
+        write_atomic(path, content)
+    return first
 
 
 def random_inputs(network: modules.Network) -> Tensor:

@@ -82,15 +82,6 @@ def _divided(a: Any, b: Any) -> Any:
     return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")  # as in C
 
 
-def _larger(function: Callable[[Any, Any], Any], sign: int, c: Call) -> Any:
-    """The maximum (sign 1) or minimum (-1) of the operands; of a value and a constant, by a ReLU."""
-    values = [(c.tensors()[i], i in c.moving) for i in range(len(c.operands))]
-    (found, moves), *rest = sorted(values, key=lambda pair: not pair[1])  # those that move come first
-    for value, moving in rest:
-        found = sign * F.relu(sign * (found - value)) + value if moves and not moving else function(found, value)
-    return found
-
-
 def _power(c: Call) -> Any:
     if not c.moving:
         return torch.pow(c.x, c.weight(1)).to(c.x.dtype)  # ONNX keeps the format of the base
@@ -206,10 +197,9 @@ def _pad(c: Call) -> Any:
     ):
         raise c.refuse("padding that leaves the batch alone", f"{before}, {after}, {kind!r}")
     if kind == b"constant":
-        if value not in (None, 0, [], [0]):
-            raise c.refuse("zeros around all dimensions", f"{value}")
         first = 1 if c.moving else 0  # torch pads from the last axis on: the batch is left out
-        return F.pad(c.x, around(before[first:], after[first:]))
+        number = next(iter(value), 0) if isinstance(value, list) else value or 0
+        return F.pad(c.x, around(before[first:], after[first:]), value=float(number))
     x = c.x
     for axis in range(1, c.rank):
         x = copied(x, axis, before[axis], after[axis], BORDERS[kind])
@@ -373,7 +363,7 @@ OPERATORS: dict[str, Row] = {
     "And": Row(partial(_elementwise, torch.logical_and), (7,), moves=False),
     "Greater": Row(partial(_elementwise, torch.gt), (7, 9, 13), moves=False),
     "Less": Row(partial(_elementwise, torch.lt), (7, 9, 13), moves=False),
-    "Abs": Row(activation(lambda: nn.LeakyReLU(-1.0)), (6, 13)),
+    "Abs": Row(_each(torch.abs), (6, 13)),
     "Add": Row(partial(_elementwise, operator.add), (7, 13, 14)),
     "Cast": Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True),
     "Celu": Row(activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
@@ -396,16 +386,17 @@ OPERATORS: dict[str, Row] = {
     "HardSwish": Row(activation(nn.Hardswish), (14, 22)),
     "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True),
     "LeakyRelu": Row(activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
-    "Max": Row(partial(_larger, torch.maximum, 1), (6, 8, 12, 13)),
-    "Min": Row(partial(_larger, torch.minimum, -1), (6, 8, 12, 13)),
+    "Max": Row(partial(_elementwise, torch.maximum), (6, 8, 12, 13)),
+    "Min": Row(partial(_elementwise, torch.minimum), (6, 8, 12, 13)),
     "Mish": Row(activation(nn.Mish), (18, 22)),
     "Mul": Row(partial(_elementwise, operator.mul), (7, 13, 14)),
     "Neg": Row(_each(operator.neg), (6, 13)),
     "PRelu": Row(_prelu, (7, 9, 16)),
     "Pad": Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
     "Pow": Row(_power, (7, 12, 13, 15)),
-    "ReduceMax": Row(partial(_reduced, "amax"), (1, 11, 12, 13, 18, 20), moves=False),
+    "ReduceMax": Row(partial(_reduced, "amax"), (1, 11, 12, 13, 18, 20)),
     "ReduceMean": Row(partial(_reduced, "mean"), (1, 11, 13, 18)),
+    "ReduceMin": Row(partial(_reduced, "amin"), (1, 11, 12, 13, 18, 20)),
     "ReduceProd": Row(partial(_reduced, "prod"), (1, 11, 13, 18), moves=False),
     "ReduceSum": Row(partial(_reduced, "sum"), (1, 11, 13)),
     "Relu": Row(activation(nn.ReLU), (6, 13, 14)),
@@ -426,7 +417,7 @@ OPERATORS: dict[str, Row] = {
     "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13)),
     "Swish": Row(partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)), (24,)),
     "Tanh": Row(activation(nn.Tanh), (6, 13)),
-    "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13), moves=False),
+    "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13)),
     "Transpose": Row(
         lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))), (1, 13, 21, 23, 24, 25), copies=True
     ),

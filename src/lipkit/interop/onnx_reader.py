@@ -23,7 +23,7 @@ from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first
 from lipkit.files import open_regular, read_bytes
 from lipkit.interop.onnx_layers import BATCH, FLOATS, Call, Node, Row, holds_batch, takes_over
 from lipkit.interop.onnx_operators import BORDERS, ENDS, GATES, OPERATORS, activation, pads_of
-from lipkit.interop.reading import LARGEST, Budget, load
+from lipkit.interop.reading import LARGEST, Budget, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
 from lipkit.modules import Network
 
@@ -33,35 +33,17 @@ _DOMAIN = ("", "ai.onnx")
 _ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid", "Sub", "Tanh")
 
 
-class OnnxNetwork(nn.Module):
-    """The graph of an ONNX file as modules and functions, in topological order."""
+def _step(call: Call, numbers: dict[str, Tensor]) -> Callable[..., Any]:
+    """The step of a node; ``numbers`` are its sizes, axes and limits by name."""
+    node, call = call.node, call.on([], None)
 
-    input_shape: tuple[int, ...]  # of one sample
+    def step(network: ReadNetwork, values: dict[str, Any]) -> Any:
+        if node.name in network.layers:
+            return network.layers[node.name](values[node.input[0]])
+        operands = [numbers.get(name, values.get(name)) for name in node.input]
+        return node.row.rule(call.on(operands, values[network.source]))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict()
-        self.steps: list[Call] = []
-        self.numbers: dict[str, Tensor] = {}  # sizes, axes and limits
-        self.names: dict[str, str] = {}  # of stored tensors that are computed with, and of the buffers that hold them
-        self.source = self.result = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        values: dict[str, Any] = {name: getattr(self, buffer) for name, buffer in self.names.items()}
-        values |= {**self.numbers, self.source: x}
-        for step in self.steps:
-            node = step.node
-            if node.name in self.layers:
-                made = self.layers[node.name](values[node.input[0]])
-            else:
-                made = node.row.rule(step.on([values.get(name) for name in node.input], x))
-            values.update(_named(node, made))
-        return values[self.result]
-
-
-def _named(node: Node, made: Any) -> Iterator[tuple[str, Any]]:
-    several = isinstance(made, (tuple, list))
-    return zip(node.output, made if several else [made], strict=several)
+    return step
 
 
 def load_onnx(
@@ -84,7 +66,7 @@ def load_onnx(
     return load(read_onnx(path, input_shape), path, input_shape, box)
 
 
-def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> OnnxNetwork | Network:
+def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> ReadNetwork | Network:
     """The network of an ONNX file, in evaluation mode; it refuses what `load_onnx` lists.
 
     A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if the installed torch writes
@@ -105,7 +87,7 @@ def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> O
         raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
 
 
-def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> OnnxNetwork | Network:
+def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> ReadNetwork | Network:
     import onnx
 
     graph = file.graph
@@ -126,7 +108,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
             ours = claimed(entry.value, stored, lambda network: _written_alike(network, file))
             if ours is not None and input_shape in (None, ours.input_shape):
                 return ours
-    network = OnnxNetwork()
+    network = ReadNetwork()
     network.source, network.result = inputs[0].name, graph.output[0].name
     kind = inputs[0].type.tensor_type
     if (dtype := FLOATS.get(kind.elem_type)) is None:
@@ -324,11 +306,12 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
 
 
 class _Reader:
-    def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
+    def __init__(self, network: ReadNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
         self.network, self.stored, self.call = network, stored, partial(call, source=x)
         self.values = {network.source: x}  # without memory, for their sizes
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
+        self.calls: list[Call] = []  # those that make up the network
         # Paddings by copied pixels: their input, torch's name of the mode, and the pads before and after.
         self.bordered: dict[str, tuple[str, Any]] = {}
 
@@ -365,7 +348,7 @@ class _Reader:
             raise call.refuse("no size computed from that of the batch", "one")
         most = 2 if node.kind == "MatMul" else 1 if node.kind in _ALONE else -1
         if call.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
-            raise call.refuse("an input with the batch first", f"one of {self.network.input_shape[0]} numbers")
+            raise call.refuse("an input with the batch first", f"one of {call.source.shape[1]} numbers")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)
@@ -378,7 +361,8 @@ class _Reader:
             raise call.refuse("what its rule covers", f"{type(error).__name__}: {first_line(error)}") from error
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
-        found = dict(_named(node, made))
+        several = isinstance(made, (tuple, list))
+        found = dict(zip(node.output, made if several else [made], strict=several))
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self.stored.update(found)
             if not row.copies and any(map(holds_batch, found.values())):
@@ -387,21 +371,21 @@ class _Reader:
         self.values.update(found)
         if layer is not None:
             self.network.layers[node.name] = layer
-        self.network.steps.append(call)
+        self.calls.append(call)
         if node.kind == "Pad" and (mode := BORDERS.get(call.get("mode", b"constant"))):
             self.bordered[node.output[0]] = (node.input[0], (mode, *pads_of(call)))
 
     def finish(self) -> None:
         """Keep the stored tensors that the steps read; drop paddings that a convolution has taken over."""
-        network, steps = self.network, self.network.steps
-        read = {network.result, *(name for step in steps for name in step.node.input)}
-        network.steps = []
-        for step in steps:
-            if read.isdisjoint(step.node.output) and step.node.output[0] in self.bordered:
+        network = self.network
+        read = {network.result, *(name for call in self.calls for name in call.node.input)}
+        for call in self.calls:
+            node, numbers = call.node, dict[str, Tensor]()
+            if read.isdisjoint(node.output) and node.output[0] in self.bordered:
                 continue
-            for i, name in enumerate(step.node.input[: 1 if step.node.name in network.layers else None]):
-                if name in self.stored and i in step.read:
+            for i, name in enumerate(node.input[: 1 if node.name in network.layers else None]):
+                if name in self.stored and i in call.read:
                     network._buffers[network.names.setdefault(name, f"stored{len(network.names)}")] = self.stored[name]
                 elif name in self.stored:
-                    network.numbers[name] = self.stored[name]
-            network.steps.append(step.on([], None))  # a node without operands: forward puts them in
+                    numbers[name] = self.stored[name]
+            network.steps.append((_step(call, numbers), node.output, node.kind == "Split"))

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, NoRuleError
 from lipkit.files import open_regular
-from lipkit.interop.reading import LARGEST, load
+from lipkit.interop.reading import LARGEST, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
+from lipkit.lowering.functions import FUNCTIONS
 from lipkit.modules import Network
 
 # Major version of the schema that defines the letters and numbers below.
@@ -34,13 +35,6 @@ _DTYPES = {
 _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
-def _function(name: str) -> Callable[..., Any]:
-    """The function of torch, or the method of tensors, with the same arguments as the operator ``name``."""
-    base = name.partition(".")[0]
-    found: Any = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base))
-    return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
-
-
 def _without_cudnn(norm: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, size, weight=None, bias=None, eps=1e-5, cudnn=True: norm(x, size, weight, bias, eps)
 
@@ -51,26 +45,10 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return F.elu(x, alpha)
 
 
-# Operators of aten by name. In-place operators also change aliases, so they stay in place and export checks them.
+# Operators whose functions of torch have arguments of another name or order, or fewer of them.
 OPERATORS: dict[str, Callable[..., Any]] = {
-    name: _function(name)
-    for name in """
-    adaptive_avg_pool1d.default adaptive_avg_pool2d.default add.Tensor add_.Tensor addmm.default bmm.default cat.default
-    celu.default chunk.default clamp.default clamp_.default conv1d.default conv1d.padding conv2d.default conv2d.padding
-    conv_transpose1d.default conv_transpose2d.input detach.default div.Tensor div_.Tensor dropout.default elu_.default
-    flatten.using_ints gelu.default hardsigmoid.default hardswish.default hardtanh.default hardtanh_.default
-    leaky_relu.default leaky_relu_.default linear.default matmul.default maximum.default mean.dim
-    minimum.default mish.default mm.default mul.Tensor mul_.Tensor narrow.default neg.default pad.default
-    permute.default pixel_shuffle.default pixel_unshuffle.default pow.Tensor_Scalar prelu.default relu.default
-    relu6.default relu_.default reshape.default roll.default rsqrt.default scaled_dot_product_attention.default
-    select.int selu.default sigmoid.default sigmoid_.default silu.default softplus.default softshrink.default
-    split.Tensor sqrt.default squeeze.dim squeeze.dims stack.default sub.Tensor sub_.Tensor sum.dim_IntList t.default
-    tanh.default tanh_.default transpose.int unbind.int unflatten.int unsqueeze.default var.correction var.dim
-    view.default
-    """.split()  # noqa: SIM905
-} | {
-    # Those with arguments of another order, or more of them.
-    "avg_pool2d.default": lambda x, size, stride=(), *args: F.avg_pool2d(x, size, stride or None, *args),
+    "adaptive_max_pool1d.default": lambda x, size: (F.adaptive_max_pool1d(x, size), None),  # no indices
+    "adaptive_max_pool2d.default": lambda x, size: (F.adaptive_max_pool2d(x, size), None),
     "batch_norm.default": lambda x, weight, bias, mean, var, training, momentum, eps, cudnn: F.batch_norm(
         x, mean, var, weight, bias, training, momentum, eps
     ),
@@ -79,12 +57,12 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "detach_.default": lambda x: x.detach(),
     "einsum.default": lambda equation, tensors: torch.einsum(equation, *tensors),
     "elu.default": _elu,
-    "expand.default": lambda x, size, implicit=False: x.expand(*size),
+    "expand.default": lambda x, size, implicit=False: x.expand(tuple(size)),  # one tuple: x may be a buffer
     "group_norm.default": _without_cudnn(F.group_norm),
     "layer_norm.default": _without_cudnn(F.layer_norm),
+    "lift_fresh_copy.default": lambda x: x.clone(),
     "log_sigmoid.default": lambda x: F.logsigmoid(x),
     "mT.default": lambda x: x.mT,
-    "max_pool2d.default": lambda x, size, stride=(), *args: F.max_pool2d(x, size, stride or None, *args),
     "numpy_T.default": lambda x: x.T,
     "silu_.default": lambda x: F.silu(x, inplace=True),
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
@@ -97,6 +75,22 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
 }
 _OF_SIZES = {f"_operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "mul")}
+# Functions without a rule, which files apply to their stored numbers.
+_OF_STORED = ("pow", "rsqrt", "sqrt", "var")
+
+
+def _function(name: str) -> Callable[..., Any] | None:
+    """What an operator of ATen computes: a function of torch, or a method of tensors, that has a rule; None without.
+
+    In-place operators also change aliases, so they stay in place and the export checks them.
+    """
+    if (found := OPERATORS.get(name) or _OF_SIZES.get(name)) is not None:
+        return found
+    base = name.partition(".")[0]
+    found = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base, None))
+    if (found or base) not in FUNCTIONS and base not in _OF_STORED:
+        return None
+    return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
 
 
 def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any], dict[str, Any]]:
@@ -116,25 +110,14 @@ def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any
     return ordered, {a.name: given[a.name] for a in schema if a.kwarg_only and a.name in given}
 
 
-class ProgramNetwork(nn.Module):
-    """The graph of a .pt2 file as calls of torch's functions, in the file's order."""
+def _step(function: Callable[..., Any], arguments: tuple[list[Any], dict[str, Any]]) -> Callable[..., Any]:
+    ordered, named = arguments
 
-    input_shape: tuple[int, ...] | None  # of one sample; None where the file leaves sizes open
+    def step(network: ReadNetwork, values: dict[str, Any]) -> Any:
+        more = {name: _value(argument, values) for name, argument in named.items()}
+        return function(*(_value(argument, values) for argument in ordered), **more)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[Callable[..., Any], list[Any], dict[str, Any], list[str], bool]] = []
-        self.names: dict[str, str] = {}
-        self.source = self.result = ""
-
-    def forward(self, x: Tensor) -> Any:
-        values: dict[str, Any] = {name: getattr(self, attribute) for name, attribute in self.names.items()}
-        values[self.source] = x
-        for function, ordered, named, outputs, several in self.steps:
-            more = {name: _value(argument, values) for name, argument in named.items()}
-            made = function(*(_value(argument, values) for argument in ordered), **more)
-            values.update(zip(outputs, made, strict=True) if several else [(outputs[0], made)])
-        return values[self.result]
+    return step
 
 
 def load_program(
@@ -155,7 +138,7 @@ def load_program(
     return load(read_program(path), path, input_shape, box)
 
 
-def read_program(path: str | Path) -> ProgramNetwork | Network:
+def read_program(path: str | Path) -> ReadNetwork | Network:
     """The network of a .pt2 file, in evaluation mode; it refuses what `load_program` lists."""
     try:
         with open_regular(path) as file:
@@ -197,9 +180,9 @@ def _written_alike(network: Network, program: Any, stored: Mapping[str, Tensor])
     return same and _graph(program) == _graph(other)
 
 
-def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str | Path) -> ProgramNetwork:
+def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str | Path) -> ReadNetwork:
     graph, signature = module["graph"], module["signature"]
-    network, inputs = ProgramNetwork(), []
+    network, inputs = ReadNetwork(), []
     for spec in signature["input_specs"]:
         ((kind, content),) = spec.items()
         if kind == "user_input":
@@ -229,8 +212,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         name = node["target"].removeprefix("torch.ops.aten.")
         if name.partition(".")[0] in _CHECKS:
             continue
-        function = {**OPERATORS, **_OF_SIZES}.get(name)
-        if function is None:
+        if (function := _function(name)) is None:
             where = node["metadata"].get("stack_trace", "").strip().splitlines()[-1:]
             raise NoRuleError(
                 f"{path}: no rule for the operator {node['target']}{f' in {where[0].strip()!r}' * bool(where)}"
@@ -238,13 +220,13 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         arguments = {item["name"]: item["arg"] for item in node["inputs"]}
         if len(arguments) < len(node["inputs"]):
             raise DataError(f"{path}: expected each argument of {node['target']} once, got {node['inputs']}")
-        made: Any
-        kind, made = next(iter(node["outputs"][0].items())) if len(node["outputs"]) == 1 else ("several", None)
-        if kind not in ("as_tensor", "as_tensors", "as_sym_int"):
-            raise NoRuleError(f"{path}: expected one value of {node['target']}, got {len(node['outputs'])}")
-        several = kind == "as_tensors"  # a list, as split gives it
-        names = [one["name"] for one in made] if several else [made.get("name") or made["as_name"]]
-        network.steps.append((function, *_bound(name, arguments, path), names, several))
+        (kind, made), *more = (next(iter(output.items())) for output in node["outputs"])
+        if {kind, *(k for k, _ in more)} - {"as_tensor"} and (more or kind not in ("as_tensors", "as_sym_int")):
+            raise NoRuleError(f"{path}: expected tensors or one size of {node['target']}, got {node['outputs']}")
+        several = bool(more) or kind == "as_tensors"  # as max along a dimension and split give them
+        made = [made, *(one for _, one in more)] if kind != "as_tensors" else made
+        names = [one.get("name") or one["as_name"] for one in made]
+        network.steps.append((_step(function, _bound(name, arguments, path)), names, several))
     return network.eval()
 
 
@@ -255,6 +237,8 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         return None
     if kind in ("as_int", "as_float", "as_bool", "as_string", "as_ints", "as_floats", "as_bools"):
         return tuple(content) if isinstance(content, list) else content
+    if kind == "as_scalar_type":
+        return _DTYPES[content]
     if kind == "as_tensor":
         return values[content["name"]]
     if kind == "as_tensors":

@@ -23,6 +23,30 @@ VALUES = 2**26
 """Limit of the numbers in all values of one sample: 256 MB in float32. An export needs several times as much."""
 
 
+class ReadNetwork(nn.Module):
+    """The graph of a file as calls of functions and modules, each after those whose values it reads."""
+
+    input_shape: tuple[int, ...] | None  # of one sample; None where the file leaves sizes open
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        # step(network, values by name) -> made; the names of what is made; True if that is a list
+        self.steps: list[tuple[Callable[[Any, dict[str, Any]], Any], list[str], bool]] = []
+        self.names: dict[
+            str, str
+        ] = {}  # of stored tensors that are computed with, and of the attributes that hold them
+        self.source = self.result = ""
+
+    def forward(self, x: Tensor) -> Any:
+        values: dict[str, Any] = {name: getattr(self, attribute) for name, attribute in self.names.items()}
+        values[self.source] = x
+        for step, outputs, several in self.steps:
+            made = step(self, values)
+            values.update(zip(outputs, made, strict=True) if several else [(outputs[0], made)])
+        return values[self.result]
+
+
 def load(
     network: Any, path: str | Path, input_shape: tuple[int, ...] | None, box: tuple[float, float] | None = None
 ) -> Network:

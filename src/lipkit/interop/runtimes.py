@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import math
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from lipkit import modules
 from lipkit.certificates.measurement import check_network
 from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory
-from lipkit.files import parse_json, write_atomic
-from lipkit.interop.check import Runtime, check_runtime, module_runtime
+from lipkit.files import parse_json
+from lipkit.interop.check import Runtime, check_runtime, module_runtime, write_checked
 from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
 from lipkit.modules.network import first_floating
@@ -35,18 +34,6 @@ from lipkit.modules.pooling import _pair
 OPSET, CEIL_OPSET = 19, 22
 # The key under which a file names the network that it was written from.
 CLAIM = "lipkit.json"
-
-
-def _write(path: str | Path, content: bytes, check: Callable[[Path], None]) -> Path:
-    """Write a file after ``check`` has accepted a draft of it."""
-    path = Path(path)
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(content)
-        check(draft)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, content)
-    return path
 
 
 def write_onnx(network: modules.Network, path: str | Path) -> Path:
@@ -76,7 +63,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
         except Exception as error:  # onnx has a class of its own for each kind of failure
             raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
 
-    return _write(path, model.SerializeToString(), check)
+    return write_checked({Path(path): model.SerializeToString()}, check)
 
 
 def onnx_model(network: modules.Network) -> Any:
@@ -195,7 +182,7 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
     def check(draft: Path) -> None:
         check_runtime(network, program_runtime(draft), batch_size=3)
 
-    return _write(path, program_bytes(network), check)
+    return write_checked({Path(path): program_bytes(network)}, check)
 
 
 def program_bytes(network: modules.Network) -> bytes:
@@ -209,7 +196,7 @@ def program_bytes(network: modules.Network) -> bytes:
         return file.getvalue()
 
 
-def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
+def onnx_runtime(path: str | Path) -> Runtime:
     """The network of an ONNX file in onnxruntime on the CPU.
 
     Raises:
@@ -220,7 +207,7 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
     except ImportError as error:
         raise OptionError('expected onnxruntime to run ONNX: pip install "lipkit[onnx]"') from error
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3  # errors only
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -258,15 +245,12 @@ def _example(network: modules.Network) -> Tensor:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's warnings about its own internals."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

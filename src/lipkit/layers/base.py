@@ -44,15 +44,10 @@ class Family:
         title: the method in words.
         paper, equation: where it comes from.
         conv, linear: constructors with the argument order of ``nn.Conv2d`` and ``nn.Linear``.
-        claim: 'orthogonal' (all singular values 1), 'contraction' (at most 1), or 'none' (``lipschitz`` computes the
-            constant from the numbers).
         sizes: the kernels and images it accepts, in words.
         accepts: the same as a predicate of kernel size, height and width (after downsampling).
         options: keyword options of the convolution and the values that the laws try.
-        slack: relative amount by which ``lipschitz`` of a layer may exceed 1 (a truncation error in the bound).
-        attained: fraction of its bound that the norm of a new layer reaches at least (not for 'orthogonal').
-        train_gap: declared relative difference between training and evaluation mode (Taylor terms).
-        smooth: whether the layer is differentiable where singular values of a parameter coincide.
+        claim, slack, attained, train_gap, smooth: what the laws test, see `lipkit.testing.Case`.
         own_activation: whether the layers contain their activation: a model puts none after them.
         affine: constructor of the affine dense layer that ends a network, where ``linear`` is not affine.
         definition: ``(layer, x) -> y``, the paper's construction in plain torch (`lipkit.layers.definitions`).
@@ -120,6 +115,13 @@ def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int
         if value not in (1, (1, 1)):
             raise OptionError(f"{name}: expected 1, got {value!r}: use lipkit.layers.NativeConv2d")
     return (kernel[0], kernel[1]), steps[0]
+
+
+def check_same(padding: Any, same: tuple[int, ...] | None, kernel: tuple[int, ...]) -> None:
+    """Raise ``OptionError`` unless padding is 'same', or the numbers ``same`` of pixels that keep the size, if any."""
+    if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
+        keeps = "'same'" if same is None else f"'same' or {same}"
+        raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
@@ -312,9 +314,7 @@ class ConstrainedConv2d(Constrained):
             raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
         self.padding_mode = padding_mode
         same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
-        if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
-            keeps = "'same'" if same is None else f"'same' or {same}"
-            raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
+        check_same(padding, same, kernel)
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"

@@ -33,30 +33,34 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
     return torch.eye(n, m, dtype=noise.dtype, device=noise.device)[:, :, None, None] * tap + scale * noise / depth**0.5
 
 
-def residual_parameters(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
-    """N and g of :func:`near_identity`: noise of variance 1 / (n kh kw), and ones."""
-    n, _, kh, kw = shape
-    noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)  # columns of norm about 1
-    return nn.Parameter(noise), nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
+class NearIdentity(base.Constrained):
+    """Base of all three layers, with N and g of :func:`near_identity`."""
+
+    def make_residual(self, shape: tuple[int, ...], depth: int, device: Any, dtype: Any) -> None:
+        """Parameters for a kernel of this shape: noise of variance 1 / (n kh kw), and ones."""
+        base.check_positive(depth=depth)
+        n, _, kh, kw = shape
+        noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)  # columns of norm about 1
+        self.depth, self.free = depth, nn.Parameter(noise)
+        self.scale = nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
+
+    def directions(self) -> Tensor:
+        """The kernel, V of a reflector, in float32 or better."""
+        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
-class Reflector(base.Constrained):
-    """Base of both layers, with the parameters of V: a kernel, of one tap in the dense layer."""
+class Reflector(NearIdentity):
+    """Base of both reflectors; V is a kernel, of one tap in the dense layer."""
 
     shown = ("rank",)
 
     def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
         n = max(self.shape[:2])
-        self.rank, self.depth = max(1, n // 2) if rank is None else rank, depth
-        base.check_positive(depth=depth, rank=self.rank)
+        self.rank = max(1, n // 2) if rank is None else rank
+        base.check_positive(rank=self.rank)
         if self.rank > max(1, n - 1):  # n columns would make -I, whatever V is
             raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} rows of V, got {rank}")
-        taps = self.shape[2:] or (1, 1)  # none in the dense layer
-        self.free, self.scale = residual_parameters((n, self.rank, *taps), device, dtype)
-
-    def directions(self) -> Tensor:
-        """V, (n, m, kh, kw), in float32 or better."""
-        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+        self.make_residual((n, self.rank, *(self.shape[2:] or (1, 1))), depth, device, dtype)
 
 
 class BroLinear(Reflector, base.ConstrainedLinear):
@@ -137,7 +141,7 @@ class BroConv2d(Reflector, base.SymbolConv2d):
 register_one_lipschitz(BroLinear, BroConv2d)
 
 
-class LiResConv2d(base.KernelConv2d):
+class LiResConv2d(NearIdentity, base.KernelConv2d):
     r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the numerator.
 
     E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`: a residual connection around a linear
@@ -174,22 +178,16 @@ class LiResConv2d(base.KernelConv2d):
     shown = ("padding_mode",)
 
     def make_parameters(self, device: Any, dtype: Any, *, depth: int = 1) -> None:
-        base.check_positive(depth=depth)
-        self.depth = depth
-        self.free, self.scale = residual_parameters(self.shape, device, dtype)
+        self.make_residual(self.shape, depth, device, dtype)
 
     def kernel(self, proved: bool = True) -> Tensor:
         """The kernel of norm at most 1; not ``proved``, it is that of a training step. Zero stays zero."""
-        kernel = self.undivided()
+        kernel = self.directions()
         bound = (base.proved_norm if proved else base.training_norm)(kernel)
         return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)
 
     def kernel_in_use(self) -> Tensor:
         return self.kernel(not self.training)
-
-    def undivided(self) -> Tensor:
-        """The numerator E + s g N, in float32 or better."""
-        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
 @lipschitz_rule(LiResConv2d)
@@ -197,7 +195,7 @@ class LiResConv2d(base.KernelConv2d):
 def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
     if base.always_proved(layer.free) or not layer.training:
         return 1.0
-    kernel = layer.undivided()
+    kernel = layer.directions()
     proved, used = float(base.proved_norm(kernel)), float(base.training_norm(kernel)) or 1.0  # zero stays undivided
     return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # covers two float64 roundings
 

@@ -100,11 +100,6 @@ class OrthogonalLinear(ConstrainedLinear):
         return orthogonalized(self.orthogonalize, self.free)
 
 
-def unit_rows(v: Tensor) -> Tensor:
-    """Each row divided by its norm; a zero row stays zero (with a finite gradient)."""
-    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)  # no division by 0
-
-
 class NormalizedLinear(ConstrainedLinear):
     r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
 
@@ -129,7 +124,8 @@ class NormalizedLinear(ConstrainedLinear):
         self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))  # as nn.Linear
 
     def weight(self) -> Tensor:
-        return unit_rows(at_least_float32(self.free))
+        v = at_least_float32(self.free)
+        return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)  # a zero row stays zero
 
 
 @lipschitz_rule(OrthogonalLinear)

@@ -131,7 +131,7 @@ class EcoConv2d(ConstrainedConv2d):
         if self.imaginary is None:
             made = self._make(self.free, terms)
             return Symbol(made[:n_real], made[n_real:, None])  # one part: real matrices at the pairs, too
-        free = Symbol.of(self.free[:n_real], torch.complex(self.free[n_real:], self.imaginary))
+        free = Symbol(self.free[:n_real], torch.stack((self.free[n_real:], self.imaginary), 1))
         return free.map(lambda part: self._make(part, terms))
 
     def _make(self, free: Tensor, terms: int) -> Tensor:

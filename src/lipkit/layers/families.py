@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lipkit.errors import OptionError
 from lipkit.layers.aol import AOL
 from lipkit.layers.base import Family
@@ -27,15 +29,16 @@ FAMILIES: dict[str, Family] = {
 """Every family by its acronym, which the models take as ``layer``."""
 
 
-def get(name: str) -> Family:
-    """The family of this acronym; ``OptionError`` lists the known ones.
+def get(name: str, others: Mapping[str, Family] = {}) -> Family:
+    """The family of this acronym in the table, or among ``others``; ``OptionError`` lists the known ones.
 
     >>> get("cayley").conv.__name__
     'CayleyConv2d'
     """
-    if name not in FAMILIES:
-        raise OptionError(f"layer: expected one of {', '.join(FAMILIES)}, got {name!r}")
-    return FAMILIES[name]
+    known = {**FAMILIES, **others}
+    if name not in known:
+        raise OptionError(f"layer: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def names() -> list[str]:

@@ -6,6 +6,7 @@ Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and pad
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv.circular import circular_pad
-from lipkit.conv.patches import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
+from lipkit.conv.patches import Size, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
@@ -26,7 +27,7 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.modules.convolutions import copies
+from lipkit.modules.convolutions import borders, padded_copies
 from lipkit.proof.roundoff import root
 
 
@@ -72,7 +73,7 @@ class Aoc(Construction):
                 f"{self.dilation}: pixels between the taps would be lost; use constraint='rko' or 'aol'"
             )
         strided = max(self.stride) > 1
-        inner = aoc_channels(cin, cout, self.stride) if strided else cout
+        inner = max(cin, cout // math.prod(self.stride)) if strided else cout  # c of `aoc_kernel`
         wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix brings s taps of its own
         self.free = orthogonal_stack((groups, inner, cin), device, dtype)
         projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
@@ -120,9 +121,9 @@ GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 
 
 class _Native(base.Biased):
-    """A convolution with a constrained weight and torch's arguments, which torch's own layer checks."""
+    """A convolution with a constrained weight; its arguments are those of torch's layer, which checks them."""
 
-    plain: type[Any]
+    plain: type[Any] = nn.Conv2d
     in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -131,25 +132,23 @@ class _Native(base.Biased):
     groups: int
     padding_mode: str
     output_padding: tuple[int, ...]
+    _reversed_padding_repeated_twice: list[int]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = [p for p in inspect.signature(_Native.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        torchs = inspect.signature(cls.plain)
+        cls.__signature__ = torchs.replace(parameters=[*torchs.parameters.values(), *own])  # type: ignore[attr-defined]
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Pair,
-        stride: Pair = 1,
-        padding: str | Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str = "aoc",
-        orthogonalize: str | Orthogonalize = "bjorck",
-        **output_padding: Pair,
+        self, *args: Any, constraint: str = "aoc", orthogonalize: str | Orthogonalize = "bjorck", **named: Any
     ) -> None:
         super().__init__()
+        given = inspect.signature(self.plain).bind(*args, **named)
+        given.apply_defaults()
+        in_channels, out_channels, groups, device, dtype = (
+            given.arguments[name] for name in ("in_channels", "out_channels", "groups", "device", "dtype")
+        )
         base.check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
         base.check_dtype(dtype)
         if constraint not in CONSTRAINTS:
@@ -157,11 +156,8 @@ class _Native(base.Biased):
         function = resolve(orthogonalize)
         if not proved(function):
             raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")
-        options: dict[str, Any] = {"dilation": dilation, "padding_mode": padding_mode, **output_padding}
         try:
-            like = self.plain(
-                in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
-            )
+            like = self.plain(**{**given.arguments, "device": "meta"})
             # Sizes below 1 are refused later on: torch accepts them here and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
@@ -170,9 +166,13 @@ class _Native(base.Biased):
                 f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
             ) from error
         base.check_positive(**least)
-        if not isinstance(like.padding, str) and min(like.padding) < 0:
-            raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
-        for name in (*GEOMETRY, "output_padding"):
+        if not isinstance(like.padding, str) and not all(isinstance(p, int) and p >= 0 for p in like.padding):
+            raise OptionError(f"padding: expected numbers of at least 0, got {given.arguments['padding']!r}")
+        axes = zip(like.output_padding, like.stride, like.dilation, strict=True)
+        if not all(0 <= more < max(step, apart) for more, step, apart in axes):
+            most = "less than the stride or the dilation on each axis"
+            raise OptionError(f"output_padding: expected {most}, got {like.output_padding}")
+        for name in (*GEOMETRY, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(like, name))
         self.constraint, self.axes = constraint, len(self.kernel_size)
         # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
@@ -180,10 +180,9 @@ class _Native(base.Biased):
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
         self.construction = CONSTRAINTS[constraint](shape, *geometry, function, device, dtype)
         fan_in = math.prod(like.weight.shape[1:])
-        self.register_parameter("bias", base.new_bias(out_channels, fan_in, bias, device, dtype))
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        padded = [before + after for before, after in self.borders()]
-        if padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
+        self.register_parameter("bias", base.new_bias(out_channels, fan_in, given.arguments["bias"], device, dtype))
+        reach, padded = self.reach, [before + after for before, after in borders(self)]
+        if self.padding_mode == "circular" and any(p > r for p, r in zip(padded, reach, strict=True)):
             raise OptionError(
                 f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
                 f"got {padded}: outputs beyond one period repeat and raise the norm"
@@ -193,20 +192,17 @@ class _Native(base.Biased):
     def _pair(sizes: tuple[int, ...]) -> Size:
         return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
 
-    def borders(self) -> list[tuple[int, int]]:
-        """Pixels padded before and after, for each axis."""
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        if self.padding == "same":
-            return [(r // 2, r - r // 2) for r in reach]  # as torch: the larger half behind
-        return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
+    @property
+    def reach(self) -> list[int]:
+        """Pixels from the first to the last tap, for each axis."""
+        return [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
 
     def least_sides(self) -> tuple[int, ...]:
         """The smallest image that torch accepts with this padding and that holds one window."""
-        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         # Padded pixels count towards the window.
-        window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
+        window = [r + 1 - sum(pair) for r, pair in zip(self.reach, borders(self), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
-        border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
+        border = [max(pair) + (self.padding_mode == "reflect") for pair in borders(self)]
         wraps = self.padding_mode in ("reflect", "circular")
         return tuple(max(1, w, b if wraps else 1) for w, b in zip(window, border, strict=True))
 
@@ -237,13 +233,9 @@ class _Native(base.Biased):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Torch's convolution with this geometry."""
-        borders = self.borders()
-        if self.padding_mode == "zeros" and all(before == after for before, after in borders):
-            pads = tuple(before for before, _ in borders)
-        else:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            # F.pad counts axes from the last one.
-            sides, pads = [n for pair in reversed(borders) for n in pair], (0,) * self.axes
+        pads, sides = tuple(before for before, _ in borders(self)), list(self._reversed_padding_repeated_twice)
+        if self.padding_mode != "zeros" or any(before != after for before, after in borders(self)):
+            mode, pads = "constant" if self.padding_mode == "zeros" else self.padding_mode, (0,) * self.axes
             x = circular_pad(x, sides) if mode == "circular" and x.ndim == 4 else F.pad(x, sides, mode=mode)
         function = F.conv1d if self.axes == 1 else F.conv2d
         return function(x, weight, bias, self.stride, pads, self.dilation, self.groups)
@@ -284,8 +276,6 @@ class NativeConv2d(_Native):
         factors of strides and dilations are derived in :mod:`lipkit.conv.patches`.
     """
 
-    plain = nn.Conv2d
-
 
 class NativeConv1d(_Native):
     """:class:`NativeConv2d` for signals ``(B, in_channels, length)``.
@@ -298,25 +288,6 @@ class NativeConv1d(_Native):
 
 
 class _Transposed(_Native):
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Pair,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        output_padding: Pair = 0,
-        groups: int = 1,
-        bias: bool = True,
-        dilation: Pair = 1,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        **options: Any,
-    ) -> None:
-        geometry = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        super().__init__(*geometry, device, dtype, output_padding=output_padding, **options)
-
     def least_sides(self) -> tuple[int, ...]:
         """The smallest input with an output of at least one pixel."""
         axes = zip(self.dilation, self.kernel_size, self.output_padding, self.padding, self.stride, strict=True)
@@ -364,9 +335,7 @@ def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
         layer.check_input(input_shape)
     if layer.padding_mode not in ("reflect", "replicate"):
         return 1.0
-    sides = (None,) * layer.axes if input_shape is None else input_shape[1:]
-    each = [copies(layer.padding_mode, *pair, n) for pair, n in zip(layer.borders(), sides, strict=True)]
-    return root(max(math.prod(each), 1))  # axes are independent: their copies multiply
+    return root(max(padded_copies(layer, input_shape), 1))
 
 
 @export_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
@@ -403,11 +372,10 @@ def aoc_conv2d(
         raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}: use lipkit.layers.NativeConv2d")
     kernel = (max(kh, step), max(kw, step))  # no pixel between the windows
     same = tuple((k - step + 1) // 2 for k in kernel)
-    if padding not in ("same", same) and (padding, padding) != same:
-        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {step}, got {padding!r}")
+    base.check_same(padding, same if step > 1 or all(k % 2 for k in kernel) else None, kernel)
     pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
     geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
-    return NativeConv2d(*geometry, device, dtype, "aoc", **options)
+    return NativeConv2d(*geometry, device, dtype, **options)
 
 
 AOC = Family(

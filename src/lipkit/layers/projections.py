@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipkit.errors import LipkitError, ShapeError, first_line, lacks_memory
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Shape
 from lipkit.modules.network import first_floating
+
+Call = tuple[nn.Module, Tensor, Any]
 
 
 class AfterStep(ABC):
@@ -98,21 +100,10 @@ def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, inpu
 @torch.no_grad()
 def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> list[tuple[str, Shape]]:
     """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``."""
-    twin = copy.deepcopy(model).eval()  # statistics and hooks of the model stay as they are
-    seen: list[tuple[str, Shape]] = []
-
-    def watch(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            entry = (name, tuple(next(iter((*args, *named.values()))).shape[1:]))  # the first argument, however given
-            if entry not in seen:
-                seen.append(entry)
-
-        return note
-
-    for name in names:
-        twin.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
+    twin = copy.deepcopy(model)  # statistics and hooks of the model stay as they are
+    modules = {twin.get_submodule(name): name for name in names}
     try:
-        twin(torch.zeros(1, *input_shape).to(first_floating(twin)))
+        calls = watched(twin, torch.zeros(1, *input_shape).to(first_floating(twin)), modules)[1]
     except LipkitError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
@@ -121,4 +112,23 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
         raise ShapeError(
             f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {first_line(error)}"
         ) from None
-    return seen
+    return list(dict.fromkeys((modules[module], tuple(x.shape[1:])) for module, x, _ in calls))
+
+
+@torch.no_grad()
+def watched(model: nn.Module, x: Tensor, modules: Iterable[nn.Module]) -> tuple[Any, list[Call]]:
+    """The output for x in evaluation mode, and the calls of ``modules``: the module, its first input, its output."""
+    calls: list[Call] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        calls.append((module, next(iter((*args, *named.values()))), output))  # the first argument, however given
+
+    modes = [(module, module.training) for module in model.modules()]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        return model.eval()(x), calls
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes:
+            module.training = mode

@@ -423,6 +423,12 @@ def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
     return layer.gamma
 
 
+def margins(dtype: torch.dtype) -> list[float]:
+    """1e-13, 2e-13, 5e-13, 1e-12, ..., 0.05: those that are not lost in the rounding of weights of this dtype."""
+    steps = (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5))
+    return [delta for delta in steps if delta >= torch.finfo(dtype).eps / 8]
+
+
 def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != layer.in_features:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
@@ -432,9 +438,7 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     # P = I, exact in every format.
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
     # (1 - delta) M satisfies the inequality of M with a margin of delta on the diagonal blocks.
-    for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):
-        if delta < torch.finfo(matrix.dtype).eps / 8:  # lost in the rounding of M
-            continue
+    for delta in margins(matrix.dtype):
         stored = ((1 - delta) * made.matrix).to(matrix)
         plain = Recurrent(
             *(stored, bias, metric, multiplier, phi, layer.states, made.units, made.block, gamma, layer.rate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -56,11 +57,6 @@ class RkoConv2d(KernelConv2d):
     def kernel(self) -> Tensor:
         matrix = orthogonalized(self.orthogonalize, self.free.flatten(1))
         return contraction_from_matrix(matrix, *self.kernel_size)
-
-
-def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
-    """CRKO: :class:`RkoConv2d` with the Cayley transform as the default of ``orthogonalize``."""
-    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})  # a given function wins
 
 
 @lipschitz_rule(RkoConv2d)
@@ -154,7 +150,7 @@ CRKO = Family(
     paper="Trockman & Kolter, ICLR 2021",
     equation="section 5",
     definition=definitions.rko,
-    conv=crko_conv2d,
+    conv=partial(RkoConv2d, orthogonalize="cayley"),  # as the default: a given function wins
     linear=CayleyLinear,
     claim="contraction",
     options={"orthogonalize": ("cayley", "householder")},

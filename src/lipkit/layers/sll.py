@@ -93,16 +93,6 @@ class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
         return y[:, : self.out_channels]
 
 
-def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
-    r"""Diagonal :math:`\Lambda = 2 T^{-1}` (h,), :math:`T_{ii} = \sum_j |F F^*|_{ij}\, q_j / q_i`.
-
-    :math:`T - F F^*` is diagonally dominant after scaling by q, hence positive semidefinite. The ``magnitudes`` (h, h)
-    of :math:`F F^*` are summed over the taps of a convolution.
-    """
-    ratio = (log_q[None, :] - log_q[:, None]).exp()  # q_j / q_i, without overflow of either
-    return 2 * where_positive(torch.reciprocal, (magnitudes * ratio).sum(1))
-
-
 def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 / \|F\|^2 \cdot I` from a proved upper bound of the norm.
 
@@ -124,12 +114,17 @@ class Sll(SlopeResidualLayer):
         self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
     def multiplier(self, proved: bool = True) -> Tensor:
-        free = at_least_float32(self.free)
+        r""":math:`\Lambda = 2 T^{-1}`, :math:`T_{ii} = \sum_j |F F^*|_{ij}\, q_j / q_i`, summed over the taps.
+
+        :math:`T - F F^*` is diagonally dominant after scaling by q, hence positive semidefinite.
+        """
+        free, log_q = at_least_float32(self.free), at_least_float32(self.log_q)
         if free.ndim == 2:
-            return sll_multiplier((free @ free.mT).abs(), at_least_float32(self.log_q))
-        # With channels exchanged, the autocorrelation F* F is that of F F*.
-        magnitudes = autocorrelation(free.transpose(0, 1)).abs().sum((-2, -1))
-        return sll_multiplier(magnitudes, at_least_float32(self.log_q))
+            magnitudes = (free @ free.mT).abs()
+        else:  # with channels exchanged, the autocorrelation F* F is that of F F*
+            magnitudes = autocorrelation(free.transpose(0, 1)).abs().sum((-2, -1))
+        ratio = (log_q[None, :] - log_q[:, None]).exp()  # q_j / q_i, without overflow of either
+        return 2 * where_positive(torch.reciprocal, (magnitudes * ratio).sum(1))
 
 
 class Cpl(SlopeResidualLayer):

@@ -201,7 +201,7 @@ class Residual(Graph):
         branches = [body] if shortcut is None else [body, shortcut]
         join = ConvexSum(weight, **place)
         # Value 0 is the input, value i the output of node i.
-        super().__init__([*branches, join], [*([0] for _ in branches), [1, 2 if shortcut else 0]])
+        super().__init__([*branches, join], [*([0] for _ in branches), [1, 0 if shortcut is None else 2]])
 
 
 class HalfThrough(nn.Module):

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like, near_one
+from lipkit.linalg.matrices import check_positive, eye_like, near_one, on_tall
 
 # Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of 1/25 of
 # the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
@@ -36,18 +36,17 @@ def inverse_root_coefficients(order: int) -> list[float]:
     return [math.comb(2 * j, j) / 4**j for j in range(order + 1)]
 
 
-def bjorck_step(x: Tensor, order: int = 1) -> Tensor:
-    """One step of the iteration on a tall ``x`` of norm at most 1."""
-    return x + x @ _polynomial(eye_like(x) - x.mH @ x, order)
+def bjorck_step(x: Tensor) -> Tensor:
+    """One step of order 1 on a tall ``x`` of norm at most 1."""
+    return x + x @ (0.5 * (eye_like(x) - x.mH @ x))
 
 
 def _polynomial(q: Tensor, order: int) -> Tensor:
-    """The series of (I - Q)^(-1/2) without its first term, up to Q^order."""
+    """The series of (I - Q)^(-1/2) without its first term 1, up to Q^order."""
     eye = eye_like(q)
     *lower, last = inverse_root_coefficients(order)
-    # Horner from the highest power down; c_0 = 1 is left to the callers.
     polynomial = last * q
-    for coefficient in lower[:0:-1]:
+    for coefficient in lower[:0:-1]:  # Horner from the highest power down
         polynomial = (polynomial + coefficient * eye) @ q
     return polynomial
 
@@ -61,6 +60,7 @@ def _all_below(q: Tensor, limit: float) -> bool:
         return False
 
 
+@on_tall
 def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
     r"""Semi-orthogonal polar factor of ``w`` by the Björck-Bowie iteration; a contraction however early it stops.
 
@@ -101,11 +101,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         Björck & Bowie, SIAM J. Numer. Anal. 8 (1971), equations 3.1 and 3.3; Anil, Lucas & Grosse, ICML 2019,
         section 4.2.
     """
-    check_matrix(w)
     check_positive(iterations=iterations, order=order)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return bjorck(w.mH, iterations, order).mH
     x, gram = into_unit_ball(w)
     eye = eye_like(x)
     limit = torch.finfo(x.dtype).eps ** 0.5 / 16  # a step squares the error, which is then below rounding

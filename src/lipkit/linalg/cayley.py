@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lipkit.linalg.accretive import blocks_pay, inverse_by_blocks
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.matrices import eye_like, on_tall
 
 
+@on_tall
 def cayley(w: Tensor) -> Tensor:
     r"""Semi-orthogonal matrix of the same shape as ``w``, by the Cayley transform.
 
@@ -33,10 +34,7 @@ def cayley(w: Tensor) -> Tensor:
     References:
         [Cayley] Trockman & Kolter, ICLR 2021, equation 2 and Proposition A.7.
     """
-    check_matrix(w)
-    w, (m, n) = at_least_float32(w), w.shape[-2:]
-    if m < n:
-        return cayley(w.mH).mH
+    m, n = w.shape[-2:]
     u, v = w.split([n, m - n], -2) if m > n else (w, None)
     eye, z = eye_like(w), u - u.mH
     if v is not None:

@@ -2,10 +2,8 @@ r"""Products with the Cayley transform of a matrix without forming it: one solve
 
 With a wide :math:`W = [W_1\ W_2]` (a tall one: :math:`[W_1; W_2]`) and
 
-.. math:: N = I + W_1 - W_1^\top + G, \qquad G = W_2 W_2^\top \text{ (wide)}, \quad W_2^\top W_2 \text{ (tall)},
-
-.. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2; \qquad
-          \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x .
+.. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2,\; N = I + W_1 - W_1^\top + W_2 W_2^\top \\
+          \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x,\; N = I + W_1 - W_1^\top + W_2^\top W_2
 
 The derivative is written out: it saves calls, which dominate small layers, and products, which dominate large ones.
 """
@@ -21,7 +19,8 @@ from torch import Tensor
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.cayley import Factors, cayley, factorize, solve_rows
-from lipkit.linalg.matrices import mirrored_product
+from lipkit.linalg.matrices import at_least_float32, mirrored_product
+from lipkit.linalg.precision import autocast_off, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 
@@ -49,12 +48,11 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         raise ShapeError(
             f"expected a matrix (m, n) and inputs (..., n), got {tuple(weight.shape)} and {tuple(x.shape)}"
         )
-    if torch.compiler.is_compiling() or transformed():
-        return _plain(weight, x, bias)
-    if x.ndim == 2:
-        rows: Tensor = _Product.apply(weight, x, bias)
-        return rows
-    rows = _Product.apply(weight, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), bias)
+    weight = at_least_float32(weight)
+    with autocast_off(x):
+        if torch.compiler.is_compiling() or transformed():
+            return _plain(weight, x, bias)
+        rows: Tensor = _Product.apply(weight, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), bias)
     return rows.view(*x.shape[:-1], len(weight))
 
 
@@ -70,16 +68,6 @@ def _parts(weight: Tensor) -> tuple[Tensor, Tensor]:
     return own, rest
 
 
-def _transposed(own: Tensor, rest: Tensor, wide: bool) -> Tensor:
-    """The transpose of N."""
-    made = own.mT - own  # N^T = I - W_1 + W_1^T + G, G symmetric
-    if rest.numel():
-        one, two = (rest, rest.mT) if wide else (rest.mT, rest)
-        made += mirrored_product(one, two, torch.empty_like(made))
-    made.diagonal().add_(1)
-    return made
-
-
 class _Product(torch.autograd.Function):
     """``y = Q x + b`` for rows x; a second derivative goes by :func:`_plain`.
 
@@ -90,7 +78,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         m, n = weight.shape
         first, rest = _parts(weight)
-        factors = factorize(_transposed(first, rest, m < n), len(x))
+        normal = first.mT - first  # the transpose of N, I - W_1 + W_1^T + G for the symmetric G
+        if m != n:
+            one, two = (rest, rest.mT) if m < n else (rest.mT, rest)
+            normal += mirrored_product(one, two, torch.empty_like(normal))
+        normal.diagonal().add_(1)
+        factors = factorize(normal, len(x))
         # Features are multiplied in their own dtype; N is factorised, and solved with, in that of the weight.
         rest, exact = rest.to(x.dtype), weight.dtype
         if m < n:
@@ -110,13 +103,13 @@ class _Product(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled() or transformed(g):
-                return plain_gradients(_plain, (weight, x, bias), g)
-            for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
+        if torch.is_grad_enabled() or transformed(g):
+            return plain_gradients(_plain, (weight, x, bias), g)
+        for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
         for_bias = g.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         return for_weight, for_x, for_bias
 

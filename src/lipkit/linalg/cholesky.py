@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, finite
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one, on_tall
 
 
 def _divided(w: Tensor, ridge: float) -> Tensor:
     """``W L^{-*}`` of tall matrices, with ``L L* = W* W + ridge trace(W* W) I``; zero ones stay zero."""
+    ridge = max(ridge, 4 * torch.finfo(w.dtype).eps)  # below this, rounding may leave no factor, and large rows
     w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
@@ -21,6 +22,7 @@ def _divided(w: Tensor, ridge: float) -> Tensor:
     return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH  # L^-1 W^* is (W L^-*)^*
 
 
+@on_tall
 def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     r"""The rows of a wide matrix made nearly orthonormal by one triangular solve: a contraction.
 
@@ -30,7 +32,8 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     :math:`G(G + eI)^{-1}`, so a singular value s of W becomes :math:`s / \sqrt{s^2 + e} < 1`.
 
     Args:
-        ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
+        ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive, and
+            raised where e would be below 4 roundings of the trace of :math:`WW^*`.
 
     Returns:
         ``(..., m, n)``; zero for a zero matrix.
@@ -48,12 +51,7 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
     References:
         Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024 (its dense layers).
     """
-    check_matrix(w)
-    ridge = finite("ridge", ridge, positive=True)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return cholesky(w.mH, ridge).mH
-    return _divided(w, ridge / w.shape[-1])
+    return _divided(w, finite("ridge", ridge, positive=True) / w.shape[-1])
 
 
 def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = None) -> Tensor:
@@ -116,4 +114,4 @@ def _directions(v: Tensor) -> Tensor:
     n, m = v.shape[-2:]
     if m > n:
         raise OptionError(f"v: expected at most as many columns as rows, got {m} and {n}")
-    return _divided(v, 4 * torch.finfo(v.dtype).eps)
+    return _divided(v, 0.0)

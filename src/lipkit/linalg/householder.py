@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one
+from lipkit.linalg.matrices import eye_like, near_one, on_tall
 
 
+@on_tall
 def householder(w: Tensor) -> Tensor:
     r"""Semi-orthogonal matrix whose reflections have the columns of ``w`` as their normals.
 
@@ -34,11 +35,7 @@ def householder(w: Tensor) -> Tensor:
         Mhammedi et al., ICML 2017; Joffrain, Low, Quintana-Orti & van de Geijn, "Accumulating Householder
         transformations, revisited", ACM TOMS 32 (2006), theorem 2.
     """
-    check_matrix(w)
-    w = at_least_float32(w)
     m, n = w.shape[-2:]
-    if m < n:
-        return householder(w.mH).mH
     w = near_one(w, -2)  # each column by itself
     norms = torch.linalg.vector_norm(w, dim=-2, keepdim=True)
     v = w / torch.where(norms > 0, norms, 1)

@@ -1,12 +1,18 @@
-"""Checks and small helpers for matrices, and products of large batches in parts that stay in the cache."""
+"""Checks and small helpers for matrices, and products that are equal to their transpose."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
+
+P = ParamSpec("P")
 
 
 def check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
@@ -34,6 +40,18 @@ def check_matrix(a: Tensor, name: str = "w") -> None:
 def at_least_float32(a: Tensor) -> Tensor:
     """``a``, widened to float32 if it is half precision: constrained weights need that much."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+
+
+def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """``function`` of checked matrices in float32 or better; of a wide one by its adjoint, which is tall."""
+
+    @functools.wraps(function)
+    def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:
+        check_matrix(w)
+        w = at_least_float32(w)
+        return function(w, *args, **named) if w.shape[-2] >= w.shape[-1] else function(w.mH, *args, **named).mH
+
+    return made
 
 
 def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
@@ -101,14 +119,6 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 # Fewest rows of a panel of `mirrored_product`.
 PANEL = 64
-# Bytes of the matrices worked on together, few enough that intermediate results stay in the cache.
-CACHED = 2**19
-
-
-def cached_count(count: int, each: int, device: torch.device) -> int:
-    """How many of ``count`` matrices of ``each`` bytes fit a CPU's cache, at least 1; all of them on other devices."""
-    everything = torch.compiler.is_compiling() or device.type != "cpu"
-    return max(1, count if everything else min(count, CACHED // each))
 
 
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:

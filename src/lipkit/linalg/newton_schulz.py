@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from lipkit.linalg.bjorck import bjorck_step, into_unit_ball
-from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
+from lipkit.linalg.matrices import check_positive, eye_like, on_tall
 
 
+@on_tall
 def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
     r"""Semi-orthogonal polar factor :math:`W (W^*W)^{-1/2}`, iterating on the small Gram matrix only.
 
@@ -47,11 +48,7 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         Higham, Functions of Matrices (2008), equation 6.35; Huang et al., CVPR 2020 (ONI); Xu, Li & Li,
         "LOT: Layer-wise Orthogonal Training", NeurIPS 2022, algorithm 1.
     """
-    check_matrix(w)
     check_positive(iterations=iterations)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return newton_schulz(w.mH, iterations).mH
     w = into_unit_ball(w)[0]
     eye = eye_like(w)
     ridge = 4 * w.shape[-2] ** 0.5 * torch.finfo(w.dtype).eps

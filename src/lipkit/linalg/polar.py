@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
-from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.linalg.matrices import on_tall, thin_svd
+from lipkit.linalg.precision import autocast_off
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
@@ -43,7 +42,7 @@ class _FirstOnly(torch.autograd.Function):
 def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
     """The differential of the polar factor of W = U S V* along ``change``: a self-adjoint map, so the gradient too."""
     n = max(u.shape[-2:])
-    with autocast_off(change) if autocast_on(change) else contextlib.nullcontext():
+    with autocast_off(change):
         along = change @ vh.mH
         inner = u.mH @ along
         sums = s[..., :, None] + s[..., None, :]  # never differences: equal singular values do no harm
@@ -85,6 +84,7 @@ class _WithForwardMode(_TallPolar):
         return _differential(tangent, *ctx.saved_tensors), None, None, None
 
 
+@on_tall
 def polar(w: Tensor) -> Tensor:
     r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*`.
 
@@ -110,10 +110,6 @@ def polar(w: Tensor) -> Tensor:
     References:
         Higham, Functions of Matrices (2008), chapter 8.
     """
-    check_matrix(w)
-    w = at_least_float32(w)
-    if w.shape[-2] < w.shape[-1]:
-        return polar(w.mH).mH
     function = _TallPolar if torch.compiler.is_compiling() else _WithForwardMode
     made: Tensor = function.apply(w)[0]
     return made

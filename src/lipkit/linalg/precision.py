@@ -120,9 +120,9 @@ def on_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Switch autocast off inside the block (CPU and CUDA): computations keep the precision of their numbers."""
+    """Switch autocast off inside the block, on every device: computations keep the precision of their numbers."""
     with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -146,6 +146,4 @@ def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
 
 def autocast_off(x: Tensor) -> Any:
     """A context in which autocast does not lower the precision of products on the device of ``x``."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type=x.device.type, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if autocast_on(x) else contextlib.nullcontext()

@@ -30,14 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.linalg.exponential import SMALLEST_NORM, SQUARINGS, check_terms, skew_bound, skew_part, taylor
-from lipkit.linalg.matrices import (
-    at_least_float32,
-    cached_count,
-    check_integer,
-    check_matrix,
-    eye_like,
-    mirrored_product,
-)
+from lipkit.linalg.matrices import at_least_float32, check_integer, check_matrix, eye_like, mirrored_product
 from lipkit.linalg.transforms import plain_gradients, transformed
 
 # From this ratio of columns to rows on, `wide_taylor_exponential` takes fewer products than the square matrix.
@@ -110,6 +103,8 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
 
 # Degrees that need no power of A beyond those of the norm.
 MAX_DEGREE = 5
+# Bytes of the matrices worked on together, few enough that intermediate results stay in the cache.
+CACHED = 2**19
 
 
 class Powers(NamedTuple):
@@ -248,10 +243,9 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         # The skew matrix of the adjoint is -A, and its polynomial the adjoint.
         made = wide_taylor_exponential(w if n > m else w.mH, terms, squarings)
         return made if n > m else made.mH
-    if terms > MAX_DEGREE or w.is_complex() or w.numel() == 0:
+    if terms > MAX_DEGREE or w.is_complex() or w.numel() == 0 or transformed():
         return _taylor_exponential(w, terms, squarings)
-    function = _TaylorExponential if torch.compiler.is_compiling() else _WithForwardMode
-    result: Tensor = function.apply(w, terms, squarings)[0]
+    result: Tensor = _TaylorExponential.apply(w, terms, squarings)
     return result
 
 
@@ -270,46 +264,38 @@ def _squares(w: Tensor) -> Tensor:
 
 
 def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Powers, Tensor]]:
-    """Groups of matrices that fit the cache: each with its part of ``out``, its powers and five buffers."""
-    c = square.shape[-1]
-    step = cached_count(len(square), c**2 * square.element_size(), square.device)
-    room = _spaced((5, step), c, square)  # once for all groups: fresh memory costs as much as a pass over it
-    rows = (t.reshape(-1, *t.shape[-2:]) for t in kept)
-    for part, made, scale, share, *squares in zip(*(t.split(step) for t in (square, out, *rows)), strict=True):
+    """Groups of matrices that fit a CPU's cache: each with its part of ``out``, its powers and five buffers."""
+    count, c, _ = square.shape
+    if square.device.type == "cpu" and not torch.compiler.is_compiling():
+        count = max(1, CACHED // (c**2 * square.element_size()))
+    room = _spaced((5, min(count, len(square))), c, square)  # for all groups: fresh memory costs a pass over it
+    for part, made, scale, share, *squares in zip(*(t.split(count) for t in (square, out, *kept)), strict=True):
         yield part, made, Powers(scale, share, squares), room[:, : len(part)]
 
 
 class _TaylorExponential(torch.autograd.Function):
     """:func:`_taylor_exponential` of real matrices for a small degree, with half of its products.
 
-    The powers are returned for the backward pass, without a gradient. Gain (AMD EPYC): 1.6 to 2.2 by itself from 128
-    on; a training step of ECO 1.2 at 128@12, 2.0 at 512@3.
+    Gain (AMD EPYC): 1.6 to 2.2 by itself from 128 on; a training step of ECO 1.2 at 128@12, 2.0 at 512@3.
     """
 
     @staticmethod
-    def forward(w: Tensor, terms: int, squarings: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, w: Tensor, terms: int, squarings: int) -> Tensor:
         (*batch, m, n), square = w.shape, _squares(w)
-        c, made = square.shape[-1], square.new_empty(square.shape)
-        kept = [w.new_empty(*batch, 1, 1) for _ in range(2)] + [_spaced(batch, c, w) for _ in range(squarings + 1)]
+        count, c, _ = square.shape
+        made = square.new_empty(square.shape)
+        kept = [w.new_empty(count, 1, 1) for _ in range(2)] + [_spaced([count], c, w) for _ in range(squarings + 1)]
         for part, out, powers, room in _groups(square, made, kept):
             torch.sub(part, part.mT, out=powers.squares[0])
             _fill_powers(powers)
             _value(powers, terms, room, out)
-        return made.view(*batch, c, c)[..., :m, :n].contiguous(), *kept
+        ctx.terms, ctx.squarings = terms, squarings
+        ctx.save_for_backward(w, *kept)
+        return made.view(*batch, c, c)[..., :m, :n].contiguous()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        w, ctx.terms, ctx.squarings = inputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(w, *output[1:])
-        ctx.save_for_forward(w)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, None, None]:
-        if g is None:
-            return None, None, None
-        w, *kept = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        (g,), (w, *kept) = grads, ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
             return plain_gradients(plain, (w,), g)[0], None, None
@@ -318,21 +304,3 @@ class _TaylorExponential(torch.autograd.Function):
         for part, out, powers, room in _groups(square, made, kept):
             _gradient(powers, part, ctx.terms, room, out)
         return made.view(*batch, *square.shape[1:])[..., :m, :n].contiguous(), None, None
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], w: Tensor, terms: int, squarings: int
-    ) -> tuple[tuple[Tensor, ...], int]:
-        return _TaylorExponential.apply(w.movedim(in_dims[0], 0), terms, squarings), 0
-
-
-class _WithForwardMode(_TaylorExponential):
-    """A variant with forward-mode derivatives, which ``torch.compile`` does not take."""
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, terms: None, squarings: None) -> tuple[Tensor | None, ...]:
-        (w,) = ctx.saved_tensors
-        # The gradient is linear in its upstream: transposed once more it is the derivative.
-        pull = torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms, ctx.squarings), w)[1]
-        (change,) = torch.func.vjp(lambda v: pull(v)[0], torch.zeros_like(w))[1](tangent)
-        return change, *(None for _ in range(ctx.squarings + 3))

@@ -77,10 +77,12 @@ _activation(nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)
 _activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
 _activation(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)
 _activation(nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
-_activation(nn.AvgPool1d, F.avg_pool1d)
-_activation(nn.AvgPool2d, F.avg_pool2d)
 _log = (F.log_softmax, torch.log_softmax, "log_softmax")  # refused by name, as the module is
 _activation(lambda dim=None, _stacklevel=3, dtype=None: nn.LogSoftmax(dim), *_log)
+
+
+def _average_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda kernel_size, stride=None, *args, **named: kind(kernel_size, stride or None, *args, **named)
 
 
 def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -90,6 +92,8 @@ def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     )
 
 
+_activation(_average_pool(nn.AvgPool1d), F.avg_pool1d)
+_activation(_average_pool(nn.AvgPool2d), F.avg_pool2d)
 _activation(_max_pool(nn.MaxPool1d), F.max_pool1d, torch.max_pool1d)
 _activation(_max_pool(nn.MaxPool2d), F.max_pool2d, torch.max_pool2d)
 
@@ -107,8 +111,8 @@ def _interpolate(
     call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
 ) -> nn.Module:
     call.constant([size, scale_factor], "size")
-    plain = all(value in (None, False) for value in options.values())
-    call.require(plain, f"expected size or scale_factor and a mode, got {sorted(options)}")
+    others = {name: value for name, value in options.items() if value not in (None, False)}
+    call.require(not others, f"expected size or scale_factor and a mode, got {others} too")
     scale = tuple(map(float, scale_factor)) if isinstance(scale_factor, (tuple, list)) else scale_factor
     return nn.Upsample(None if size is None else tuple(call.shape[1:]), scale, mode)
 
@@ -119,7 +123,11 @@ def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3,
     return nn.Softmax(dim)
 
 
-@function_module(F.dropout, F.dropout2d, torch.dropout, torch.dropout_, place=viewed)
+@function_module(
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_),
+    place=viewed,
+)
 def _dropout(
     call: Build, input: Operand, p: float = 0.5, training: Any = True, inplace: bool = False, train: Any = None
 ) -> nn.Module:

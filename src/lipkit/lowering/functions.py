@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import with_tensors
-from lipkit.lowering.observe import Operand
+from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import MatrixProduct, Product
-from lipkit.modules.views import Pad, Permute, Roll
+from lipkit.modules.views import Expand, Pad, Permute, Roll
 from lipkit.proof.roundoff import reciprocal_up, root
 
 
@@ -42,9 +43,9 @@ def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | 
 
 
 @plain(
-    *(torch.flatten, torch.reshape, torch.clone, torch.unsqueeze, torch.detach, operator.pos),
+    *(torch.flatten, torch.reshape, torch.clone, torch.unsqueeze, torch.detach, operator.pos, torch.positive),
     *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "unsqueeze", "detach"),
-    *("view_as", "reshape_as"),
+    *("view_as", "reshape_as", "positive"),
     place=viewed,
 )
 def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
@@ -67,6 +68,18 @@ def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
 plain("expand", "expand_as", torch.broadcast_to, place=joined)(
     lambda call, x, *sizes: call.broadcast(call.same_format(x)).number
 )
+
+
+@plain("repeat", "tile", torch.tile)
+def _repeat(call: Build, x: Operand, *sizes: Any) -> int:
+    times = [1] * (call.same_format(x).ndim - len(flat(sizes))) + flat(sizes)
+    call.require(len(times) == x.ndim and times[0] == 1)
+    apart, copies = [1] * (2 * x.ndim - 2), [n for pair in zip(times[1:], x.shape, strict=True) for n in pair]
+    apart[1::2] = x.shape
+    value = call.add(Expand(*copies), call.reshaped(x.number, x.shape, tuple(apart)))
+    return call.reshaped(value, tuple(copies), call.shape)
+
+
 plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)(
     lambda call, x, *format, **options: call.operand(x).number
 )
@@ -102,7 +115,14 @@ def _getitem(call: Build, x: Any, index: Any) -> Value:
     return call.reshaped(operand.number, operand.shape, call.shape)
 
 
-def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Value:
+@plain(torch.narrow, "narrow", place=along(1))
+def _narrow(call: Build, x: Operand, dim: int, start: int, length: int) -> int:
+    (at,) = call.dims(call.same_format(x), dim)
+    first = range(x.shape[at - 1])[start]  # -1 is the last
+    return call.piece(x, at, range(first, first + length))
+
+
+def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None, **named: Any) -> Value:
     # The dimension is the last argument, if it is given; the sizes of the results say the rest.
     single = "unbind" in call.name
     at = dim if dim is not None else parts[-1] if len(parts) > (0 if single else 1) else 0
@@ -122,12 +142,15 @@ plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
 
 @plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
 def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
-    sizes = call.constant(pad, "padding")
-    plain = mode != "constant" or call.constant(value, "value") in (None, 0) or call.bounding
-    if not plain or len(sizes) // 2 >= call.operand(x).ndim:
-        raise call.refuse(f"expected zeros around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
+    sizes, value = call.constant(pad, "padding"), call.constant(value, "value")
+    if len(sizes) // 2 >= call.operand(x).ndim:
+        raise call.refuse(f"expected numbers around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
     if mode == "constant":
-        return call.add(Pad(*sizes), x)
+        padded = replace(call.results[0], number=call.add(Pad(*sizes), x))
+        if not value or call.bounding:
+            return padded.number
+        call.require(math.isfinite(value), f"expected a finite number around the input, got {value}")
+        return call.elementwise(padded, shift=F.pad(call.like.expand(x.shape), sizes, value=value))
     made = x.number
     for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
         call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries between copied ones, got {n}")
@@ -155,10 +178,14 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
 
 
+plain(torch.rsub, place=joined)(lambda call, x, y, *, alpha=1: _add(call, y, x, alpha=alpha))
+
+
 @plain(torch.lerp, "lerp", "lerp_", place=joined)
 def _lerp(call: Build, input: Any, end: Any, weight: Any) -> int:
     w = call.number(weight, "weight")
-    call.require(all_finite(w), f"expected finite numbers as weight, got {weight}")
+    stored = [w, *(call.number(t, "value") for t in (input, end) if not isinstance(t, Operand))]
+    call.require(all(map(all_finite, stored)), "expected finite numbers as weight and values, got infinite ones or NaN")
     if isinstance(input, Operand) and isinstance(end, Operand):
         if not w.ndim:
             return call.add(Blend(w), call.broadcast(end), call.broadcast(input))
@@ -176,7 +203,11 @@ def _mul(call: Build, x: Any, y: Any) -> int:
     return call.elementwise(moving, scale=call.number(constant, "factor"))
 
 
-@plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", place=joined)
+plain(torch.where, place=joined)(lambda call, condition, x, y: _lerp(call, y, x, condition))
+plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, value: _lerp(call, x, value, mask))
+
+
+@plain(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> int:
     if call.bounding:
         smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
@@ -186,8 +217,11 @@ def _div(call: Build, x: Any, y: Any) -> int:
     return call.elementwise(x, scale=scale)
 
 
-plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)(
+plain(operator.neg, torch.neg, torch.negative, "neg", "neg_", "negative", place=viewed)(
     lambda call, x, *, out=None: call.elementwise(x, scale=-1 - call.like)
+)
+plain(operator.abs, torch.abs, torch.absolute, "abs", "abs_", place=viewed)(
+    lambda call, x: call.add(nn.LeakyReLU(-1.0), call.operand(x))
 )
 
 
@@ -200,6 +234,8 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
     matrix = call.number(constant, "matrix", axes=2)
     left = moving is y
+    if matrix.ndim == 1 and not left and call.operand(moving).ndim > 1:
+        return call.reshaped(call.add(linear(matrix[None]), moving), (*moving.shape[:-1], 1), call.shape)
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
     fits = matrix.ndim == 2 and call.operand(moving).ndim >= (3 if left else 2)
     call.require(fits, f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
@@ -208,7 +244,7 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
 
 
 plain(torch.addmm, "addmm")(  # without the options alpha and beta
-    lambda call, term, x, matrix: _add(call, replace(call.results[0], number=_matmul(call, x, matrix)), term)
+    lambda call, term, mat1, mat2: _add(call, replace(call.results[0], number=_matmul(call, mat1, mat2)), term)
 )
 
 
@@ -261,7 +297,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
-    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_minimum`; else None."""
+    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_larger`; else None."""
 
     def negated(value: int) -> int:
         """a, if the value is -a; else -1."""
@@ -273,11 +309,10 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
     outer = max(turned, value if turned < 0 else 0)
     if not outer or type(call.wiring.modules[outer - 1]) is not Maximum:
         return None
-    pair = call.wiring.sources[outer - 1]
+    a, b = call.wiring.sources[outer - 1]
     if turned >= 0:
-        pair = tuple(map(negated, pair))
-    # For a bound `moving` drops constants: one value alone may be left.
-    return (Maximum if turned < 0 else Affine, *pair) if len(pair) == 2 and min(pair) >= 0 else None
+        a, b = negated(a), negated(b)
+    return (Maximum if turned < 0 else Affine, a, b) if min(a, b) >= 0 else None
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
@@ -317,6 +352,9 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
 
 
+plain(torch.hstack)(lambda call, tensors: _cat(call, tensors, 1))
+
+
 @plain(torch.stack)
 def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     given = call.moving(*tensors)
@@ -334,15 +372,55 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     return call.add(Concatenate(at), *values)
 
 
-@plain(torch.maximum, torch.fmax, "maximum", torch.max, place=joined)
-def _maximum(call: Build, x: Any, y: Any) -> int:
-    return call.add(Maximum(), *map(call.broadcast, call.moving(x, y)))
+def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        if sign > 0:
+            return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
+        minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]  # min(x, y) = -max(-x, -y)
+        return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
+    return _limited(call, sign, x, y) if isinstance(x, Operand) else _limited(call, sign, y, x)
 
 
-@plain(torch.minimum, torch.fmin, "minimum", torch.min, place=joined)
-def _minimum(call: Build, x: Any, y: Any) -> int:
-    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]  # min(x, y) = -max(-x, -y)
-    return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
+def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
+    """max(x, limit) (sign 1) or min(x, limit) (sign -1), as limit + sign relu(sign (x - limit))."""
+    if call.bounding:
+        return call.scale(call.broadcast(x), 1.0)
+    limit, factor = call.number(constant, "limit"), call.like + sign
+    call.require(all_finite(limit), f"expected finite numbers as limits, got {constant}")
+    turned = call.add(nn.ReLU(), call.elementwise(x, scale=factor, shift=-factor * limit))
+    return call.elementwise(replace(call.results[0], number=turned), scale=factor, shift=limit)
+
+
+def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False) -> int:
+    """The largest (sign 1) or smallest (sign -1) entry along dimensions: a pool of all of them, moved to the end."""
+    dims = sorted(set(call.dims(call.same_format(x), dim)))
+    order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
+    sizes, kept = [x.shape[d - 1] for d in order], x.ndim - 1 - len(dims)
+    turn = Affine(call.like[None] + sign, call.like[None])
+    value = x.number if sign > 0 else call.add(turn, x)
+    value = value if order == sorted(order) else call.add(Permute(*order), value)
+    both = math.prod(sizes[:kept]), math.prod(sizes[kept:])
+    pooled = call.add(nn.AdaptiveMaxPool1d(1), call.reshaped(value, tuple(sizes), both))
+    value = call.reshaped(pooled, (both[0], 1), call.shape)
+    return value if sign > 0 else call.add(turn, value)
+
+
+def _of_two(call: Build) -> bool:
+    return len(call.args) > 1 and isinstance(call.args[1], (Operand, Tensor, Varies))
+
+
+def _max(sign: int, call: Build, x: Any, *given: Any, **named: Any) -> Value:
+    """Of two values, or of one along dimensions; the indices of torch.max, which are whole numbers, get no value."""
+    found = (_larger if _of_two(call) else _largest)(call, sign, x, *given, **named)
+    return found if len(call.results) == 1 else (found, -1)
+
+
+def _extremes(call: Build) -> Build:
+    return (joined if _of_two(call) else along(1))(call)
+
+
+plain(torch.max, torch.amax, torch.maximum, torch.fmax, "max", "amax", "maximum", place=_extremes)(partial(_max, 1))
+plain(torch.min, torch.amin, torch.minimum, torch.fmin, "min", "amin", "minimum", place=_extremes)(partial(_max, -1))
 
 
 @plain(torch.sort, "sort", place=along(1, default=-1))
@@ -371,20 +449,14 @@ def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> in
 
 @plain(torch.clamp, torch.clip, torch.clamp_min, "clamp", "clamp_", "clip", "clamp_min", "clamp_min_", place=joined)
 def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
-    ends = [call.constant(end, "limit") for end in (min, max)]
-    if call.bounding:
-        return call.scale(call.broadcast(x), 1.0)
-    if ends == [0, None]:
+    ends = [end.detach().item() if isinstance(end, Tensor) and not end.ndim else end for end in (min, max)]
+    if ends[1] is None and type(ends[0]) in (int, float) and ends[0] == 0:
         return call.add(nn.ReLU(), x)
-    given = [end for end in ends if end is not None]
-    if not given or not all(type(end) in (int, float) and math.isfinite(end) for end in given):
-        raise call.refuse(f"expected numbers as limits, got {min} and {max}")
-    if len(given) == 2:
-        return call.add(nn.Hardtanh(float(given[0]), float(given[1])), call.broadcast(x))
-    # a + relu(x - a), or a - relu(a - x)
-    limit, sign = call.like + given[0], call.like + (1 if max is None else -1)
-    turned = call.add(nn.ReLU(), call.elementwise(x, scale=sign, shift=-sign * limit))
-    return call.add(Affine(sign[None], limit[None]), turned)
+    if all(type(end) in (int, float) and math.isfinite(end) for end in ends):
+        return call.add(nn.Hardtanh(float(ends[0]), float(ends[1])), call.broadcast(x))
+    for sign, end in zip((1, -1), ends, strict=True):
+        x = x if end is None else replace(call.results[0], number=_limited(call, sign, x, end))
+    return x.number
 
 
 plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, max: _clamp(call, x, None, max))
@@ -393,25 +465,17 @@ plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, 
 # Functions with a Lipschitz constant but without a plain form.
 
 
-function_rule("repeat")(  # the root of the number of copies
-    lambda call, x, *sizes: call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
-)
-
-
 @function_rule(torch.flip, "flip")
 def _flip(call: Build, x: Operand, *dims: Any) -> int:
     call.dims(call.operand(x), dims[0] if len(dims) == 1 else dims)
     return call.keep(x)
 
 
-@function_rule(torch.amax, torch.amin, torch.logsumexp, "amax", "amin", "logsumexp")
-def _extreme(call: Build, x: Operand, dim: Any = (), keepdim: bool = False) -> int:
-    # Of max: the change of the largest entry; of logsumexp: its gradient is a softmax, of norm at most 1.
-    call.dims(call.operand(x), dim if dim != () else None)
-    return call.keep(x)
+@function_rule(torch.logsumexp, "logsumexp")
+def _logsumexp(call: Build, x: Operand, dim: Any, keepdim: bool = False) -> int:
+    call.dims(call.operand(x), dim)
+    return call.keep(x)  # its gradient is a softmax, of norm at most 1
 
 
 # Slopes of at most 1.
-function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")(
-    lambda call, x: call.keep(x)
-)
+function_rule(torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")(lambda call, x: call.keep(x))

@@ -101,10 +101,10 @@ class Interpreter:
             given = [*given[0], *given[1].values()]
             self._check_module(node, given, value)
         if node.target is getattr and node.args[1] == "values" and isinstance(given[0][0], tuple):
-            return given[0][0][0]  # the values of torch.sort
+            return given[0][0][0]  # the values of torch.max and torch.sort
         results = tuple(self._kept_apart(node, v) for v in values)
         for i, result in enumerate(results):
-            if not (node.target in (torch.sort, "sort") and _unread(node, i, len(results))):
+            if len(results) == 1 or not _unread(node, i, len(results)):
                 self._check_dtype(node, result.dtype)
         if node.op == "call_module" and isinstance(value, tuple):
             # Of nn.RNN: the outputs of all steps, and a last state, which they hold as well.
@@ -226,7 +226,7 @@ def _path_of(node: fx.Node) -> str:
 
 
 def _unread(node: fx.Node, piece: int, count: int) -> bool:
-    """True if one of ``count`` results is read by no one, as the indices of torch.sort."""
+    """True if one of ``count`` results is read by no one, as the indices of torch.max."""
     for user in (user for user in node.users if user.users):
         index = {"values": 0}.get(str(user.args[1])) if user.target is getattr else user.args[1]
         if user.target not in (operator.getitem, getattr) or type(index) is not int or index % count == piece:

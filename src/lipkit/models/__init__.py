@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
+from lipkit.layers import Scale
 from lipkit.models.constrained import Converted, Kept
-from lipkit.models.convert import Conversion, convert, rebuilt_network
+from lipkit.models.convert import Conversion, convert, rebuild
 from lipkit.models.convolutional import convnet, kwlarge, lbdn_conv, lipconvnet, sllnet, small
 from lipkit.models.frame import check_flag, find, make_activation, split_gain
 from lipkit.models.lbdn import LBDN, from_network, lbdn
@@ -30,7 +31,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "liresnet": liresnet,
     "mlp": mlp,
     "patchnet": patchnet,
-    "rebuild": rebuilt_network,
+    "rebuild": rebuild,
     "resnet9": resnet9,
     "resnet_plain": resnet_plain,
     "sequence_classifier": sequence_classifier,
@@ -78,39 +79,16 @@ def build(name: str, **options: Any) -> nn.Module:
         model = MODELS[name](**options)
     except TypeError as error:
         raise OptionError(f"model {name}: {error}") from None
+    if split and options["lipschitz"] != 1 and not any(isinstance(part, Scale) for part in model.children()):
+        raise OptionError(f"model {name}: expected no split, since its gain is inside its layer, got split={split}")
     return split_gain(model) if split else model
 
 
-__all__ = [
-    "LBDN",
-    "MODELS",
-    "Conversion",
-    "Converted",
-    "Kept",
-    "autoencoder",
-    "bronet",
-    "build",
-    "convert",
-    "convnet",
-    "denoiser",
-    "from_network",
-    "kwlarge",
-    "lbdn",
-    "lbdn_conv",
-    "lipconvnet",
-    "liresnet",
-    "mlp",
-    "patchnet",
-    "resnet9",
-    "resnet_plain",
-    "sequence_classifier",
-    "sequence_regressor",
-    "sllnet",
-    "small",
-    "unet",
-    "vision_transformer",
-    "wide_resnet",
-    "wrn_plain",
-]
+__all__ = ["MODELS", "build"]  # the table
+__all__ += ["bronet", "convnet", "kwlarge", "lbdn_conv", "lipconvnet", "liresnet", "patchnet", "resnet9"]  # of images
+__all__ += ["resnet_plain", "sllnet", "small", "vision_transformer", "wide_resnet", "wrn_plain"]
+__all__ += ["LBDN", "from_network", "lbdn", "mlp", "sequence_classifier", "sequence_regressor"]  # vectors, sequences
+__all__ += ["autoencoder", "denoiser", "unet"]  # from images to images
+__all__ += ["Conversion", "Converted", "Kept", "convert"]  # existing networks
 
 __dir__ = __all__.copy

@@ -22,6 +22,7 @@ from lipkit.layers.lot import LotConv2d
 from lipkit.layers.rko import RkoConv2d
 from lipkit.layers.svcm import OssnConv2d, SvcmConv2d
 from lipkit.linalg import bjorck, newton_schulz, polar
+from lipkit.modules.convolutions import borders
 from lipkit.modules.guarding import guard
 
 # Results of `start_near`, as printed in the report.
@@ -228,17 +229,6 @@ def obstacle(conv: nn.Conv2d) -> str | None:
     return None
 
 
-def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """Number of pixels padded before the first one on each axis; also the index of the centre tap.
-
-    >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
-    ((2, 2), (1, 1))
-    """
-    same = isinstance(conv.padding, str)
-    rows, cols = ((k - 1) // 2 for k in conv.kernel_size) if same else map(int, conv.padding)
-    return rows, cols
-
-
 def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
     """Kernel size of the same convolution after downsampling by its stride; odd, so that the centre is a pixel.
 
@@ -251,7 +241,7 @@ def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
     rows, cols = (
         # patches before the centre (rounded up) and after it
         k if step == 1 else 2 * max(-(-p // step), (k - 1 - p) // step) + 1
-        for k, p in zip(conv.kernel_size, left_padding(conv), strict=True)
+        for k, (p, _) in zip(conv.kernel_size, borders(conv), strict=True)
     )
     return rows, cols
 
@@ -268,7 +258,7 @@ def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
     if step == 1:
         return weight.clone()
     pads: list[int] = []
-    for size, k, p in zip(kernel_size(conv), weight.shape[2:], left_padding(conv), strict=True):
+    for size, k, (p, _) in zip(kernel_size(conv), weight.shape[2:], borders(conv), strict=True):
         before = size // 2 * step - p  # zeros that move the centre tap to the start of the centre patch
         pads = [before, size * step - before - k, *pads]  # F.pad takes the last axis first
     return polyphase(F.pad(weight, pads), (step, step))

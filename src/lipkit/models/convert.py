@@ -19,7 +19,7 @@ from lipkit.layers.structure import ConvexSum, ScaledAvgPool2d
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted, Converter, Kept
-from lipkit.models.settle import replaced, settled, watched
+from lipkit.models.settle import replaced, settled, tried
 from lipkit.modules import (
     Add,
     Affine,
@@ -72,20 +72,18 @@ def convert(
 ) -> Conversion:
     r"""A copy of ``model`` whose convolutions and linear layers belong to one family, with weights near the old ones.
 
-    The copy computes another function and should be trained further: zero padding becomes circular padding, a stride
-    becomes invertible downsampling (of an image that it divides), and norms become at most 1. Remaining layers without
-    a bound of 1 are reported, never silently accepted.
+    The copy should be trained further. Zero padding becomes circular padding, a stride invertible downsampling (of an
+    image that it divides), and norms at most 1. Layers without a bound of 1 are reported, never silently accepted.
 
     =================== ================================================================================================
-    forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
-                        as they are. A module used twice is replaced once; two modules that tied a weight get two.
-    forward="rebuild"   traces the forward pass and makes an ``nn.Sequential`` of it, 1-Lipschitz wherever possible.
-                        The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
-                        convolution before it. Sums become convex combinations with a learnable weight
-                        (`lipkit.layers.ConvexSum`), concatenations of k values are divided by :math:`\sqrt k`, nearest
-                        neighbours by the root of their factor; averages over windows that do not overlap get norm 1
-                        (`lipkit.layers.ScaledAvgPool2d`). A normalisation of the inputs becomes a translation, others
-                        that are left are dropped. Biases start at 0, but for a layer that computes the same as before.
+    forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place; all other modules stay as they are. A module
+                        used twice is replaced once; two modules that tied a weight get two.
+    forward="rebuild"   makes an ``nn.Sequential`` of the exported network, 1-Lipschitz wherever possible. Sums become
+                        convex combinations with a learnable weight (`lipkit.layers.ConvexSum`), concatenations of k
+                        values are divided by :math:`\sqrt k`, nearest neighbours by the root of their factor; averages
+                        over windows that do not overlap get norm 1 (`lipkit.layers.ScaledAvgPool2d`). A normalisation
+                        of the inputs becomes a translation, others that are left are dropped. Biases start at 0, but
+                        for a layer that computes the same as before.
     layer=None          replaces no layer by a constrained one: what follows is all that is done.
     =================== ================================================================================================
 
@@ -137,6 +135,8 @@ def convert(
         raise OptionError(f"forward: expected 'keep' or 'rebuild', got {forward!r}")
     if activation not in (None, "maxmin"):
         raise OptionError(f"activation: expected 'maxmin' or None, got {activation!r}")
+    if isinstance(skip, str):  # its letters would be taken for names
+        raise OptionError(f"skip: expected a list of names, got {skip!r}")
     if unknown := sorted(set(skip) - {name for name, _ in model.named_modules()}):
         raise OptionError(f"skip: expected names of modules of the model, got {unknown}")
     new = forward == "rebuild"
@@ -167,7 +167,10 @@ def convert(
     converter = Converter(families.get(layer), options)
     result = _constrained(plain, converter, input_shape, skipped)
     if input_shape is not None:
-        shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
+        try:
+            shapes = [tuple(tried(each, input_shape)[0].shape) for each in (model, result)]
+        except TypeError as error:
+            raise OptionError(f"expected a model that gives its layers one input, by position, got {error}") from None
         if shapes[0] != shapes[1]:
             raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
     by_name = {row.name: row for row in (*rows, *converter.converted)}  # a settled layer may be converted, too
@@ -180,7 +183,7 @@ def _constrained(
     """Replace the layers of the model in place, and return it."""
     sizes: dict[nn.Module, set[tuple[int, int]]] = {}
     if input_shape is not None:
-        _, calls = watched(model, input_shape, [m for m in model.modules() if type(m) is nn.Conv2d])
+        _, calls = tried(model, input_shape, [m for m in model.modules() if type(m) is nn.Conv2d])
         sizes = {conv: {(x.shape[-2], x.shape[-1]) for x, _ in seen} for conv, seen in calls.items()}
     new: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
@@ -207,7 +210,7 @@ def _reason(module: nn.Module) -> str | None:
     return None
 
 
-def rebuilt_network(
+def rebuild(
     network: str,
     input_shape: Shape,
     classes: int | None = None,

@@ -11,7 +11,7 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
-from lipkit.models.frame import Common, Image, Layers, architecture
+from lipkit.models.frame import Common, Image, Layers, Positive, architecture
 from lipkit.modules.views import Pad
 
 
@@ -156,7 +156,7 @@ def lipconvnet(
     first: Literal[0, 1, 2, 3, 4, 5] = 2,
     *,
     layer: str | None = None,
-    width: float = 1.0,
+    width: Positive = 1.0,
     kernel_size: int = 3,
     side: int = 24,
     first_options: Mapping[str, Any] | None = None,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Concatenate, ParamSpec, TypedDict, get_type_hints
+from numbers import Integral
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from torch import nn
 
@@ -26,6 +27,9 @@ from lipkit.modules import GroupSort, HalfAbs, Shape
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
 P = ParamSpec("P")
+Made = TypeVar("Made")
+Count = int  # an option of at least 0
+Positive = float  # a finite one above 0
 
 
 class Common(TypedDict, total=False):
@@ -70,10 +74,8 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    ``image`` has one line in the docstring. The builder checks options by their annotations: each ``int``, also in
-    sequences, is a size of at least 1, each ``bool`` true or false, each ``float`` a finite number. An architecture
-    without ``**options`` ends in ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes``
-    are defaults.
+    ``image`` has one line in the docstring. The builder is `checked`. An architecture without ``**options`` ends in
+    ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes`` are defaults.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):
@@ -93,9 +95,6 @@ def architecture(
 
         @functools.wraps(layers)
         def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
-            bound = signature.bind(*args, **options)  # raises a TypeError about the caller's arguments
-            for name, value in bound.arguments.items():
-                _check_kind(name, value, signature.parameters[name].annotation)
             values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
             shape, outputs, gain, mean, std = values  # in the order of `defaults`
             image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
@@ -106,9 +105,37 @@ def architecture(
         build.__signature__ = signature  # type: ignore[attr-defined]
         described = rf"    input_shape: \1\n{DESCRIBED}"  # \1: the rest of the line ``image:``
         build.__doc__ = re.sub("^    image: (.*)$", described, inspect.cleandoc(layers.__doc__ or ""), flags=re.M)
-        return build
+        return checked(build)
 
     return frame
+
+
+def checked(builder: Callable[P, Made]) -> Callable[P, Made]:
+    """A builder whose options are checked by their annotations, and that gets Python's integers for numpy's.
+
+    Each ``int``, also in sequences, is a size of at least 1, each ``Count`` at least 0, each ``bool`` true or false,
+    each ``float`` a finite number, each ``Positive`` one above 0.
+    """
+    signature = inspect.signature(builder)
+
+    @functools.wraps(builder)
+    def build(*args: P.args, **options: P.kwargs) -> Made:
+        bound = signature.bind(*args, **options)  # raises a TypeError about the caller's arguments
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = python_integers(value)
+            _check_kind(name, bound.arguments[name], signature.parameters[name].annotation)
+        return builder(*bound.args, **bound.kwargs)
+
+    return build
+
+
+def python_integers(value: Any) -> Any:
+    """The value with Python's integers in place of numpy's, also inside lists, tuples and mappings."""
+    if type(value) in (list, tuple):
+        return type(value)(map(python_integers, value))
+    if type(value) is dict:
+        return {key: python_integers(each) for key, each in value.items()}
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
@@ -116,16 +143,16 @@ def _check_kind(name: str, value: Any, annotation: Any) -> None:
     kind = str(annotation).removesuffix(" | None")
     if value is None and kind != annotation:
         return
-    if kind == "int":
-        check_positive(**{name: value})
+    if kind in ("int", "Count"):
+        check_integer(name, value, 1 if kind == "int" else 0)
     elif kind in ("Sequence[int]", "Sequence[Sequence[int]]"):
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise OptionError(f"{name}: expected a list of sizes, got {value!r}")
         check_sizes(**{name: list(value)})
     elif kind == "bool":
         check_flag(name, value)
-    elif kind == "float":
-        finite(name, value)
+    elif kind in ("float", "Positive"):
+        finite(name, value, positive=kind == "Positive")
 
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
@@ -161,9 +188,10 @@ def bounded(
         return nn.Sequential(*gain, *layers)
     if mean is None or std is None:
         raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
-    if channels is not None and len(mean) != channels:
+    normalize = Normalize(mean, std)
+    if channels is not None and len(normalize.mean) != channels:
         raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
-    return nn.Sequential(Normalize(mean, std), *gain, *layers)
+    return nn.Sequential(normalize, *gain, *layers)
 
 
 def split_gain(model: nn.Module) -> nn.Module:
@@ -208,7 +236,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def sizes_of(input_shape: Shape) -> Shape:
     """The sizes of an input shape; empty if it is not a sequence of positive integers."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    shape = python_integers(tuple(input_shape)) if isinstance(input_shape, Sequence) else ()
     return shape if all(type(n) is int and n >= 1 for n in shape) else ()  # `type`: True is an int, too
 
 
@@ -263,20 +291,8 @@ UNCONSTRAINED: dict[str, Family] = {
         linear=CayleyLinear,
     ),
 }
-
-
-def find(name: str) -> Family:
-    """The family of this acronym, or one of the two unconstrained ones; the OptionError for others lists all.
-
-    >>> find("plain").linear.__name__, find("cayley").linear.__name__
-    ('Linear', 'CayleyLinear')
-    """
-    if name in UNCONSTRAINED:
-        return UNCONSTRAINED[name]
-    try:
-        return families.get(name)
-    except OptionError as error:
-        raise OptionError(str(error).replace(", got ", f", {', '.join(UNCONSTRAINED)}, got ", 1)) from None
+# The family of an acronym, the unconstrained ones among them; ``OptionError`` lists all.
+find = partial(families.get, others=UNCONSTRAINED)
 
 
 class Layers:
@@ -290,6 +306,7 @@ class Layers:
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], activation: str | nn.Module | None = None) -> None:
+        check_options(options)
         self.family = find(name)
         self.outer: list[nn.Module] = [] if self.family.own_activation else [make_activation(activation)]
         inner = {"activation": activation} if self.family.own_activation and activation is not None else {}

@@ -29,12 +29,12 @@ from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
-from lipkit.layers.recurrent import UNFOLDED, Unfolded
+from lipkit.layers.recurrent import UNFOLDED, Unfolded, margins
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
-from lipkit.models.frame import bounded, check_sizes, flat_size
+from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 
@@ -95,7 +95,7 @@ class LBDN(nn.Module):
         super().__init__()
         if not isinstance(sizes, Sequence) or len(sizes) < 2:
             raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
-        sizes = tuple(sizes)
+        sizes = python_integers(tuple(sizes))
         check_sizes(sizes=sizes)
         gamma = finite("gamma", gamma, positive=True)
         hidden = len(sizes) - 2
@@ -195,10 +195,7 @@ def _provable(
     The LMI of :math:`(1 - \delta) W` is :math:`(1 - \delta) H + \delta\, \mathrm{diag}(H)`: positive definite by a
     margin of :math:`\delta` where H is only semidefinite.
     """
-    steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]  # 1e-13, 2e-13, 5e-13, 1e-12, ..., 0.05
-    for delta in steps:
-        if delta < torch.finfo(dtype).eps / 8:  # below the rounding of the weights: without effect
-            continue
+    for delta in margins(dtype):
         stored = [((1 - delta) * w).to(dtype) for w in weights]
         # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run. Of
         # weights that are all 0 it takes the product of norms, because no eigenvalue proposes a gain.
@@ -206,13 +203,14 @@ def _provable(
         if room and proves_gain(stored, multipliers, gamma):
             return stored
     raise OptionError(
-        f"expected finite parameters with a proof of gain {gamma}, got none even with weights reduced by {steps[-1]}"
+        f"expected finite parameters with a proof of gain {gamma}, got none even with weights reduced by 5 %"
     )
 
 
+@checked
 def lbdn(
     sizes: Sequence[int] | None = None,
-    gamma: float = 1.0,
+    gamma: Positive = 1.0,
     activation: Activations = "relu",
     *,
     hidden: Sequence[int] | None = None,

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.errors import finite
 from lipkit.layers import Scale
-from lipkit.models.frame import Layers, bounded, check_options, check_sizes, flat_size
+from lipkit.models.frame import Layers, Positive, bounded, checked, flat_size
 from lipkit.modules import Shape
 
 
+@checked
 def mlp(
     hidden: Sequence[int] = (256, 256),
     layer: str = "cayley",
-    gamma: float = 1.0,
+    gamma: Positive = 1.0,
     *,
     input_shape: Shape,
     classes: int,
@@ -58,10 +58,7 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    check_options(options)
-    sizes = [flat_size(input_shape), *hidden, classes]  # flat_size comes first: it checks the shape
-    check_sizes(hidden=hidden, classes=classes)
-    gamma = finite("gamma", gamma, positive=True)
+    sizes = [flat_size(input_shape), *hidden, classes]
     made = Layers(layer, options, activation)
     root = math.sqrt(gamma)
     scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out

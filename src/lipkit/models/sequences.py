@@ -13,7 +13,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
 from lipkit.linalg.matrices import check_integer
-from lipkit.models.frame import check_sizes, sizes_of
+from lipkit.models.frame import Positive, bounded, checked, sizes_of
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.registry import export_plain, output_shape
@@ -64,7 +64,6 @@ def recurrent(name: str) -> Callable[..., RecurrentLayer]:
 
 
 def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, options: dict[str, Any]) -> RecurrentLayer:
-    check_sizes(states=states, units=units, outputs=outputs)
     own = (states,) if kind == "linear" else (states, units)  # a linear system has no units
     return recurrent(kind)(inputs, outputs, *own, **options)
 
@@ -74,15 +73,14 @@ def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Seq
     shape = sizes_of(input_shape)
     if len(shape) != 2:
         raise ShapeError(f"{model}: expected an input shape (steps, features) of positive integers, got {input_shape}")
-    if mean is None and std is None:
+    if not bounded([], mean=mean, std=std, channels=shape[1]):  # checks the numbers
         return []
-    if mean is None or std is None or len(mean) != shape[1] or len(std) != shape[1] or min(std) <= 0:
-        raise OptionError(f"mean and std: expected {shape[1]} numbers each, std positive, got mean={mean}, std={std}")
     scale = 1 / torch.tensor(std, dtype=torch.float64)  # rounded to the default dtype once, at the end
     shift, dtype = -torch.tensor(mean, dtype=torch.float64) * scale, torch.get_default_dtype()
     return [Affine(scale[None].to(dtype), shift[None].to(dtype))]  # [None]: (1, features), for all steps
 
 
+@checked
 def sequence_classifier(
     states: int = 32,
     units: int = 64,
@@ -91,7 +89,7 @@ def sequence_classifier(
     features: int | None = None,
     input_shape: Shape,
     classes: int,
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,
@@ -117,6 +115,7 @@ def sequence_classifier(
     return SequenceModel(*head, core, SumOverTime(), CayleyLinear(outputs, classes))
 
 
+@checked
 def sequence_regressor(
     states: int = 32,
     units: int = 64,
@@ -124,7 +123,7 @@ def sequence_regressor(
     *,
     outputs: int = 1,
     input_shape: Shape,
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.layers.export import filled
+from lipkit.layers.projections import watched
 from lipkit.layers.structure import Scale
 from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted
@@ -138,7 +139,7 @@ def settled(
                     errors.append(error)
                 else:
                     forms |= {} if form is None else {name: (module, form.eval())}
-        expected, calls = watched(twin, input_shape, [m for m, _ in forms.values()]) if forms else (None, {})
+        expected, calls = tried(twin, input_shape, [m for m, _ in forms.values()]) if forms else (None, {})
         for name, (module, form) in forms.items():
             try:
                 if module not in calls:
@@ -155,7 +156,7 @@ def settled(
     result = replaced(twin, new)
     try:
         if rows:
-            _compare(watched(result, input_shape)[0], expected, "the network")
+            _compare(tried(result, input_shape)[0], expected, "the network")
     except NoRuleError as error:
         return copy.deepcopy(model, computed_tensors(model)), [], [error]  # replace all or none
     return result, rows, errors
@@ -173,28 +174,17 @@ def replaced(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     return model
 
 
-def watched(
+def tried(
     model: nn.Module, input_shape: Shape, modules: Iterable[nn.Module] = ()
 ) -> tuple[Tensor, dict[nn.Module, list[tuple[Tensor, Tensor]]]]:
     """The output for one random input in evaluation mode, and (input, output) of each call of ``modules``."""
-    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls.setdefault(module, []).append((inputs[0], output))
-
-    modes = [(module, module.training) for module in model.modules()]
     x = torch.rand(1, *input_shape, generator=torch.Generator().manual_seed(0)).to(first_floating(model))
-    handles = [module.register_forward_hook(note) for module in modules]
-    try:
-        with torch.no_grad():
-            out = model.eval()(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes:
-            module.training = mode
+    out, found = watched(model, x, modules)
     if not isinstance(out, Tensor):
         raise OptionError(f"expected a model that returns a tensor, got {type(out).__name__}")
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    for module, given, made in found:
+        calls.setdefault(module, []).append((given, made))
     return out, calls
 
 

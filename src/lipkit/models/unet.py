@@ -11,16 +11,17 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import HalfThrough
-from lipkit.models.frame import Layers, bounded, check_image, check_options, check_sizes
+from lipkit.models.frame import Count, Layers, Positive, bounded, check_image, checked
 from lipkit.modules import Blend, Graph, Shape
 
 # In float32 the product of proved constants may exceed 1 by this much, so the denoiser's gain is smaller by as much.
 SLACK = 1e-4
 
 
+@checked
 def unet(
     channels: int = 32,
-    depth: int = 1,
+    depth: Count = 1,
     blocks: int = 2,
     *,
     layer: str = "bcop",
@@ -30,7 +31,7 @@ def unet(
     options: Mapping[str, Any] | None = None,
     input_shape: Shape = (3, 48, 48),
     mean: float | None = None,
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
     """A U-Net from images to images of the same shape; its constant is that of its layers, 1 for orthogonal ones.
 
@@ -68,9 +69,6 @@ def unet(
         Ronneberger et al., MICCAI 2015, for the shape; the split in place of a concatenation is that of reversible
         networks (Jacobsen et al., "i-RevNet", ICLR 2018).
     """
-    check_sizes(channels=channels, blocks=blocks, patch=patch, kernel_size=kernel_size)
-    if type(depth) is not int or depth < 0:
-        raise OptionError(f"depth: expected an integer of at least 0, got {depth!r}")
     if channels % 2:
         raise OptionError(f"channels: expected a multiple of 2, got {channels}")
     made = _layers(layer, options, activation)
@@ -96,6 +94,7 @@ def unet(
     return bounded(layers, lipschitz, [mean] * inputs, [1.0] * inputs)  # std 1: the constant stays
 
 
+@checked
 def autoencoder(
     stages: Sequence[int] = (32, 64),
     code: int = 16,
@@ -105,7 +104,7 @@ def autoencoder(
     activation: str | nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
     input_shape: Shape = (3, 32, 32),
-    lipschitz: float = 1.0,
+    lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
     """Encoder and decoder, each with the constant of its layers, 1 for orthogonal ones.
 
@@ -128,7 +127,6 @@ def autoencoder(
     """
     if not stages:
         raise OptionError("stages: expected the channels of at least one stage, got none")
-    check_sizes(code=code, kernel_size=kernel_size, stages=stages)
     made, current = _layers(layer, options, activation), check_image(input_shape, 2 ** len(stages), "autoencoder")[0]
     down, up = list[nn.Module](), list[nn.Module]()
     for i, width in enumerate(stages):
@@ -144,7 +142,7 @@ def autoencoder(
     return net
 
 
-def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any) -> Graph:
+def denoiser(channels: int = 32, depth: Count = 1, blocks: int = 2, **options: Any) -> Graph:
     r"""A firmly non-expansive denoiser :math:`D = (I + N) / 2`, N a `unet` of constant at most 1.
 
     .. math:: \|D(x) - D(y)\|^2 \le \langle D(x) - D(y),\, x - y \rangle
@@ -178,7 +176,6 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
 
 def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:
     """`Layers` of a family; refuses families whose layers contain an activation, since the last one must be affine."""
-    check_options(options or {})
     made = Layers(name, options or {}, activation)
     if made.family.own_activation:
         why = "which contains its activation: the last layer must be affine"

@@ -77,18 +77,19 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
     return 1
 
 
-def borders(module: _Conv) -> list[tuple[int, int]]:
-    """Rows and columns that are padded before and after: what the forward pass hands to F.pad, the last axis first."""
+def borders(module: Any) -> list[tuple[int, int]]:
+    """Pixels padded before and after on each axis: what the forward pass hands to F.pad, the last axis first."""
     flat = list(module._reversed_padding_repeated_twice)
-    return [(flat[2], flat[3]), (flat[0], flat[1])]
+    return [(flat[i], flat[i + 1]) for i in reversed(range(0, len(flat), 2))]
 
 
-def padded_copies(module: _Conv, input_shape: Shape | None) -> int:
-    """The most copies of one pixel in the padded image."""
+def padded_copies(module: Any, input_shape: Shape | None) -> int:
+    """The most copies of one pixel in the padded image or signal."""
     if module.padding_mode == "zeros":
         return 1
-    sizes = (None, None) if input_shape is None else input_shape[1:]
-    return math.prod(copies(module.padding_mode, *pad, n) for pad, n in zip(borders(module), sizes, strict=True))
+    pads = borders(module)
+    sizes = (None,) * len(pads) if input_shape is None else input_shape[1:]
+    return math.prod(copies(module.padding_mode, *pad, n) for pad, n in zip(pads, sizes, strict=True))
 
 
 def kernel_with_stride(module: Any) -> Tensor:

@@ -118,6 +118,8 @@ def _refuse_methods(kind: type[nn.Module], name: str) -> None:
 
 
 def _refuse_weights(module: nn.Module, name: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NoRuleError(f"{name}: expected a module in Python, got TorchScript: pass the network it was made from")
     own = vars(module)
     for key in ("_parameters", "_buffers", "_modules"):
         if type(own[key]) not in (dict, OrderedDict):

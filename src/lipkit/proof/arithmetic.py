@@ -41,13 +41,8 @@ class Arithmetic:
     rounds_weights: bool = False
 
     def gamma(self, operations: float) -> float:
-        """Bound of the relative error of ``operations`` chained operations; ``inf`` if none exists.
-
-        >>> FLOAT64.gamma(10) >= 10 * 2.0**-53, FLOAT32.gamma(2.0**24)
-        (True, inf)
-        """
-        product = operations * self.unit
-        return 1.01 * product / (1 - product) if product < 0.5 else math.inf  # 1.01 covers the rounding of this line
+        """Bound of the relative error of ``operations`` chained operations; ``inf`` if none exists."""
+        return gamma(operations, self.unit)
 
     def depth(self, terms: int) -> int:
         """The largest number of roundings that one term of an inner product passes: its product and its additions.

@@ -22,12 +22,16 @@ WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 Values = TypeVar("Values", float, Tensor)
 
 
-def gamma(n: int) -> float:
-    """Upper bound of the relative error of n chained float64 operations: ``n u / (1 - n u)``, slightly enlarged.
+def gamma(n: float, unit: float = UNIT) -> float:
+    """Upper bound of the relative error of n chained operations: ``n u / (1 - n u)``, slightly enlarged, or ``inf``.
+
+    >>> gamma(10) >= 10 * UNIT, gamma(2.0**24, 2.0**-24)
+    (True, inf)
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, lemma 3.1.
     """
-    return 1.01 * n * UNIT / (1 - n * UNIT)  # 1.01 covers the rounding of this line
+    product = n * unit
+    return 1.01 * product / (1 - product) if product < 0.5 else math.inf  # 1.01 covers the rounding of this line
 
 
 def up(value: Values, operations: int) -> Values:

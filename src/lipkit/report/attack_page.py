@@ -16,8 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
-from lipkit.certificates.intervals import Share
-from lipkit.evaluation import Attack, Attempt
+from lipkit.evaluation import Attack, Attacked, Attempt
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.report.examples import class_name, data_uri, is_image
 from lipkit.report.html import environment
@@ -96,15 +95,15 @@ def save_attack(
     tensors |= {name: columns[name][order] for name in ("label", "prediction", "l2", "linf")}
     shown = [rows[i] for i in order]
     write_atomic(path.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))
-    page = render(record, shown, tensors["image"], tensors["adversarial"], classes)
+    page = render(record, attempt.rows, shown, tensors["image"], tensors["adversarial"], classes)
     write_atomic(path.with_suffix(".html"), page.encode())
     write_atomic(path, json.dumps(record, indent=2, allow_nan=False).encode() + b"\n")
     return path
 
 
 def render(
-    record: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], image: Tensor, adversarial: Tensor,
-    classes: Sequence[str] = (),
+    record: Mapping[str, Any], rows: Sequence[Attacked], shown: Sequence[Mapping[str, Any]], image: Tensor,
+    adversarial: Tensor, classes: Sequence[str],
 ) -> str:  # fmt: skip
     """The page, as text: accuracies, and each example beside its sample and the difference."""
     figures = []
@@ -115,8 +114,4 @@ def render(
             uris = [data_uri(picture) for picture in (before, after, grey)]
             names = {key: class_name(classes, row[key]) for key in ("label", "prediction")}
             figures.append({**row, "uris": uris, **names})
-    rows = [
-        {"eps": row["eps"], "robust": Share(**row["robust"]), "certified": Share(**row["certified"])}
-        for row in record["attacked"]
-    ]
     return environment().get_template("attack.html.j2").render(record=record, rows=rows, figures=figures)

@@ -144,7 +144,8 @@ def to_html(found: Sequence[Setting]) -> str:
         made = [each for each in map(certificate_in, filter(Path.is_dir, one.runs)) if each is not None]
         if made:
             name = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in one.keys.items())
-            curves[name] = (made, max(float(each.radius.quantile(0.99)) for each in made))
+            known = [each.radius[each.radius.isfinite()] for each in made]
+            curves[name] = (made, max((float(radii.quantile(0.99)) for radii in known if len(radii)), default=1.0))
     eps = np.linspace(0, max((end for _, end in curves.values()), default=1.0), 300)
     lines = {
         name: (eps, np.mean([certified_curve(c, eps) for c in made], axis=0)) for name, (made, _) in curves.items()

@@ -101,6 +101,8 @@ def load_examples(folder: Path) -> list[Example]:
     columns = list(tensors.values())
     if len({len(column) for column in columns}) != 1 or any(column.ndim != 1 for column in columns[1:]):
         raise RunError(f"{path}: expected tensors of one length, got {[tuple(column.shape) for column in columns]}")
+    if wrong := [name for name in ("index", "label", "prediction", "group") if tensors[name].dtype != torch.int64]:
+        raise RunError(f"{path}: expected whole numbers (int64), got {tensors[wrong[0]].dtype} for {wrong[0]}")
     if any(group not in range(len(GROUPS)) for group in tensors["group"].tolist()):
         raise RunError(f"{path}: expected groups 0 to {len(GROUPS) - 1}, got {tensors['group'].tolist()}")
     return [Example(row[0], *(column.item() for column in row[1:])) for row in zip(*columns, strict=True)]

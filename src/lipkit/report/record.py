@@ -43,13 +43,14 @@ def from_evaluation(
 ) -> Record:
     """The record of a classification: its evaluation and the facts of the run."""
     attack, check = evaluation.attack, evaluation.cross_check
-    ignored = evaluation.certified_ignored or (None,) * len(evaluation.eps)
     found = {
         "confidence": evaluation.confidence,
         "clean": evaluation.clean,
         "certified": [
             {"eps": eps, "share": share, "ignored": other}
-            for eps, share, other in zip(evaluation.eps, evaluation.certified, ignored, strict=True)
+            for eps, share, other in zip(
+                evaluation.eps, evaluation.certified, evaluation.certified_ignored, strict=True
+            )
         ],
         "attacked": evaluation.attacked,
         "attack": {

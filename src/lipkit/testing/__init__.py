@@ -7,34 +7,12 @@
 ([1, 2, 4], 1.0)
 """
 
-from lipkit.testing.case import (
-    Case,
-    LawBroken,
-    Refusal,
-    conv_options,
-    conv_refusals,
-    linear_options,
-    linear_refusals,
-)
+from lipkit.testing.case import Case, LawBroken, Refusal, conv_options, conv_refusals, linear_options, linear_refusals
 from lipkit.testing.check import LAWS, Law, check_layer, run_law
 from lipkit.testing.reference import dense_matrix, is_affine, jacobians, tolerance
 
-__all__ = [
-    "LAWS",
-    "Case",
-    "Law",
-    "LawBroken",
-    "Refusal",
-    "check_layer",
-    "conv_options",
-    "conv_refusals",
-    "dense_matrix",
-    "is_affine",
-    "jacobians",
-    "linear_options",
-    "linear_refusals",
-    "run_law",
-    "tolerance",
-]
+__all__ = ["LAWS", "Case", "Law", "LawBroken", "Refusal", "check_layer", "run_law"]
+__all__ += ["conv_options", "conv_refusals", "linear_options", "linear_refusals"]  # arguments of torch's layers
+__all__ += ["dense_matrix", "is_affine", "jacobians", "tolerance"]  # references
 
 __dir__ = __all__.copy

@@ -1,0 +1,121 @@
+"""Functions of torch as plain modules: the same numbers, and a constant that no Jacobian exceeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit import analyze, export, lipschitz
+from lipkit.errors import NoRuleError
+from lipkit.interop import load_program
+from lipkit.testing.reference import jacobians
+
+SHAPE = (3, 6)
+
+
+class Net(nn.Module):
+    def __init__(self, f: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f, self.linear = f, nn.Linear(6, 6)
+        self.w, self.m = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(self, x)
+
+
+# Name: function of the network and the input.
+SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "largest along a dimension": lambda s, x: x.max(1)[0],
+    "its values by name": lambda s, x: torch.max(s.linear(x), dim=2).values,
+    "smallest": lambda s, x: x.min(-1, keepdim=True).values,
+    "largest of two dimensions": lambda s, x: x.amax((1, 2)),
+    "smallest of the first": lambda s, x: torch.amin(x, dim=1, keepdim=True),
+    "largest, the batch second": lambda s, x: x.transpose(0, 1).max(0)[0],
+    "largest, the batch last": lambda s, x: x.permute(2, 1, 0).amax(0).T,
+    "larger than a constant": lambda s, x: torch.maximum(x, s.w),
+    "smaller than a constant": lambda s, x: torch.minimum(s.m, 2 * x),
+    "torch.min of a value and a constant": lambda s, x: torch.min(x, other=s.w),
+    "smaller of two values": lambda s, x: x.min(x.tanh()),
+    "limits that are tensors": lambda s, x: x.clamp(min=s.w, max=s.w + 1),
+    "limits that are tensors and numbers": lambda s, x: torch.clamp(x, -1.0).clamp(max=s.m),
+    "a limit without dimensions": lambda s, x: x.clamp(torch.tensor(-0.5), torch.tensor(1.0)),
+    "crossed limits": lambda s, x: x + x.clamp(s.w + 1, s.w),
+    "absolute values": lambda s, x: s.linear(x).abs() - torch.abs(x),
+    "repeated": lambda s, x: x.repeat(1, 2, 3),
+    "tiles": lambda s, x: torch.tile(x, (2,)),
+    "narrow": lambda s, x: x.narrow(-1, -3, 2),
+    "chunks by name": lambda s, x: torch.chunk(input=x, chunks=2, dim=2)[1],
+    "pieces by name": lambda s, x: x.split(split_size=2, dim=-1)[1],
+    "numbers around": lambda s, x: F.pad(x, (1, 0, 0, 2), value=1.5),
+    "a mask": lambda s, x: torch.where(s.w > 0, x, s.linear(x)),
+    "a mask and a constant": lambda s, x: torch.where(s.m > 0, s.w, x),
+    "a mask, the batch last": lambda s, x: torch.where(
+        s.w[:, None, None] > 0, x.permute(2, 1, 0), -x.permute(2, 1, 0)
+    ).permute(2, 1, 0),
+    "filled by a mask": lambda s, x: x.masked_fill(s.m > 0, 0.5),
+    "a vector": lambda s, x: x @ s.w,
+    "side by side": lambda s, x: torch.hstack((x, x.tanh())),
+    "dropouts": lambda s, x: F.alpha_dropout(F.dropout1d(x, 0.5, s.training), 0.5, s.training),
+    "subtracted from": lambda s, x: torch.rsub(x, s.w, alpha=2) + (1 - x).double().to(x.dtype),
+    "signs": lambda s, x: torch.negative(torch.positive(x)),
+    "a pool without strides": lambda s, x: F.avg_pool1d(x, 2, ()),
+    "products by name": lambda s, x: torch.addmm(s.w, mat1=x.mean(1), mat2=s.linear.weight),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_numbers_and_no_jacobian_above_the_constant(name: str) -> None:
+    torch.manual_seed(1)
+    net, x = Net(SAME[name]).double().eval(), 2 * torch.randn(4, *SHAPE, dtype=torch.float64)
+    plain = export(net, SHAPE)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x).reshape(net(x).shape), net(x))
+
+    def flat(x: Tensor) -> Tensor:
+        return plain(x).reshape(len(x), -1)
+
+    slope = max(float(torch.linalg.matrix_norm(torch.as_tensor(j), 2)) for j in jacobians(flat, x))
+    for constant in (lipschitz(plain), lipschitz(net, SHAPE).detach(), analyze(net, SHAPE, restarts=0).upper):
+        assert slope <= float(constant) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("f", "words"),
+    [
+        (lambda s, x: x.masked_fill(s.m > 0, -math.inf).softmax(-1), r"masked_fill .*: expected finite numbers"),
+        (lambda s, x: torch.maximum(x, s.w / 0), r"torch\.maximum .*: expected finite numbers as limits"),
+        (lambda s, x: F.pad(x, (1, 1), value=math.inf), "expected a finite number around the input, got inf"),
+        (lambda s, x: x.max(1)[1], "whole numbers, bits and truth values jump"),
+        (lambda s, x: x.max(1)[0] + x.max(1)[1], "whole numbers, bits and truth values jump"),
+        (lambda s, x: x.max(0)[0], "mixes the batch with other dimensions"),
+        (lambda s, x: x.transpose(0, 1).amax(1), "mixes the batch with other dimensions"),
+        (lambda s, x: x.repeat(2, 1, 1), "mixes the batch with other dimensions"),
+        (lambda s, x: x.clamp(min=x.tanh()), "expected a constant limit"),
+        (lambda s, x: x.topk(2, -1)[0], r"Tensor\.topk .*: it has no plain form"),
+        (lambda s, x: torch.where(x > 0, x, -x), "whole numbers, bits and truth values jump"),
+    ],
+)
+def test_refused(f: Callable[[Any, Tensor], Tensor], words: str) -> None:
+    with pytest.raises(NoRuleError, match=words):
+        export(Net(f).eval(), SHAPE)
+
+
+READ = ("largest along a dimension", "larger than a constant", "absolute values", "numbers around", "subtracted from")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_programs_have_the_functions_of_torch(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    net, x = Net(SAME[name]).eval(), torch.randn(4, *SHAPE)
+    batch = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(net, (x,), dynamic_shapes=batch), tmp_path / "net.pt2")
+    found = load_program(tmp_path / "net.pt2")
+    torch.testing.assert_close(found(x), net(x))
+    assert float(lipschitz(found)) == pytest.approx(float(lipschitz(net, SHAPE).detach()), rel=1e-6)
