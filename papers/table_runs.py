@@ -26,7 +26,7 @@ from lipkit.errors import RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.experiments.outcome import Display
-from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
+from lipkit.experiments.recipe import Recipe, load_recipe, seeded, to_yaml
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.memory import keep_freed_memory
 from lipkit.report.record import (
@@ -125,7 +125,7 @@ def plan(
                 missing = wanted
         first = recipe.train.seed
         for seed in range(first, first + count):
-            own = pipeline.seeded(recipe, seed)
+            own = seeded(recipe, seed)
             folder = _folder(out, row, seed, _digest_of(own))
             after = table.after_options(scale)
             runs.append(TableRun(row, scale, seed, folder, own, after=after, data=words, missing=missing))

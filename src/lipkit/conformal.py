@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates import margins, sound
-from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_inputs, evaluate, measure_by
 from lipkit.certificates.regression import columns, output_constants, reach, with_targets
 from lipkit.errors import OptionError, ShapeError, finite
@@ -35,6 +34,7 @@ from lipkit.modules import Network
 from lipkit.modules.guarding import guard
 from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
+from lipkit.text import format_radius
 
 # Samples evaluated at once.
 _BATCH = 128

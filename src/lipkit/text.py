@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lipkit.errors import ShapeError
@@ -89,3 +90,39 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def format_radius(eps: float) -> str:
+    r"""A radius as people write it: ``36/255`` where it is a whole number of 255ths of a pixel's range, else a decimal.
+
+    >>> format_radius(36 / 255), format_radius(0.15), format_radius(1.0), format_radius(0.0)
+    ('36/255', '0.15', '1', '0')
+    >>> format_radius(float("inf"))
+    'inf'
+    """
+    if not math.isfinite(eps) or eps == int(eps):
+        return f"{eps:g}"
+    steps = round(eps * 255)  # of 8-bit pixels
+    if steps > 0 and abs(eps * 255 - steps) <= 1e-9 * steps:
+        return f"{steps}/255"
+    return f"{eps:.6g}"
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as dotted names and values, in order; radii (keys that hold "eps") as k/255 if they are such.
+
+    >>> list(flatten({"model": {"name": "small", "width": 1}, "eps": [36 / 255, 1.0]}))
+    [('model.name', 'small'), ('model.width', '1'), ('eps', '36/255, 1')]
+    """
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        elif isinstance(value, list | tuple):
+            yield name, ", ".join(_shown(name, item) for item in value)
+        else:
+            yield name, _shown(name, value)
+
+
+def _shown(name: str, value: object) -> str:
+    return format_radius(value) if isinstance(value, float) and "eps" in name.rpartition(".")[2] else str(value)

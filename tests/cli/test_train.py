@@ -12,7 +12,7 @@ from lipkit import modules
 from lipkit.cli.main import main
 from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
-from lipkit.experiments.recipe import load_recipe
+from lipkit.experiments.recipe import load_recipe, unplaced
 from lipkit.experiments.recipe_schema import Recipe
 from lipkit.lowering import export
 from lipkit.report import read_record
@@ -52,9 +52,9 @@ def test_a_resume_may_change_place_and_time_alone(asked, tmp_path):
     assert main(["train", "--resume", str(tmp_path), "--devices", "2", "--max-minutes", "7"]) == 0
     changed, options = asked[0]
     assert (changed.train.devices, changed.train.max_minutes, options["resume"]) == (2, 7, tmp_path)
-    assert pipeline.unplaced(changed) == pipeline.unplaced(recipe)
+    assert unplaced(changed) == pipeline.unplaced(recipe)
     other = load_recipe("digits_cayley", ["train.precision=bf16-mixed"])
-    assert pipeline.unplaced(other) != pipeline.unplaced(recipe)
+    assert unplaced(other) != pipeline.unplaced(recipe)
     assert main(["train", "--resume", str(tmp_path), "--seeds", "2"]) == 2
 
 

@@ -17,7 +17,7 @@ from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunE
 from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.outcome import Display, finish
-from lipkit.experiments.recipe import load_recipe
+from lipkit.experiments.recipe import load_recipe, seeded
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
 from lipkit.report.examples import load_examples
@@ -76,7 +76,7 @@ def test_the_same_recipe_gives_the_same_network_in_a_new_folder_and_another_seed
     again = pipeline.train(quick(), out=out)
     assert again.folder != finished.folder
     assert again.record.network_sha256 == finished.record.network_sha256
-    other = pipeline.train(pipeline.seeded(quick(), 1), out=out)
+    other = pipeline.train(seeded(quick(), 1), out=out)
     assert other.record.seed == 1
     assert other.record.network_sha256 != finished.record.network_sha256
 

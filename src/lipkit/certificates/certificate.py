@@ -15,13 +15,13 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
-from lipkit.certificates.intervals import check_radii, format_radius
+from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.local import Bounds
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure
 from lipkit.errors import OptionError, check_labels
 from lipkit.files import write_atomic
 from lipkit.shown import Shown, axes, upper
-from lipkit.text import csv_text, table
+from lipkit.text import csv_text, format_radius, table
 
 METHODS = ("global", "local", "best")
 

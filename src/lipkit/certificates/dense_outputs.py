@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.margins import last_layer_constants, row_distances
 from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError, finite
@@ -30,6 +29,7 @@ from lipkit.modules import Network
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root
 from lipkit.shown import Shown
+from lipkit.text import format_radius
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -72,22 +72,6 @@ LARGE = 8.0
 """A radius of images in [0, 1] above which a forgotten /255 is more likely than the radius."""
 
 
-def format_radius(eps: float) -> str:
-    r"""A radius as people write it: ``36/255`` where it is a whole number of 255ths of a pixel's range, else a decimal.
-
-    >>> format_radius(36 / 255), format_radius(0.15), format_radius(1.0), format_radius(0.0)
-    ('36/255', '0.15', '1', '0')
-    >>> format_radius(float("inf"))
-    'inf'
-    """
-    if not math.isfinite(eps) or eps == int(eps):
-        return f"{eps:g}"
-    steps = round(eps * 255)  # of 8-bit pixels
-    if steps > 0 and abs(eps * 255 - steps) <= 1e-9 * steps:
-        return f"{steps}/255"
-    return f"{eps:.6g}"
-
-
 def as_radii(name: str, values: Any) -> tuple[float, ...]:
     """Radii, finite and at least 0; ``OptionError`` for other values, a single number among them."""
     if not isinstance(values, Iterable) or isinstance(values, str) or getattr(values, "ndim", 1) == 0:

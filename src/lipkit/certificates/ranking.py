@@ -12,13 +12,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure_by
 from lipkit.certificates.regression import output_constants, reach
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown
+from lipkit.text import format_radius
 
 MOVES = ("both", "positives", "negatives")
 

@@ -104,8 +104,8 @@ def read_radii(text: str) -> tuple[float, ...]:
 def table(attempt: Attempt, attack: Attack) -> str:
     """The accuracies, and the smallest ratio of an example's norm to its certified radius."""
     from lipkit import text
-    from lipkit.certificates import format_radius
     from lipkit.report.tables import interval, percent
+    from lipkit.text import format_radius
 
     rows = [
         [format_radius(row.eps), percent(row.share.value), interval(row.share), percent(row.certified.value)]

@@ -59,9 +59,8 @@ def command(
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
     """The confirmed figures, all computed here, and below them the file's claims that cannot be checked."""
-    from lipkit.certificates import format_radius
     from lipkit.certificates.certificate_file import unchecked
-    from lipkit.text import printable
+    from lipkit.text import format_radius, printable
 
     larger = file.certificate.radius > confirmed.radius  # `verify` allows no more than rounding
     lines = [

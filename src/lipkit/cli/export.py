@@ -61,8 +61,9 @@ def command(
     check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
     click.echo(check)
     if form == "c":
-        from lipkit.certificates import certify, certify_regression, format_radius
+        from lipkit.certificates import certify, certify_regression
         from lipkit.integer.c_source import compiler
+        from lipkit.text import format_radius
 
         if compiler() is None:
             click.echo("no C compiler here (cc, gcc, clang): its operations were evaluated by torch")

@@ -66,8 +66,8 @@ def networks() -> list[list[str]]:
 
 
 def _measured(folder: Path) -> list[str]:
-    from lipkit.certificates import format_radius
     from lipkit.report import Record, read_record
+    from lipkit.text import format_radius
 
     if (folder / "estimate.json").exists():
         found = json.loads(read_text(folder / "estimate.json"))

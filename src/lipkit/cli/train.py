@@ -63,6 +63,7 @@ def command(
     with importing():
         from lipkit.cli.console import display
         from lipkit.experiments import run as pipeline  # slow to import, so after the recipe was checked
+        from lipkit.experiments.recipe import seeded
 
     outcomes: list[Outcome] = []
     with display() as show:
@@ -74,7 +75,7 @@ def command(
                 # One Fabric for all seeds: its processes start once.
                 where = {"out": out or Path("runs"), "fabric": pipeline.make_fabric(recipe.train)}
         for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
-            outcome = pipeline.train(pipeline.seeded(recipe, seed), display=show, large_eps=large_eps, **where)
+            outcome = pipeline.train(seeded(recipe, seed), display=show, large_eps=large_eps, **where)
             if outcome is not None:
                 outcomes.append(outcome)
                 if seeds:

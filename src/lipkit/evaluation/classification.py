@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from lipkit import modules
-from lipkit.certificates import Certificate, certify, format_radius
+from lipkit.certificates import Certificate, certify
 from lipkit.certificates.intervals import Share, as_radii, check_radii, share
 from lipkit.data import as_split
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
 from lipkit.shown import Shown, figures
+from lipkit.text import format_radius
 
 EPS = (36 / 255, 72 / 255, 108 / 255, 255 / 255)
 """The usual radii in the literature, for images in [0, 1]."""

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lipkit.errors import RecipeError, suggestion
-from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection, keys
+from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection, TrainSection, keys
 from lipkit.files import read_bytes
-from lipkit.text import printable
-from lipkit.training.options import worded
+from lipkit.text import flatten, printable
+from lipkit.training.options import PLACEMENT, worded
 
 DEFAULT = "digits_cayley"
 # Limits far above the size of any recipe.
@@ -108,6 +108,36 @@ def to_yaml(recipe: Recipe) -> str:
     for part in ("train", "data"):
         content[part] = {key: value for key, value in content[part].items() if key not in LATER or value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
+
+
+def unplaced(recipe: Recipe) -> Recipe:
+    """The recipe without the device and time limit of a run, which a resume may change."""
+    plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
+
+
+def differences(recipe: Recipe) -> tuple[str, list[str]]:
+    """The name of a run, and the keys in which its recipe differs from the packaged one of its name, if there is one.
+
+    Seed, device and data folder do not count. The name tells the changes of model and loss.
+
+    >>> differences(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
+    ('mnist_cayley-aol-width2', ['model.options.layer', 'model.options.width', 'train.epochs'])
+    """
+    packaged = load_recipe(recipe.name) if recipe.name in names() else recipe
+    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (packaged, recipe))
+    unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
+    changed = {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
+    words = [recipe.name]
+    for key, value in changed.items():
+        if key.startswith(("model.", "loss.")) and value != "{}":
+            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")  # a number: width2
+    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60], list(changed)
+
+
+def seeded(recipe: Recipe, seed: int) -> Recipe:
+    """A recipe with another seed."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})})
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -232,4 +262,4 @@ def _short(value: Any) -> str:
     return printable(repr(value), 80)
 
 
-__all__ = ["DEFAULT", "Recipe", "load_recipe", "names", "to_yaml"]
+__all__ = ["DEFAULT", "Recipe", "differences", "load_recipe", "names", "seeded", "to_yaml", "unplaced"]

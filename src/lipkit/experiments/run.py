@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +29,16 @@ from lipkit.errors import RecipeError, RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import augment, build_model, load_data
 from lipkit.experiments.outcome import RECIPE, WRITTEN, Display, Outcome, duration, finish
-from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
-from lipkit.experiments.recipe_schema import TrainSection
+from lipkit.experiments.recipe import Recipe, differences, load_recipe, to_yaml, unplaced
 from lipkit.files import write_atomic
 from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
-from lipkit.report.html import REPORT, flatten
+from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts, seen
 from lipkit.report.run_files import NETWORK
 from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
 from lipkit.training.devices import device_here, make_fabric, threads_for
-from lipkit.training.options import PLACEMENT, chosen
+from lipkit.training.options import chosen
 from lipkit.training.session import Session
 
 
@@ -278,33 +276,3 @@ def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
     paces, memory = ([row[key] for row in history if key in row] for key in ("samples_per_second", "memory_mib"))
     pace = f", {statistics.median(paces):.0f} samples per second" if paces else ""
     return f"trained in {duration(seconds)}{pace}{f', at most {max(memory)} MiB' if memory else ''}"
-
-
-def unplaced(recipe: Recipe) -> Recipe:
-    """The recipe without the device and time limit of a run, which a resume may change."""
-    plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
-
-
-def differences(recipe: Recipe) -> tuple[str, list[str]]:
-    """The name of a run, and the keys in which its recipe differs from the packaged one of its name, if there is one.
-
-    Seed, device and data folder do not count. The name tells the changes of model and loss.
-
-    >>> differences(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
-    ('mnist_cayley-aol-width2', ['model.options.layer', 'model.options.width', 'train.epochs'])
-    """
-    packaged = load_recipe(recipe.name) if recipe.name in names() else recipe
-    before, now = (dict(flatten(r.model_dump(mode="json"))) for r in (packaged, recipe))
-    unlike = {"data.root", "train.seed", *(f"train.{key}" for key in PLACEMENT)}
-    changed = {key: value for key, value in now.items() if before.get(key) != value and key not in unlike}
-    words = [recipe.name]
-    for key, value in changed.items():
-        if key.startswith(("model.", "loss.")) and value != "{}":
-            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")  # a number: width2
-    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60], list(changed)
-
-
-def seeded(recipe: Recipe, seed: int) -> Recipe:
-    """A recipe with another seed."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})})

@@ -17,14 +17,14 @@ from lipkit import modules
 from lipkit.attacks import pgd
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.balls import norms
-from lipkit.certificates import Certificate, format_radius
+from lipkit.certificates import Certificate
 from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
 from lipkit.report.examples import class_name, data_uri, is_image
 from lipkit.report.run_files import CERTIFICATE, NETWORK, certificate_in, certified_curve
-from lipkit.text import printable
+from lipkit.text import format_radius, printable
 
 # Gradient steps of one attack: a fraction of a second on a small network.
 ATTACK_STEPS = 40

@@ -10,11 +10,10 @@ import yaml
 from torch import Tensor, nn
 
 from lipkit import modules
-from lipkit.certificates import format_radius
 from lipkit.certificates.measurement import check_network
 from lipkit.errors import ShapeError
 from lipkit.report import Record, RegressionRecord
-from lipkit.text import printable, printable_lines
+from lipkit.text import format_radius, printable, printable_lines
 
 _LOAD = """```python
 import lipkit

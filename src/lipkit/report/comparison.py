@@ -13,12 +13,12 @@ import numpy as np
 
 from lipkit.errors import RunError
 from lipkit.report import plots
-from lipkit.report.html import environment, flatten
+from lipkit.report.html import environment
 from lipkit.report.record import RECORD, read_record
 from lipkit.report.run_files import certificate_in, certified_curve
 from lipkit.report.schema import AnyRecord
 from lipkit.shown import upper
-from lipkit.text import csv_text, table
+from lipkit.text import csv_text, flatten, table
 from lipkit.training.options import PLACEMENT
 
 # Keys that do not make a setting. With more than MOST_KEYS differing keys, rows show the names of runs instead.

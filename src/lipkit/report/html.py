@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import markupsafe
 
-from lipkit.certificates.intervals import format_radius
 from lipkit.errors import RunError
 from lipkit.files import write_atomic
 from lipkit.report import plots, tables
@@ -20,7 +19,7 @@ from lipkit.report.record import read_record
 from lipkit.report.run_files import certificate_in, read_series
 from lipkit.report.schema import Record, RegressionRecord
 from lipkit.shown import upper
-from lipkit.text import printable, visible
+from lipkit.text import flatten, format_radius, printable, visible
 
 REPORT = "report.html"
 
@@ -95,26 +94,6 @@ def _model(recipe: Mapping[str, Any]) -> str:
         return ""
     options = (f"{key} {value}" for key, value in flatten(model.get("options") or {}))
     return ", ".join([str(model["name"]), *options])
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as dotted names and values, in order; radii (keys that hold "eps") as k/255 if they are such.
-
-    >>> list(flatten({"model": {"name": "small", "width": 1}, "eps": [36 / 255, 1.0]}))
-    [('model.name', 'small'), ('model.width', '1'), ('eps', '36/255, 1')]
-    """
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{name}.")
-        elif isinstance(value, list | tuple):
-            yield name, ", ".join(_shown(name, item) for item in value)
-        else:
-            yield name, _shown(name, value)
-
-
-def _shown(name: str, value: object) -> str:
-    return format_radius(value) if isinstance(value, float) and "eps" in name.rpartition(".")[2] else str(value)
 
 
 def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]]]]:

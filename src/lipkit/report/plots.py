@@ -16,10 +16,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFor
 from matplotlib.transforms import ScaledTranslation
 
 from lipkit.certificates import Certificate
-from lipkit.certificates.intervals import format_radius
 from lipkit.report.run_files import certified_curve
 from lipkit.report.schema import Record
-from lipkit.text import printable
+from lipkit.text import format_radius, printable
 
 # Placeholder colours for matplotlib, unlike any other; `svg` replaces them by CSS variables.
 INK, GRID = "#010203", "#010204"

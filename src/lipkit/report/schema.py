@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from lipkit.certificates.intervals import format_radius
 from lipkit.evaluation import Latency
+from lipkit.text import format_radius
 
 SCHEMA_VERSION = "1.0"
 

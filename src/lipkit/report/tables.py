@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from lipkit.certificates.intervals import Share, format_radius
+from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Latency
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
 from lipkit.shown import upper
-from lipkit.text import printable, table
+from lipkit.text import format_radius, printable, table
 
 
 def percent(value: float) -> str:
