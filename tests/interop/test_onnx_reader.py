@@ -750,6 +750,12 @@ def test_operators_without_rules_are_named_all_at_once(tmp_path):
         )
 
 
+def test_a_log_softmax_is_left_to_the_loss(tmp_path):
+    path = write(tmp_path / "net.onnx", made(("LogSoftmax", ["x"], "y", {"axis": 1})), {}, ["b", 4])
+    with pytest.raises(NoRuleError, match="changes no class and no radius: leave it to the loss"):
+        load_onnx(path)
+
+
 def test_sizes_of_what_has_no_rule_are_no_reason(tmp_path):
     nodes = made(("Sin", ["x"], "a", {}), ("Shape", ["a"], "s", {}), ("Equal", ["s", "all"], "e", {}),
                  ("Where", ["e", "l1", "s"], "t", {}), ("Expand", ["a", "t"], "y", {}))  # fmt: skip

@@ -385,6 +385,7 @@ OPERATORS: dict[str, Row] = {
     "HardSigmoid": Row(_hard_sigmoid, (6, 22)),
     "HardSwish": Row(activation(nn.Hardswish), (14, 22)),
     "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True),
+    "LogSoftmax": Row(lambda c: nn.LogSoftmax(c.axis(c.get("axis", -1))), (1, 11, 13)),  # refused by name, with advice
     "LeakyRelu": Row(activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
     "Max": Row(partial(_elementwise, torch.maximum), (6, 8, 12, 13)),
     "Min": Row(partial(_elementwise, torch.minimum), (6, 8, 12, 13)),
