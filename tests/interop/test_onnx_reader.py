@@ -732,6 +732,14 @@ def test_numbers_made_from_the_size_of_the_batch_are_refused(tmp_path, nodes):
             read(path)
 
 
+def test_values_for_pairs_of_samples_are_no_matter_of_memory(tmp_path):
+    """As where attention was written for one sample, and its tokens lie beside those of other samples."""
+    nodes = made(("Reshape", ["x", "rows"], "a", {}), ("Transpose", ["a"], "t", {}), ("MatMul", ["a", "t"], "y", {}))
+    path = write(tmp_path / "net.onnx", nodes, {"rows": np.array([-1, 3])}, ["b", 9, 3])
+    with pytest.raises(NoRuleError, match="samples apart from each other, got values for pairs of them"):
+        load_onnx(path)
+
+
 def test_other_sizes_are_numbers(tmp_path):
     nodes = made(("Shape", ["x"], "s", {}), SECOND, *FACTOR)
     x = torch.randn(3, 4)

@@ -94,6 +94,8 @@ class Budget(TorchFunctionMode):
         for t in flat(value):
             if isinstance(t, Tensor):
                 self.made += t.numel() // (self.batch if moving and t.numel() % self.batch == 0 else 1)
+                if moving and self.made > VALUES and self.batch > 1 and t.numel() % self.batch**2 == 0:
+                    raise NoRuleError(f"{name}: expected samples apart from each other, got values for pairs of them")
         if self.made > VALUES:
             raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
         return value if moving or first is None else func(*args, **kwargs)  # the first run was without memory
