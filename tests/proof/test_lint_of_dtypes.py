@@ -50,6 +50,7 @@ EXCEPTIONS = {
     "lipkit/certificates/properties.py:_Group.among": "a point in the evaluator's format, tried there and in fractions",
     "lipkit/conv/cayley_conv.py": OF_LAYERS,
     "lipkit/conv/cayley_rounded.py": OF_LAYERS,
+    "lipkit/conv/exponential_conv.py:exponential_conv2d": OF_LAYERS,
     "lipkit/conv/spread.py": OF_LAYERS,
     "lipkit/conv/normal_matrices.py": OF_LAYERS,
     "lipkit/conv/phase_product.py": OF_LAYERS,

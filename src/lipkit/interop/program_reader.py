@@ -80,7 +80,7 @@ _OF_STORED = ("pow", "rsqrt", "sqrt", "var")
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """What an operator of ATen computes: a function of torch, or a method of tensors, that has a rule; None without.
+    """The function with a rule, of torch or a method of tensors, that an operator of ATen computes; None without one.
 
     In-place operators also change aliases, so they stay in place and the export checks them.
     """
