@@ -75,8 +75,9 @@ def test_figures_of_the_first_page_are_those_of_the_records() -> None:
 def test_operators_of_onnx_are_all_listed() -> None:
     section = (ROOT / "docs/networks.md").read_text().partition("- **ONNX**: ")[2].partition(". An activation")[0]
     moving, _, stored = section.partition(". Of stored values and sizes also ")
+    listed = OPERATORS.keys() - {"LogSoftmax"}  # has a row that refuses it with advice
     for text, moves in ((moving, True), (stored, False)):
-        assert re.findall(r"\w+", text) == sorted(kind for kind, row in OPERATORS.items() if row.moves is moves)
+        assert re.findall(r"\w+", text) == sorted(kind for kind in listed if OPERATORS[kind].moves is moves)
 
 
 def test_verbs_and_laws_are_all_listed() -> None:
