@@ -50,13 +50,17 @@ def retracted(w: torch.Tensor) -> torch.Tensor:
 
 def test_momentum_is_an_average_with_a_look_ahead() -> None:
     w = nn.Parameter(torch.eye(3, dtype=torch.float64))
-    optimizer = SpectralDescent([w], 0.1, momentum=0.5)
+    optimizer = SpectralDescent([w], 0.1, momentum=0.8)
     first, second = torch.rand(2, 3, 3, dtype=torch.float64)
     for g in (first, second):
+        before = w.detach().clone()
         w.grad = g.clone()
         optimizer.step()
-    expected = 0.5 * (0.5 * first) + 0.5 * second
-    torch.testing.assert_close(optimizer.state[w]["momentum_buffer"], expected)
+    average = 0.8 * (0.2 * first) + 0.2 * second
+    torch.testing.assert_close(optimizer.state[w]["momentum_buffer"], average)
+    ahead = spectral_step(before, 0.8 * average + 0.2 * second, 0.1, 4)
+    torch.testing.assert_close(w.detach(), ahead)
+    assert float((ahead - spectral_step(before, average, 0.1, 4)).abs().max()) > 1e-3
 
 
 def test_large_matrices_wait_for_every_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
