@@ -354,13 +354,27 @@ def unsqueeze(d: Draft, x: str, s: Shape) -> Made:
     return made, (*s[:axis], 1, *s[axis:])
 
 
-def mean(d: Draft, x: str, s: Shape) -> Made:
+def reduced(d: Draft, x: str, s: Shape) -> Made:
+    kind, since = d.draw.choice((("ReduceMean", 18), ("ReduceSum", 13), ("ReduceMax", 18), ("ReduceMin", 18)))
     axes = sorted({axis_of(d, s) for _ in range(d.draw.randint(1, 2))})
     keep = d.draw.choice((None, 0, 1))
     given = {"axes": [signed(d, a, len(s)) for a in axes] if not d.odd(0.05) else None}
     more = {"noop_with_empty_axes": 1} if d.opset >= 18 and d.odd(0.1) else {}
-    made = d.formed("ReduceMean", x, 18, given, keepdims=keep, **more)
+    made = d.formed(kind, x, since, given, keepdims=keep, **more)
     return made, tuple(1 if i in axes else n for i, n in enumerate(s) if i not in axes or keep != 0)
+
+
+def tiled(d: Draft, x: str, s: Shape) -> Made:
+    times = [2 if (i and d.draw.random() < 0.4) or d.odd(0.03) else 1 for i in range(len(s))]
+    after = tuple(n if k == 1 else k * size(n) for n, k in zip(s, times, strict=True))
+    return d.node("Tile", [x, d.keep(np.array(times, np.int64))]), after
+
+
+def masked(d: Draft, x: str, s: Shape) -> Made:
+    mask = d.keep(d.numbers.random([1, *map(size, s[1:])]) < 0.5)
+    parts = [x, d.weights(*d.draw.choice(([], [1], [size(s[-1])])))]
+    d.draw.shuffle(parts)
+    return d.node("Where", [mask, *parts]), s
 
 
 def slices(d: Draft, x: str, s: Shape) -> Made:
@@ -394,7 +408,7 @@ def pad(d: Draft, x: str, s: Shape) -> Made:
     for i in range(0 if d.odd(0.03) else 1, len(s)):
         if mode in (None, "constant") or (i >= 2 and len(s) == 4):
             sizes[i], sizes[i + len(s)] = (d.draw.choice((0, 1, 1, 2, -1 if d.odd() else 0)) for _ in range(2))
-    value = None if d.draw.random() < 0.5 else float(d.odd(0.2))
+    value = None if d.draw.random() < 0.5 else d.draw.choice((0.0, 0.0, 0.7, -1.5))
     if value is not None and d.opset >= 11:
         value = np.array(value, d.dtype)
     after = tuple(n if n == "b" else size(n) + sizes[i] + sizes[i + len(s)] for i, n in enumerate(s))
@@ -501,8 +515,8 @@ def normalised(d: Draft, x: str, s: Shape) -> Made:
 
 
 ANY = (activation, activation, softmax, softmax, clip, dropout, swish, gelu, arithmetic, arithmetic, branch, flatten,
-       reshape, transpose, squeeze, unsqueeze, mean, slices, split, pad, dense, dense, normalised, prelu, extremum,
-       written_out, gather, sizes, sizes, power)  # fmt: skip
+       reshape, transpose, squeeze, unsqueeze, reduced, reduced, tiled, masked, slices, split, pad, dense, dense,
+       normalised, prelu, extremum, written_out, gather, sizes, sizes, power)  # fmt: skip
 IMAGES = (convolution, convolution, transposed, pooling, pooling, pad, enlarged, deeper)
 
 
