@@ -269,6 +269,7 @@ def test_a_number_of_more_dimensions_is_part_of_no_activation(tmp_path):
         ([("Softmax", ["x"], {"axis": 0})], {}, "depends on the whole batch"),
         ([("Slice", ["x", "i", "j", "i", "s"], {})], {"i": [0], "j": [2**31 - 1], "s": [2]}, "the batch"),
         ([("Slice", ["x", "i", "j", "a", "s"], {})], {"i": [0], "j": [3], "a": [1], "s": [-1]}, "steps from 1 on"),
+        ([("Tile", ["x", "r"], {})], {"r": [2]}, "repeats, one for each axis, got .2."),
         ([("Unsqueeze", ["x", "i"], {})], {"i": [1, 1]}, "each once"),
         ([("Reshape", ["x", "i"], {})], {"i": [-1, -1, 3]}, "one size -1 at most"),
         ([("MatMul", ["w", "x"], {})], {"w": np.ones(3, np.float32)}, r"operands of \[1, 3\] dimensions"),

@@ -167,6 +167,13 @@ def _expand(c: Call) -> Any:
     return c.repeated(x.expand(rows).clone(), sizes)
 
 
+def _tiled(c: Call) -> Any:
+    times = c.numbers("repeats", 1)
+    if not isinstance(times, list) or len(times) != c.rank:  # torch takes fewer and more
+        raise c.refuse(f"{c.rank} repeats, one for each axis", f"{times}")
+    return c.x.tile(times)
+
+
 def _filled_shape(c: Call) -> Tensor:
     sizes = c.numbers("shape", 0, batch=True)
     value = c.get("value", torch.zeros(1)).reshape(())
@@ -418,7 +425,7 @@ OPERATORS: dict[str, Row] = {
     "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13)),
     "Swish": Row(partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)), (24,)),
     "Tanh": Row(activation(nn.Tanh), (6, 13)),
-    "Tile": Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13)),
+    "Tile": Row(_tiled, (6, 13)),
     "Transpose": Row(
         lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))), (1, 13, 21, 23, 24, 25), copies=True
     ),
