@@ -25,6 +25,7 @@ def test_list_names_everything(kind, expected, capsys):
         assert len(found[name].split()) > 2, found[name]
 
 
+@pytest.mark.thorough
 def test_what_is_read_from_the_source_is_what_is_imported(capsys):
     expected = {
         "layers": [[f.name, f.title, f.claim, f"{f.paper}, {f.equation}"] for f in FAMILIES.values()],
