@@ -555,7 +555,7 @@ def spoiled(d: Draft) -> None:
     elif kind == 4 and d.stored:
         array = d.stored[d.draw.choice(list(d.stored))]
         if array.dtype.kind == "f" and array.size and array.flags.writeable:
-            array.reshape(-1)[0] = d.draw.choice((np.nan, np.inf, 1e30, -0.0, 1e-40))
+            array.reshape(-1)[0] = d.draw.choice((np.nan, np.inf, 1e15, -0.0, 1e-40))
     elif kind == 5:
         node.output.append("more")
 
