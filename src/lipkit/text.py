@@ -1,4 +1,4 @@
-"""Text on a screen: tables, and foreign text made harmless, so that it cannot pass for lipkit's output."""
+"""Text on a screen: tables, settings and radii, and foreign text made harmless: it cannot pass for lipkit's output."""
 
 from __future__ import annotations
 
