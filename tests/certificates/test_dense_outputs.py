@@ -14,6 +14,7 @@ from lipkit import export, layers
 from lipkit.certificates import dense, dense_outputs, prove
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
+from lipkit.modules.blocked import blocked
 
 
 def identity(classes: int, positions: int) -> Network:
@@ -234,3 +235,22 @@ def test_ratios_of_large_counts_are_compared_in_float64() -> None:
     joined = np.searchsorted(more, 32000.0 - away, side="right")
     least = ((inside - 1 - np.arange(len(away))) / (count - free + joined)).min()
     assert least * (1 - 2.0**-38) <= float(dense_outputs._worst_iou(decisions, square)) <= least
+
+
+def test_a_kernel_of_another_size_than_its_layer_says_reads_several_positions() -> None:
+    torch.manual_seed(0)
+    named, stale = nn.Conv2d(2, 3, 3), nn.Conv2d(2, 3, 1)
+    stale.weight, stale.bias = named.weight, named.bias
+    x = torch.randn(4, 2, 8, 8)
+    found = [Network([conv], (2, 8, 8)) for conv in (named, stale)]
+    y = found[0](x).argmax(1)
+    one, two = (dense(network, x, y, 0.5) for network in found)
+    assert torch.equal(one.worst, two.worst)
+    assert not torch.equal(one.worst, one.right)
+
+
+def test_blocks_of_a_kernel_turned_by_a_quarter_are_summed_as_it_is() -> None:
+    conv = nn.Conv2d(2, 3, (1, 3), bias=False)
+    conv.weight = nn.Parameter(torch.randn(2, 3, 3, 1).transpose(0, 1))
+    x = torch.randn(1, 2, 5, 5)
+    assert torch.allclose(blocked(conv)(x), conv(x), atol=1e-5)

@@ -54,6 +54,20 @@ def test_the_constant_is_attained() -> None:
     assert float(torch.linalg.matrix_norm(v, 2)) == pytest.approx(product.norms()[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_limits_have_room_whatever_the_default_format(dtype: torch.dtype) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    before, high = torch.get_default_dtype(), 1.0037  # in bfloat16 the number 1
+    torch.set_default_dtype(dtype)
+    try:
+        assert 2 * high <= analyze(Square(), (1,), box=(0.0, high), restarts=0).upper < 2 * high * (1 + 1e-5)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_limits_are_what_the_box_can_reach() -> None:
     class Gate(nn.Module):
         def __init__(self) -> None:

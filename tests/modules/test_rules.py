@@ -30,6 +30,9 @@ from lipkit.modules import (
     LayerCenter,
     MaxMin,
     Network,
+    Reshape,
+    SandwichBlock,
+    SlopeResidual,
     export_rule,
     lipschitz_rule,
     output_shape,
@@ -332,6 +335,30 @@ def test_branches_that_overwrite_their_input_are_refused(make: object) -> None:
             function(module)
     body[0].inplace = False
     assert value(module) == pytest.approx(3.0)
+
+
+def test_a_slope_residual_that_overwrites_its_input_is_refused() -> None:
+    second = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(second.weight, 0.1)
+    block = SlopeResidual(Reshape(1), nn.LeakyReLU(-5.0, inplace=True), second, torch.ones(1))
+    with torch.no_grad():
+        change = float((block(torch.tensor([[-1.0]])) - block(torch.tensor([[0.0]]))).norm())
+    assert change == pytest.approx(5.5)  # 1 + 5 / 10 without the overwriting
+    with pytest.raises(NoRuleError, match="inplace=False"):
+        lipschitz(block, (1,))
+    block.activation.inplace = False
+    assert value(block, (1,)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("strides", [1, 3])
+def test_a_kernel_of_another_size_than_its_layer_says_counts_as_it_is(strides: int) -> None:
+    first, second = nn.Conv2d(1, 2, 1, strides, bias=False), nn.Conv2d(2, 1, 1, bias=False)
+    first.weight, second.weight = nn.Parameter(torch.ones(2, 1, 3, 3)), nn.Parameter(torch.ones(1, 2, 1, 1))
+    block = SandwichBlock(first, nn.ReLU(), second, torch.full((2,), 1 / 3))
+    images = torch.eye(144, dtype=torch.float64).view(-1, 1, 12, 12)  # positive: ReLU does nothing
+    with torch.no_grad():
+        norm = np.linalg.norm(block.double()(images).flatten(1).numpy(), 2)
+    assert norm * (1 - 1e-12) <= value(block, (1, 12, 12)) <= norm * 1.3
 
 
 def test_exports_leave_their_input_as_it_is() -> None:

@@ -14,7 +14,7 @@ from lipkit.analysis.layers import Constants, LayerBound
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.bounds import METHODS
 from lipkit.certificates import gains
-from lipkit.errors import CertificateViolation, NoRuleError, OptionError, interval
+from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
@@ -248,9 +248,9 @@ def _tight(
     if ends is None and tight is False:
         return None, ""
     try:
-        plain = export(model, input_shape, box=hull)
-    except (NoRuleError, OptionError):
-        return None, "not tried: the network has no plain form"
+        plain = export(constant_copy(model).double(), input_shape, box=hull)  # narrower: folded numbers are rounded
+    except (NoRuleError, OptionError, ShapeError):
+        return None, "not tried: the network has no plain form in float64"
     units = gains.hidden_units(plain) if tight is not False else 0
     many = tight is None and units > gains.UNITS
     if units and not many:

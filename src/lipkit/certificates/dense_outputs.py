@@ -208,7 +208,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     moved = grow(product(chain.constant * chain.slack, eps) + error)
     found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
     last: Any = proof.network[-1] if len(proof.network) else None
-    pointwise = type(last) is nn.Conv2d and {*last.kernel_size, *last.stride, last.groups} == {1}
+    pointwise = type(last) is nn.Conv2d and {*last.weight.shape[2:], *last.stride, last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
     made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
     if dim == made and last.weight.shape[0] == classes:

@@ -107,7 +107,7 @@ def _largest(change: Tensor) -> float:
 def _conv(builder: Builder, module: nn.Conv2d, value: IntValue, gain: float) -> IntValue:
     if module.padding_mode not in ("zeros", "circular"):
         raise _refuse(module, "padding_mode 'zeros' or 'circular'", module.padding_mode)
-    spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    spans = [d * (k - 1) for d, k in zip(module.dilation, module.weight.shape[2:], strict=True)]
     if module.padding_mode == "circular" and any(s >= n for s, n in zip(spans, value.shape[1:], strict=True)):
         raise _refuse(module, f"windows within the image {value.shape[1:]}", module.kernel_size)
 

@@ -100,4 +100,4 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
     return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 
-LATER.update(lipschitz=_structure_constant, export=_structure_export)
+LATER.update(lipschitz=_structure_constant, export=_structure_export, constant=constant_copy)

@@ -61,7 +61,7 @@ class BlockedConv2d(nn.Conv2d):
         if zeros and not isinstance(self.padding, str):  # then torch does not pad as it noted when it made the module
             border = [n for n in reversed(self.padding) for _ in (0, 1)]
         padded = F.pad(x, border, mode="constant" if zeros else self.padding_mode)
-        kernel, dilation, stride = (tuple(v) for v in (self.kernel_size, self.dilation, self.stride))
+        kernel, dilation, stride = (tuple(v) for v in (self.weight.shape[2:], self.dilation, self.stride))
         sides = [
             (n - d * (k - 1) - 1) // s + 1
             for n, d, k, s in zip(padded.shape[2:], dilation, kernel, stride, strict=True)

@@ -153,7 +153,7 @@ def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
 
     Where none does, the layer is a product of matrices, and no fast algorithm has anything to share between windows.
     """
-    reach = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
+    reach = (d * (k - 1) for d, k in zip(conv.dilation, conv.weight.shape[2:], strict=True))
     return any(one >= step for one, step in zip(reach, conv.stride, strict=True))
 
 

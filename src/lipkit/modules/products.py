@@ -40,7 +40,7 @@ class Limited(Join):
 
     def __init__(self, limits: Tensor | None = None) -> None:
         super().__init__()
-        limits = torch.full((2,), math.inf) if limits is None else limits
+        limits = torch.full((2,), math.inf, dtype=torch.float32) if limits is None else limits
         if limits.shape != (2,) or not (limits.is_meta or bool((limits >= 0).all())):
             raise OptionError(f"{type(self).__name__}: expected two limits >= 0, got {limits.tolist()}")
         self.register_buffer("limits", limits.detach().clone())

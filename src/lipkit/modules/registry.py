@@ -88,7 +88,7 @@ def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 # Filled in by modules that import this one. "lipschitz" and "export" of a module with its own forward pass
 # (`lipkit.lowering.structure`); "limited" of a network and its box, "refused" without one (`products`); "tight", the
-# multipliers of LipSDP (`lipkit.certificates.gains`).
+# multipliers of LipSDP (`lipkit.certificates.gains`); "constant", a copy whose weights are numbers (`lowering.copies`).
 LATER: dict[str, Callable[..., Any]] = {}
 
 
@@ -123,7 +123,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
             (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
         tight: bound runs of dense layers by LipSDP (`lipkit.certificates.tight`; seconds to minutes). A module that is
-            not exported is exported first.
+            not exported is exported first, in float64: narrower formats would round what is folded.
 
     Returns:
         0-d float64, differentiable (a learnable gain has a gradient) unless ``tight``.
@@ -142,10 +142,10 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
     1.0
     """
     if tight:
-        if type(module) is not Network:
-            module = export(module, checked_shape(input_shape or ()))
         if "tight" not in LATER:
             raise OptionError("tight=True: expected lipkit.lipschitz, or lipkit.certificates to be imported")
+        if type(module) is not Network:
+            module = export(LATER["constant"](module).double(), checked_shape(input_shape or ()))
         module = LATER["tight"](module)
     with without_autocast():
         module = settled(module)

@@ -16,7 +16,7 @@ from lipkit.modules.chains import chain_constant
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
-from lipkit.modules.graph import Add, Graph
+from lipkit.modules.graph import Add, Graph, refuse_inplace
 from lipkit.modules.machine import chain_error, local_error
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
@@ -166,7 +166,7 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
     plain = layer.padding == "same" and layer.padding_mode in ("circular", "zeros") and layer.groups == 1
     if not plain or tuple(layer.stride) != (1, 1) or tuple(layer.dilation) != (1, 1) or len(shape) != 3:
         return None
-    (kh, kw), (h, w) = layer.kernel_size, shape[1:]
+    (kh, kw), (h, w) = layer.weight.shape[2:], shape[1:]
     if layer.padding_mode == "zeros":
         h, w = h + kh - 1, w + kw - 1  # the image with its border
     if h < kh or w < kw:
@@ -177,6 +177,7 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
 
 def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     """The smaller of the multiplier's bound and 1 + the product of the three parts' constants."""
+    refuse_inplace(module)
     lam, one, two = module.multiplier, settled(module.first), settled(module.second)
     product = up(1 + chain_constant(module.parts(), None), 5).to(lam.device)
     usable = slope_restricted(module.activation) and bool((torch.isfinite(lam) & (lam >= 0)).all())
