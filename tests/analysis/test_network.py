@@ -398,3 +398,35 @@ def test_what_is_folded_is_not_rounded_to_the_format_of_the_network(dtype: torch
     bounds = [analyze(model, (1,), box=box, tight=True).upper for box in (None, (-99.0, 99.0))]
     for bound in (*bounds, float(lipkit.lipschitz(model, (1,), tight=True))):
         assert true * (1 - 1e-15) <= bound <= true * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "forward", "true"),
+    [
+        (torch.float32, lambda x: x / 41, 1 / 41),  # the nearest float32 lies below
+        (torch.float32, lambda x: torch.relu(torch.tanh(x / 41) + x / 41), 2 / 41),
+        (torch.bfloat16, lambda x: torch.tanh(torch.relu(x * 0.7 + x) * 0.7), 0.7 * 1.7),
+        (torch.float16, lambda x: torch.lerp(x / 3, x * 0.7, 0.25), 0.25 + 0.7 / 4),
+        (torch.bfloat16, lambda x: x.expand(-1, 257).sum(1), 257.0),  # 256 in bfloat16
+    ],
+)
+def test_constants_of_a_forward_pass_count_as_they_are_written(dtype: torch.dtype, forward, true: float) -> None:
+    model = nn.Sequential(Scaled(dtype), Lambda(forward))
+    for bound in (float(lipkit.lipschitz(model, (1,)).detach()), analyze(model, (1,), restarts=0).upper):
+        assert true * (1 - 1e-15) <= bound <= true * (1 + 1e-9)
+
+
+def test_constants_in_front_of_a_product_count_as_they_are_written() -> None:
+    model = nn.Sequential(Scaled(torch.bfloat16), Lambda(lambda x: (x * 0.7) * (x * 0.7)))
+    assert 2 * 0.7**2 <= analyze(model, (1,), box=(0.0, 1.0), restarts=0).upper <= 2 * 0.7**2 * (1 + 1e-5)
+
+
+class Scaled(nn.Module):
+    """The identity in a format."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.one

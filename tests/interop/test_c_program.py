@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -208,6 +210,29 @@ def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Pa
     subprocess.run([COMPILERS[0], "-std=c99", str(main), "-o", str(tmp_path / "main")], check=True)
     out = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, check=True).stdout
     assert list(map(int, out.split())) == [(2 * i * 2**fraction + 255) // 510 for i in range(256)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("box", [(0.0, 0.9), (0.0, 0.001), (-1.0, -0.5), (0.0, 1e-12), (0.0, 255.0)])
+def test_pixels_above_the_box_become_numbers_above_it(box: tuple[float, float], tmp_path: Path) -> None:
+    network = modules.Network([nn.Linear(1, 2)], (1,))
+    network.input_range = box
+    source, main = write_c(network, tmp_path / "network.c"), tmp_path / "main.c"
+    main.write_text(
+        f'#include <stdio.h>\n#include "{source}"\nint main(void) {{ int i; for (i = 0; i <= 10; i++)'
+        ' printf("%ld %ld\\n", (long)lipkit_input(i, 10), (long)lipkit_input(INT32_MAX / 10 * i, INT32_MAX));'
+        " return 0; }\n"
+    )
+    flags = ["-std=c99", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    subprocess.run([COMPILERS[0], *flags, str(main), "-o", str(tmp_path / "main")], check=True)
+    out = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, check=True).stdout
+    program, _ = integer_program(network)
+    for i, row in enumerate(out.splitlines()):
+        values = Fraction(i, 10), Fraction((2**31 - 1) // 10 * i, 2**31 - 1)
+        for number, value in zip(map(int, row.split()), values, strict=True):
+            exact = math.floor(value * 2**program.input_fraction + Fraction(1, 2))
+            above = program.ends[1] + 1
+            assert min(number, above) == min(exact, above)
 
 
 @pytest.mark.thorough

@@ -58,6 +58,15 @@ def test_what_is_not_finite_and_what_underflows_stays() -> None:
     assert ((read["tiny"] == 0) | (read["tiny"] == tiny)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-10])
+def test_no_number_of_a_narrow_format_turns_its_sign(dtype: torch.dtype, bits: int, scale: float) -> None:
+    weight = torch.linspace(-scale, scale, 1 << 15, dtype=torch.float64).view(64, -1).T.to(dtype)
+    read = from_integers(to_integers({"w": weight}, bits))["w"]
+    assert (read.double() - weight.double()).abs().max() <= scale * (2**-7 if bits == 8 else 0)
+
+
 @pytest.mark.parametrize(("bits", "excess", "size"), [(8, 0.02, 0.29), (16, 1e-4, 0.54)])
 def test_the_bound_is_that_of_the_stored_numbers(bits: int, excess: float, size: float, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -230,7 +230,7 @@ def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, In
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
         root = Root(constant_copy(model))
-        lowering = Interpreter(root, input_shape, root, bounding)
+        lowering = Interpreter(root, input_shape, root, exact=True, bounding=bounding)
         return root, lowering, lowering.output()
 
     try:

@@ -148,7 +148,8 @@ _HEADER = """\
 #define {P}WORK {work} /* numbers of the memory that the caller lends */
 #define {P}RADIUS_FRACTION {radius_fraction} /* a radius q stands for q / 2^{radius_fraction}, in units of the input */
 
-/* The nearest input number of value / full, for 0 <= value <= full: (pixel, 255) of an 8-bit image in [0, 1]. */
+/* The nearest input number of value / full, for 0 <= value <= full: (pixel, 255) of an 8-bit image in [0, 1].
+   INT32_MAX, which no box holds, for those further above the box. */
 int32_t {p}input(int32_t value, int32_t full);
 
 /* The class with the largest logit, the first one of several; -1, and no logits, for numbers outside of the box. */
@@ -165,7 +166,9 @@ int64_t {p}radius(const int32_t *logits, int label);
 _API = """\
 int32_t {p}input(int32_t value, int32_t full)
 {{
-    return (int32_t)((((int64_t)value << {P}INPUT_FRACTION) * 2 + full) / ((int64_t)2 * full));
+    if (value > (int64_t)full * ((int64_t){P}INPUT_HIGH + 1) / ((int64_t)1 << {P}INPUT_FRACTION))
+        return INT32_MAX;
+    return (int32_t)((((int64_t)value << {P}INPUT_FRACTION) + full / 2) / full);
 }}
 
 int {p}classify(const int32_t *x, int32_t *logits, int32_t *work)

@@ -46,15 +46,18 @@ class Interpreter:
         root: an independent copy with constant weights, which is traced and run.
         input_shape: of one sample.
         bound_to: holds the modules that are wired, ``root`` or the network itself.
-        bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, shifts are left out, and factors
-            are float64.
+        exact: True if bounds are made of it: constants are float64, not rounded to the network's format.
+        bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
     """
 
-    def __init__(self, root: Root, input_shape: Shape, bound_to: Root, bounding: bool = False) -> None:
+    def __init__(
+        self, root: Root, input_shape: Shape, bound_to: Root, *, exact: bool = False, bounding: bool = False
+    ) -> None:
         self.graph, self._other_way = trace(root, input_shape)
         self.observed = observe(root, self.graph, input_shape)
         self.wiring, self.labels = Wiring(), list[Label]()
         self._root, self._input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
+        self._exact = exact
         self._known: dict[fx.Node, Any] = {}
 
     def check(self, model: nn.Module) -> None:
@@ -129,7 +132,7 @@ class Interpreter:
         return self.wiring.add(module, x.number)
 
     def _function(self, node: fx.Node, args: Any, kwargs: Any, results: tuple[Operand, ...]) -> Any:
-        like = torch.zeros((), dtype=torch.float64 if self._bounding else self._format)
+        like = torch.zeros((), dtype=torch.float64 if self._exact else self._format)
         name, what = _called(node), self._what(node)
         for place, word in enumerate(("input", "other")):  # torch's names of its first two operands
             ours = name.startswith(("torch.", "Tensor.")) and "input" not in kwargs.keys() - {word}

@@ -52,7 +52,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
     with torch.inference_mode(False), without_autocast(), torch.random.fork_rng(devices=[]):
         try:
             root = Root(constant_copy(model))
-            lowering = Interpreter(root, input_shape, Root(model) if own else root)
+            lowering = Interpreter(root, input_shape, Root(model) if own else root, exact=own)
             output = lowering.output()
             lowering.check(model)
         except NoRuleError as error:

@@ -19,6 +19,7 @@ from lipkit.modules.activations import slope_restricted
 from lipkit.modules.configuration import INTEGER, mapping, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
+from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
@@ -125,7 +126,9 @@ def constants(children: Iterable[nn.Module], input_shape: Shape | None) -> list[
     before: nn.Module | None = None
     for child in children:
         if before is not None and input_shape is not None:
-            input_shape = output_shape(before, input_shape)
+            # Node by node: constants of a forward pass that is bounded have another format than its layers.
+            shapes = value_shapes(before, input_shape) if type(before) is Graph else [output_shape(before, input_shape)]
+            input_shape = shapes[-1]
         found.append(lipschitz(child, input_shape))
         before = child
     return found

@@ -58,23 +58,25 @@ _SMALLEST = 1 << 15
 def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """Round tensors of at least 32,768 finite numbers to integers of ``bits`` bits, block by block; the others stay.
 
-    n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight. The steps
-    of the blocks (blocks,) stand under the name of the tensor and ``.steps``.
+    n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight, and what
+    rounding the step to a narrow format adds. The steps of the blocks (blocks,) stand under the name of the tensor and
+    ``.steps``. Numbers of no more bits stay, too.
 
     >>> stored = to_integers({"weight": torch.randn(256, 128), "bias": torch.zeros(256)}, 8)
     >>> {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}
     {'weight': (torch.int8, (256, 128)), 'weight.steps': (torch.float32, (512,)), 'bias': (torch.float32, (256,))}
     """
-    stored: dict[str, Tensor] = {}
+    stored, most = dict[str, Tensor](), 2 ** (bits - 1) - 1
     for name, tensor in tensors.items():
-        if tensor.numel() < _SMALLEST or not bool(tensor.isfinite().all()):
+        if tensor.numel() < _SMALLEST or 8 * tensor.itemsize <= bits or not bool(tensor.isfinite().all()):
             stored[name] = tensor
             continue
         blocks = _blocks(tensor)
-        steps = blocks.abs().amax(1) / (2 ** (bits - 1) - 1)  # the largest number becomes the largest integer
+        steps = blocks.abs().amax(1) / most  # the largest number becomes the largest integer
         # Any step serves a block of zeros, or one whose division underflows.
         steps = torch.where(steps > 0, steps, torch.ones_like(steps))
-        integers = (blocks / steps[:, None]).round().to(_INTEGERS[bits])
+        # Of a step that was rounded down the largest number would be more than that, and turn its sign.
+        integers = (blocks / steps[:, None]).round().clamp(-most, most).to(_INTEGERS[bits])
         stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)  # without the filling zeros
         stored[name + STEPS] = steps
     return stored
