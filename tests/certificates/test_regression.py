@@ -147,8 +147,9 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     assert bool((exact.numpy() >= np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1]).all())
     # Of a network without a matrix of gains the norm counts.
     other = export(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()), (3,))
-    same = (certify_regression(other, x, other(x), delta=d) for d in (torch.full((3,), 3**-0.5), 1.0))
+    same = [certify_regression(other, x, other(x), delta=d) for d in (torch.full((3,), 3**-0.5), 1.0)]
     np.testing.assert_allclose(*(each.output_deviation for each in same), rtol=1e-6)
+    assert same[0].deviation == pytest.approx(same[1].deviation, rel=1e-6)
     with pytest.raises(OptionError, match=r"delta as numbers >= 0, .* got tensor\(\[-0.5"):
         certify_regression(network, x, network(x), delta=-delta)
     with pytest.raises(ShapeError, match="ends of shape"):
