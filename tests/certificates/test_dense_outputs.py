@@ -229,7 +229,7 @@ def test_labels_may_be_integers_of_any_size() -> None:
 def linear(rows: list[list[float]], shape: tuple[int, ...]) -> Network:
     layer = nn.Linear(len(rows[0]), len(rows), bias=False, dtype=torch.float64)
     with torch.no_grad():
-        layer.weight.copy_(torch.tensor(rows))
+        layer.weight.copy_(torch.tensor(rows, dtype=torch.float64))
     return Network([layer], shape)
 
 
