@@ -110,6 +110,48 @@ def test_a_last_layer_on_each_position_counts_by_its_rows() -> None:
     assert int(dense(Network([layer], (1, 2, 2)), x, torch.zeros(1, 2, 2, dtype=torch.int64), 1.01).worst) == 3
 
 
+def pointwise(rows: list[float], bias: list[float], channels: int, size: int, **options: object) -> Network:
+    layer = nn.Conv2d(channels, len(rows), 1, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(rows).view_as(layer.weight))
+        layer.bias.copy_(torch.tensor(bias))
+    return Network([layer], (channels, size, size))
+
+
+def test_rows_count_only_where_they_read_the_same_features_at_each_position() -> None:
+    groups = pointwise([1.0, 1.0], [0.0, 0.0], 2, 1, groups=2)  # equal rows of two different channels
+    one = torch.zeros(1, 1, 1, dtype=torch.int64)
+    assert int(dense(groups, torch.tensor([1.0, 0.0]).view(1, 2, 1, 1), one, 0.72).worst) == 0
+    copied = pointwise([1.0, -1.0], [0.0, 0.0], 1, 1, padding=1, padding_mode="replicate")  # nine times one pixel
+    assert int(dense(copied, torch.ones(1, 1, 1, 1), torch.zeros(1, 3, 3, dtype=torch.int64), 1.01).worst) == 0
+    same = pointwise([1.0, 1.0], [1.0, 0.0], 1, 1)  # no input reaches the second class
+    found = dense(same, torch.zeros(1, 1, 1, 1), one, 9.0)
+    assert int(found.worst) == 1
+    assert found.worst_iou.tolist() == pytest.approx([1.0, math.nan], nan_ok=True)
+
+
+def test_the_error_of_a_vector_counts_in_two_directions() -> None:
+    margin, error, norm = (torch.tensor([v], dtype=torch.float64) for v in (1.0, 0.5, 2.0))
+    found = float(dense_outputs._energy(margin, error, norm))
+    assert ((1 - 0.5**0.5) / 2) ** 2 * (1 - 1e-14) <= found <= ((1 - 0.5**0.5) / 2) ** 2
+
+
+def test_ties_overflow_and_budgets_without_end() -> None:
+    x = torch.tensor([[[1.0, 2.0], [1.0, 0.0]]], dtype=torch.float64)
+    for label in (0, 1):
+        assert int(dense(identity(2, 2), x, torch.tensor([[label, 0]]), 0.0).right) == 1  # a tie is not right
+    found = dense(identity(2, 2), x, torch.zeros(1, 2, dtype=torch.int64), 1e200)
+    assert int(found.worst) == 0
+    assert found.worst_iou.tolist() == [0.0, 0.0]
+    # A class that no label or prediction holds: nothing is known, until an attack can add it.
+    far = dense(identity(2, 2), x, torch.tensor([[-100, 0]]), 0.1).worst_iou[1], found.worst_iou[1]
+    assert [math.isnan(float(value)) for value in far] == [True, False]
+    net = linear([[-1e200], [-1e-200]], (1,))  # -inf and -1
+    broken = dense(net, x[:, :1, 0] * 1e200, torch.tensor([0]), 0.0, proof=prove(net, rounding="ignore"))
+    assert [int(broken.right), int(broken.worst)] == [0, 0]
+    assert float(broken.worst_iou[1]) == 0.0  # no margin is known, so any input may have the other class
+
+
 def test_yes_and_no_of_each_output() -> None:
     net = identity(2, 2)
     x = torch.tensor([[[0.3, -0.1], [0.4, 2.0]]], dtype=torch.float64)
@@ -119,6 +161,11 @@ def test_yes_and_no_of_each_output() -> None:
     # The first label: 0.3 stays, -0.1 may join; the second: 0.4 is wrong, 2.0 stays.
     assert found.worst_iou.tolist() == pytest.approx([0.5, 0.5])
     assert found.iou.tolist() == pytest.approx([1.0, 0.5])
+    # One budget for both labels: either can turn, not both. An output of 0 says neither no nor yes.
+    both = torch.full((1, 2, 1), 0.3, dtype=torch.float64)
+    assert int(dense(identity(2, 1), both, torch.ones(1, 2, 1, dtype=torch.int64), 0.35).worst) == 1
+    zero = dense(identity(2, 1), 0 * both, torch.zeros(1, 2, 1, dtype=torch.int64), 0.0)
+    assert [int(zero.right), *zero.iou.tolist()] == [0, 0.0, 0.0]
 
 
 def test_sequences_with_classes_last_and_ignored_positions() -> None:
@@ -150,6 +197,7 @@ def test_rounding_of_a_narrow_evaluator_is_part_of_the_budget() -> None:
         ({"eps": -1.0}, OptionError, "eps: expected a finite number >= 0"),
         ({"y": torch.zeros(2, 3, dtype=torch.int64)}, ShapeError, "expected labels of shape"),
         ({"y": torch.full((2, 4), 3)}, OptionError, "expected labels from 0 to 2"),
+        ({"y": torch.full((2, 3, 4), 2)}, OptionError, "expected labels from 0 to 1"),
         ({"y": torch.zeros(2, 4)}, OptionError, "expected integer labels"),
         ({"y": torch.full((2, 4), -100)}, OptionError, "other than ignore_index"),
         ({"dim": 0}, OptionError, "dim: expected"),
@@ -182,7 +230,7 @@ def test_labels_may_be_integers_of_any_size() -> None:
 def linear(rows: list[list[float]], shape: tuple[int, ...]) -> Network:
     layer = nn.Linear(len(rows[0]), len(rows), bias=False, dtype=torch.float64)
     with torch.no_grad():
-        layer.weight.copy_(torch.tensor(rows))
+        layer.weight.copy_(torch.tensor(rows, dtype=torch.float64))
     return Network([layer], shape)
 
 

@@ -116,6 +116,8 @@ def test_chords_across_kinks_count() -> None:
         with torch.no_grad():
             identity.weight.fill_(1.0)
         assert exact <= local_gain(network, box) <= exact + 1e-9, (kink, box)
+    # Of another beta the slope still rises at 80.
+    assert local_gain(Network([identity, nn.Softplus(0.05)], (1,)), (60.0, 80.0)) >= 1 / (1 + math.exp(-4))
     # The least value of a leaky ReLU of negative slope is that at its kink.
     with torch.no_grad():
         shifted = Network(
@@ -166,6 +168,10 @@ def test_other_modules_count_by_their_constants_and_have_no_matrix() -> None:
     assert float(torch.linalg.matrix_norm(sampled, 2).amax()) <= found <= float(lipschitz(network))
     with pytest.raises(NoRuleError, match="expected dense layers"):
         gain_matrix(network)
+    far = Network([nn.Conv2d(1, 1, 1), nn.Flatten(), nn.Linear(1, 1), nn.ReLU()], (1, 1, 1))
+    for module, bias in ((far[0], 100.0), (far[2], -50.0)):  # x + 100 - 50: the values of the convolution are not known
+        module.weight.fill_(1.0), module.bias.fill_(bias)
+    assert local_gain(far, (-1.0, 1.0)) >= 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -186,7 +192,9 @@ def test_units_that_are_off_and_layers_of_zeros() -> None:
     assert float(gain_matrix(network, (-1.0, 1.0)).max()) < 1e-300
     scale = Affine(torch.tensor([2.0, 0.0]), torch.ones(2))
     assert local_gain(Network([scale], (2,)), (0.0, 1.0)) == 2.0
-    assert gain_matrix(Network([scale, nn.ReLU()], (2,)), (0.0, 1.0)).flatten().tolist() == pytest.approx([2, 0, 0, 0])
+    for modules in ([scale], [scale, nn.ReLU()]):
+        found = gain_matrix(Network(modules, (2,)), (0.0, 1.0))
+        assert found.flatten().tolist() == pytest.approx([2, 0, 0, 0])
 
 
 def test_wide_runs_are_proved_in_pieces() -> None:
@@ -199,6 +207,7 @@ def test_wide_runs_are_proved_in_pieces() -> None:
     largest = float(torch.linalg.matrix_norm(sampled, 2).amax())
     assert largest <= one
     assert largest <= local_gain(network, (-2.0, 2.0), units=20) <= product
+    assert local_gain(tight(network), (-9.0, 9.0), units=0) <= float(lipschitz(tight(network)))
 
 
 def test_a_policy_has_less_than_half_of_its_product_and_less_on_a_box() -> None:
@@ -226,7 +235,15 @@ def test_broken_proofs_are_found() -> None:
 def test_slopes_and_values_hold_every_number_of_an_interval() -> None:
     generator = torch.Generator().manual_seed(0)
     kinds = [nn.ReLU(), nn.LeakyReLU(-0.7), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.SiLU(), nn.GELU(), nn.Mish()]
-    for module in [*kinds, nn.GELU("tanh"), nn.ReLU6(), nn.Hardtanh(-0.3, 0.2), nn.SELU(), nn.CELU(0.5)]:
+    for module in [
+        *kinds,
+        nn.GELU("tanh"),
+        nn.ReLU6(),
+        nn.Hardtanh(-0.3, 0.2),
+        nn.SELU(),
+        nn.CELU(0.5),
+        nn.LeakyReLU(3.0),
+    ]:
         ends = (torch.randn(2, 300, generator=generator, dtype=torch.float64) * 4).sort(0).values
         (a, b), (low, high) = gains._slopes(module, ends[0], ends[1], float(lipschitz(module)))
         share = torch.linspace(0, 1, 60, dtype=torch.float64)[:, None]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lipkit
-from lipkit.certificates import auroc, monotone
+from lipkit.certificates import auroc, certify_regression, monotone
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules import Affine, GroupSort, MaxMin, Network
 
@@ -38,8 +38,31 @@ def test_what_is_no_score_is_refused() -> None:
     x = torch.zeros(2, 1)
     with pytest.raises(ShapeError, match="one score"):
         auroc(Network([nn.Linear(1, 2)], (1,)), x, x, 0.1)
+    with pytest.raises(ShapeError, match="one score"):
+        auroc(Network([nn.Linear(1, 1)], (1, 1)), x[:, None], x[:, None], 0.1)
+    with pytest.raises(OptionError, match="finite scores"):
+        auroc(scale(1e200), x.double() + 1e200, x, 0.1)
     with pytest.raises(OptionError, match="moves: expected one of"):
         auroc(scale(), x, x, 0.1, moves="all")
+
+
+@pytest.mark.parametrize(("part", "worst"), [(0.9, 0.0), (1.1, 1.0)])
+def test_errors_of_scores_and_of_the_machine_count_on_both_sides(part: float, worst: float) -> None:
+    net, zero = Network([nn.Linear(1, 1)], (1,)), torch.zeros(1, 1)
+    net[0].weight.fill_(1.0), net[0].bias.fill_(1e6)
+    moved = certify_regression(net, zero, zero, delta=0.1, evaluator="float32")
+    apart = 2 * float(moved.moved + moved.prediction_error + moved.rounding_error)
+    assert float(moved.prediction_error) < 0.7 * apart / 2
+    found = auroc(net, zero + part * apart, zero, 0.1, proof=lipkit.prove(net, evaluator="float32"))
+    assert (found.auroc, found.worst_auroc) == (1.0, worst)
+
+
+@pytest.mark.parametrize(("sorting", "signs"), [(MaxMin(), [1, -1, 1, -1]), (GroupSort(2), [1, 1, -1, -1])])
+def test_only_what_is_sorted_together_shares_its_signs(sorting: nn.Module, signs: list[int]) -> None:
+    net = Network([nn.Linear(1, 4), sorting], (1,))
+    net[0].weight.copy_(torch.tensor(signs, dtype=torch.float32)[:, None])
+    assert monotone(net)[:, 0].tolist() == signs
+    assert monotone(Network([Affine(torch.tensor([0.0]), torch.ones(1))], (1,))).tolist() == [[1]]  # a constant
 
 
 @pytest.mark.parametrize("sorting", [MaxMin(), GroupSort(2), GroupSort(None), nn.Tanh()])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit import export, models, modules
 from lipkit.bounds.lmi import gain_bound
-from lipkit.certificates import RegressionCertificate, certify, certify_regression
+from lipkit.certificates import RegressionCertificate, certify, certify_regression, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import Normalize, Rescale, Scale
 from lipkit.modules import Affine, Network
@@ -97,6 +97,32 @@ def test_errors_at_the_samples() -> None:
     )
 
 
+@pytest.mark.parametrize("evaluator", ["float32", "float64"])
+def test_errors_of_large_outputs_count_at_both_inputs(evaluator: str) -> None:
+    network = linear_network()
+    network[0].bias.copy_(torch.tensor([1e9, 1e6, 1.0]))
+    x, y = samples(network)
+    found = certify_regression(network, x, y, delta=0.1, evaluator=evaluator)
+    worst = found.rounding_error.amax(0).numpy()
+    np.testing.assert_allclose(found.output_deviation.numpy(), found.moved.numpy() + 2 * worst, rtol=1e-12)
+    norm = float(found.rounding_error.norm(dim=1).amax())
+    assert found.deviation == pytest.approx(0.1 * found.constant + 2 * norm, rel=1e-12)
+    parts = (found.error, found.moved.expand(20, 3), found.prediction_error, found.rounding_error)
+    np.testing.assert_allclose(found.worst_error.numpy(), sum(part.numpy() for part in parts), rtol=1e-12)
+    assert bool((worst > {"float32": 1e-8, "float64": 1e-16}[evaluator] * np.array([1e9, 1e6, 1.0])).all())
+    assert bool((found.prediction_error[:, 0] > 1e-8).all())
+
+
+def test_no_output_moves_further_than_all_of_them() -> None:
+    network = Network([nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 65)], (1,))  # |x|, and 64 outputs that do not move
+    network[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+    network[2].weight.zero_()[0] = 1.0
+    network = tight(network)
+    found = certify_regression(network, *samples(network), delta=1.0)
+    assert 1 <= found.output_constants[0] <= found.constant < 1.5
+    assert not found.output_constants[1:].any()
+
+
 def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     torch.manual_seed(0)
     network = export(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), (3,))
@@ -107,6 +133,7 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     assert found.delta == pytest.approx(float(delta.norm()))
     assert bool((found.output_deviation < norm.output_deviation).all())
     assert found.deviation < norm.deviation
+    assert found.deviation == pytest.approx(float(found.moved.norm()), rel=1e-9)
     corners = torch.tensor([[a, b, 0.0] for a in (-1, 1) for b in (-1, 1)]) * delta
     moved = (network((x[:, None] + corners).flatten(0, 1)) - network(x).repeat_interleave(4, 0)).abs().amax(0)
     assert bool((moved <= found.output_deviation).all())
@@ -120,8 +147,9 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     assert bool((exact.numpy() >= np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1]).all())
     # Of a network without a matrix of gains the norm counts.
     other = export(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()), (3,))
-    same = (certify_regression(other, x, other(x), delta=d) for d in (torch.full((3,), 3**-0.5), 1.0))
+    same = [certify_regression(other, x, other(x), delta=d) for d in (torch.full((3,), 3**-0.5), 1.0)]
     np.testing.assert_allclose(*(each.output_deviation for each in same), rtol=1e-6)
+    assert same[0].deviation == pytest.approx(same[1].deviation, rel=1e-6)
     with pytest.raises(OptionError, match=r"delta as numbers >= 0, .* got tensor\(\[-0.5"):
         certify_regression(network, x, network(x), delta=-delta)
     with pytest.raises(ShapeError, match="ends of shape"):
@@ -142,7 +170,7 @@ def test_physical_units_count_in_the_gain() -> None:
     np.testing.assert_allclose(found.output_constants.numpy(), expected, rtol=1e-6)
     true = np.array(units)[:, None] * inner.weight.detach().double().numpy() / np.array(std)
     assert (found.output_constants.numpy() >= np.linalg.norm(true, axis=1) * (1 - 1e-6)).all()
-    assert found.constant >= np.linalg.norm(true, 2) * (1 - 1e-6)
+    assert np.linalg.norm(true, 2) * (1 - 1e-6) <= found.constant <= np.linalg.norm(expected) * (1 + 1e-6)
 
 
 def test_a_scale_in_front_counts_too() -> None:

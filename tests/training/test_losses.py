@@ -150,10 +150,10 @@ def test_the_logistic_loss_of_one_output():
     assert losses.offset_cross_entropy(y, t, temperature=0.5, offset=0.4).item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_soft_and_smooth_hkr_equal_their_formulas(batch, alpha):
-    y, t = batch
-    n, soft, smooth = 3 * y.numpy(), 0.0, 0.0
+@pytest.mark.parametrize(("alpha", "size"), [(0.0, 3.0), (0.3, 3.0), (1.0, 3.0), (0.3, 0.1)])
+def test_soft_and_smooth_hkr_equal_their_formulas(batch, alpha, size):
+    y, t = size * batch[0], batch[1]
+    n, soft, smooth = y.numpy(), 0.0, 0.0
     inverse, sharpness = 2.0 * 0.5 / max(0.5, np.abs(n).mean()), 2 * math.log(4) / (0.5 * 0.7)
     for row, label in zip(n, t.tolist(), strict=True):
         others = [k for k in range(5) if k != label]
@@ -163,9 +163,9 @@ def test_soft_and_smooth_hkr_equal_their_formulas(batch, alpha):
         rival = np.log(np.exp(sharpness * 1.5 * row[others]).sum()) / sharpness
         own = 1.5 * row[label]
         smooth += (alpha * (max(0.0, 0.25 - own) + max(0.0, 0.25 + rival)) - (1 - alpha) * (own - rival)) / 40
-    found = losses.soft_hkr(3 * y, t, alpha=alpha, min_margin=0.5, temperature=2.0)
+    found = losses.soft_hkr(y, t, alpha=alpha, min_margin=0.5, temperature=2.0)
     assert found.item() == pytest.approx(soft, rel=1e-12)
-    found = losses.lse_hkr(3 * y, t, alpha=alpha, min_margin=0.5, temperature=1.5, penalty=0.7)
+    found = losses.lse_hkr(y, t, alpha=alpha, min_margin=0.5, temperature=1.5, penalty=0.7)
     assert found.item() == pytest.approx(smooth, rel=1e-12)
 
 
@@ -255,6 +255,9 @@ def test_mse_refuses_shapes_that_would_broadcast():
         ("offset_cross_entropy", {"temperature": 0}, "expected temperature > 0"),
         ("offset_cross_entropy", {"offset": -1}, "expected offset >= 0"),
         ("certificate_regularized", {"weight": -1}, "expected weight >= 0"),
+        ("logit_annealing", {"power": -1}, "expected power >= 0"),
+        ("soft_hkr", {"temperature": 0}, "expected temperature > 0"),
+        ("lse_hkr", {"penalty": 0}, "expected penalty > 0"),
     ],
 )
 def test_build_refuses(name, options, message):

@@ -13,7 +13,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, MaxMin, StiefelConv2d, StiefelLinear
 from lipkit.linalg import orthogonality_residual
-from lipkit.linalg.stiefel import spectral_step
+from lipkit.linalg.stiefel import retract, spectral_step, tangent
 from lipkit.lowering import lipschitz
 from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, TrainOptions, fit, optim
 
@@ -61,6 +61,37 @@ def test_momentum_is_an_average_with_a_look_ahead() -> None:
     ahead = spectral_step(before, 0.8 * average + 0.2 * second, 0.1, 4)
     torch.testing.assert_close(w.detach(), ahead)
     assert float((ahead - spectral_step(before, average, 0.1, 4)).abs().max()) > 1e-3
+
+
+def test_riemannian_adam_equals_its_formula() -> None:
+    w = nn.Parameter(torch.eye(4, 3, dtype=torch.float64))
+    optimizer, mean, square = RiemannianAdam([w], 0.1, betas=(0.8, 0.7), eps=0.01), torch.zeros(4, 3), 0.0
+    for step, gradient in enumerate(torch.rand(3, 4, 3, dtype=torch.float64), 1):
+        before, g = w.detach().clone(), tangent(w.detach(), gradient)
+        mean = 0.8 * tangent(before, mean.double()) + 0.2 * g
+        square = 0.7 * square + 0.3 * float(g.norm()) ** 2 / 12
+        size = (square / (1 - 0.7**step)) ** 0.5 + 0.01
+        w.grad = gradient.clone()
+        optimizer.step()
+        torch.testing.assert_close(w.detach(), retract(before - 0.1 * mean / (1 - 0.8**step) / size))
+
+
+@pytest.mark.parametrize(
+    ("name", "manifold_lr", "rates"),
+    [("spectral", None, [0.02, 0.1]), ("riemannian_adam", None, [0.1, 0.1]), ("riemannian_adam", 0.3, [0.3, 0.1])],
+)
+def test_each_trained_parameter_has_the_rate_of_its_kind(
+    name: str, manifold_lr: float | None, rates: list[float]
+) -> None:
+    model = network()
+    for frozen in (model[0].free, model[5].bias):
+        frozen.requires_grad_(False)
+    options = TrainOptions(epochs=1, optimizer=name, lr=0.1, manifold_lr=manifold_lr)
+    built = optim.build(options, model, torch.device("cpu"))
+    assert [group["lr"] for group in built.param_groups] == rates
+    expected = [[model[3].free], [model[0].bias, model[3].bias, model[5].weight]]
+    assert [[*map(id, g["params"])] for g in built.param_groups] == [[*map(id, ps)] for ps in expected]
+    assert all(a is b for a, b in zip(built.param_groups, (p.param_groups[0] for p in built.parts), strict=True))
 
 
 def test_large_matrices_wait_for_every_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

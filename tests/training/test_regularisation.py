@@ -55,6 +55,13 @@ def test_the_power_method_estimates_the_bound_from_below(name: str) -> None:
     assert 0.9 * above < float(estimate.detach()) <= above * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("method", ["symbol_sup", "farnia_lower_estimate"])
+def test_groups_are_bounded_one_by_one(method: str) -> None:
+    layer = nn.Conv2d(2, 2, 1, groups=2)
+    nn.init.ones_(layer.weight)  # together the two rows would have the norm sqrt(2)
+    assert float(layer_bound(layer, method).detach()) == pytest.approx(1.0, rel=1e-6)
+
+
 def test_a_penalty_by_the_power_method_has_its_gradient() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(8, 2)).double()
@@ -97,10 +104,10 @@ def test_the_penalty_is_the_formula_of_the_paper() -> None:
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 2)
     )  # fmt: skip
     with torch.no_grad():
-        net[1].weight.copy_(torch.tensor([0.5, -3.0, 1.0]))
-        net[1].running_var.copy_(torch.tensor([4.0, 9.0, 0.25]))
+        net[1].weight.copy_(torch.tensor([0.5, -3.0, 0.5]))
+        net[1].running_var.copy_(torch.tensor([4.0, 4.0, 0.25]))
     frobenius = [float(net[i].weight.detach().double().norm()) for i in (0, 1, 4)]
-    norm_bound = max(abs(g) / math.sqrt(v + 1e-5) for g, v in zip((0.5, -3.0, 1.0), (4.0, 9.0, 0.25), strict=True))
+    norm_bound = max(abs(g) / math.sqrt(v + 1e-5) for g, v in zip((0.5, -3.0, 0.5), (4.0, 4.0, 0.25), strict=True))
     logs = math.log(lipbound_by_hand(net[0].weight)) + math.log(norm_bound) + math.log(frobenius[2])
     both = LipschitzPenalty("lipbound", weight=0.3, l1=0.07)(net)
     assert both.shape == ()

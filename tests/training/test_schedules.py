@@ -46,6 +46,7 @@ def test_every_schedule_stays_in_0_1():
         ("piecewise_linear", {"knots": (0, 1)}, "as many factors as knots, at least 2, got 4 and 2"),
         ("piecewise_linear", {"knots": (0, 0.5, 0.5, 1)}, "strictly ascending from 0 to 1"),
         ("piecewise_linear", {"knots": (0.1, 0.4, 0.5, 1)}, "strictly ascending from 0 to 1"),
+        ("piecewise_linear", {"knots": (0, 0.4, 0.5, 0.9)}, "strictly ascending from 0 to 1"),
         ("piecewise_linear", {"factors": (0, 1, -1, 0)}, "expected factors >= 0"),
         ("multistep", {"milestones": (0.5, 0.2)}, "ascending milestones"),
         ("multistep", {"milestones": (50, 150)}, r"milestones in \(0, 1\), got \[50, 150\]"),

@@ -208,7 +208,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     moved = grow(product(chain.constant * chain.slack, eps) + error)
     found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
     last: Any = proof.network[-1] if len(proof.network) else None
-    pointwise = type(last) is nn.Conv2d and {*last.weight.shape[2:], *last.stride, last.groups} == {1}
+    pointwise = type(last) is nn.Conv2d and {*last.weight.shape[2:], last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
     made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
     if dim == made and last.weight.shape[0] == classes:
@@ -303,12 +303,12 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
     for k in range(decisions.leave.shape[1]):
         away, more = _sums(decisions.leave[:, k]), _sums(decisions.join[:, k])
         rest = square[:, None] - away  # what is left after i decisions left the intersection
-        possible = away <= square[:, None]
         # How many decisions the rest can add.
         joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
         joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)  # an infinite price is never paid
         left, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
         inside, union = decisions.intersection[:, k], decisions.union[:, k]
+        possible = (away <= square[:, None]) & (left <= inside[:, None])  # only what is in can leave
         if int(union.sum() + joined[possible].sum()) == 0:  # no label or prediction has this class
             found.append(math.nan)
             continue

@@ -225,7 +225,7 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
     scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
     position = len(modules) - (1 if scaling is None else 2)  # of the last layer, behind which a scaling may stand
     last = modules[position] if position >= 0 else None
-    if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
+    if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or len(last.weight) != outputs:
         return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     runs = slope_runs(network) if outputs <= _MOST_LMI_OUTPUTS else []

@@ -166,10 +166,6 @@ class Together(Optimizer):
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
-        # Share the group objects, so that changes by schedules and users reach the parts.
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every part."""
