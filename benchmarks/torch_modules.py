@@ -83,15 +83,16 @@ def _one(make: Callable[[], nn.Module], *shape: int, words: str = "1") -> Known:
 
 
 _SYMBOL = "largest singular value of the convolution: exact for circular padding, above it by 1 % at most on the plane"
+_EXACT = "largest singular value, exact"
 _POOL = "root of the most windows that one pixel lies in"
 KNOWN: dict[str, Known] = {
-    "AdaptiveAvgPool1d": _linear(lambda: nn.AdaptiveAvgPool1d(2), (2, 5), "largest singular value, exact"),
-    "AdaptiveAvgPool2d": _linear(lambda: nn.AdaptiveAvgPool2d((2, 3)), (1, 4, 5), "largest singular value, exact"),
+    "AdaptiveAvgPool1d": _linear(lambda: nn.AdaptiveAvgPool1d(2), (2, 5), _EXACT),
+    "AdaptiveAvgPool2d": _linear(lambda: nn.AdaptiveAvgPool2d((2, 3)), (1, 4, 5), _EXACT),
     "AdaptiveMaxPool1d": Known(lambda: nn.AdaptiveMaxPool1d(2), (2, 5), _POOL, 2**0.5),
     "AdaptiveMaxPool2d": Known(lambda: nn.AdaptiveMaxPool2d((2, 2)), (2, 5, 4), _POOL, 2**0.5),
     "AlphaDropout": _one(nn.AlphaDropout, words="1; in training none"),
-    "AvgPool1d": _linear(lambda: nn.AvgPool1d(3, 2), (2, 9), "largest singular value, exact"),
-    "AvgPool2d": _linear(lambda: nn.AvgPool2d(3, 2), (1, 7, 7), "largest singular value, exact"),
+    "AvgPool1d": _linear(lambda: nn.AvgPool1d(3, 2), (2, 9), _EXACT),
+    "AvgPool2d": _linear(lambda: nn.AvgPool2d(3, 2), (1, 7, 7), _EXACT),
     "BatchNorm1d": _running(nn.BatchNorm1d, (2,)),
     "BatchNorm2d": _running(nn.BatchNorm2d, (2, 3, 3)),
     "BatchNorm3d": _running(nn.BatchNorm3d, (2, 2, 2, 2)),
@@ -119,7 +120,7 @@ KNOWN: dict[str, Known] = {
     "InstanceNorm3d": _own(lambda: nn.InstanceNorm3d(2), (2, 2, 2, 2)),
     "LayerNorm": _own(lambda: nn.LayerNorm(3), (3,)),
     "LeakyReLU": _steepest(nn.LeakyReLU, "max(1, slope)"),
-    "Linear": _linear(lambda: nn.Linear(3, 2), (3,), "largest singular value, exact"),
+    "Linear": _linear(lambda: nn.Linear(3, 2), (3,), _EXACT),
     "LogSigmoid": Known(nn.LogSigmoid, (3,), "1", 1.0),
     "MaxPool1d": Known(lambda: nn.MaxPool1d(3, 2), (2, 9), _POOL, 2**0.5),
     "MaxPool2d": Known(lambda: nn.MaxPool2d(3, 2), (2, 9, 9), _POOL, 2.0),
@@ -127,6 +128,7 @@ KNOWN: dict[str, Known] = {
     "PReLU": _steepest(nn.PReLU, "max(1, slopes)"),
     "PixelShuffle": _one(lambda: nn.PixelShuffle(2), 4, 3, 3),
     "PixelUnshuffle": _one(lambda: nn.PixelUnshuffle(2), 1, 4, 4),
+    "RMSNorm": _own(lambda: nn.RMSNorm(3, 1e-3), (3,)),
     "RNN": Known(
         _without_memory,
         (3, 2),
@@ -147,9 +149,17 @@ KNOWN: dict[str, Known] = {
     "Tanh": _steepest(nn.Tanh, "1"),
     "Tanhshrink": Known(nn.Tanhshrink, (3,), "1", 1.0),
     "Unflatten": _one(lambda: nn.Unflatten(1, (1, 3))),
-    "Upsample": _linear(lambda: nn.Upsample(scale_factor=2), (1, 2, 2), "root of the factors' product (powers of two)"),
+    "Upsample": _linear(lambda: nn.Upsample(scale_factor=2.5, mode="bilinear"), (1, 2, 2), _EXACT),
+    "UpsamplingBilinear2d": _linear(lambda: nn.UpsamplingBilinear2d(scale_factor=2), (1, 2, 3), _EXACT),
+    "UpsamplingNearest2d": _linear(lambda: nn.UpsamplingNearest2d(size=(4, 3)), (1, 2, 2), _EXACT),
     "ZeroPad2d": _one(lambda: nn.ZeroPad2d(1), 1, 2, 2),
 }
+for _n in (1, 2):
+    KNOWN[f"ConstantPad{_n}d"] = _one(lambda n=_n: getattr(nn, f"ConstantPad{n}d")(1, 0.5), *(1, 3, 3)[: _n + 1])
+    for _pad in ("Circular", "Reflection", "Replication"):
+        KNOWN[f"{_pad}Pad{_n}d"] = _linear(
+            lambda kind=f"{_pad}Pad{_n}d": getattr(nn, kind)(1), (1, 4, 3)[: _n + 1], _EXACT
+        )
 
 # A reason, and the modules that are refused for it.
 REFUSED: dict[str, str] = {
@@ -168,7 +178,8 @@ REFUSED: dict[str, str] = {
     "multiplies values that depend on the input: a constant on a box alone, for `torch.matmul` and `torch.softmax` "
     "written out": "MultiheadAttention Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder "
     "TransformerEncoderLayer",
-    "multiplies values that depend on the input: on a box alone, `x * torch.sigmoid(y)` written out": "Bilinear GLU",
+    "multiplies values that depend on the input: on a box alone, `x * torch.sigmoid(y)` written out": "Bilinear",
+    "multiplies values that depend on the input: a constant on a box alone": "GLU",
     "jumps: no constant": "Hardshrink Threshold",
     "takes whole numbers": "Embedding EmbeddingBag",
     "takes whole numbers beside its input": "MaxUnpool1d MaxUnpool2d MaxUnpool3d",
@@ -176,16 +187,12 @@ REFUSED: dict[str, str] = {
     "draws slopes in training; in evaluation it is an `nn.LeakyReLU`": "RReLU",
     "of volumes there are no rules": "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d Conv3d ConvTranspose3d LPPool3d "
     "MaxPool3d CircularPad3d ConstantPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
-    "no rule: give `padding_mode` to the convolution behind it": "CircularPad1d CircularPad2d ReflectionPad1d "
-    "ReflectionPad2d ReplicationPad1d ReplicationPad2d",
-    "no rule: `nn.ZeroPad2d`, or `padding` of the layer behind it": "ConstantPad1d ConstantPad2d ZeroPad1d",
+    "no rule: `nn.ZeroPad2d`, or `padding` of the layer behind it": "ZeroPad1d",
     "no rule: pooling by norms is `lipkit.modules.L2NormPool2d`": "LPPool1d LPPool2d",
     "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d LocalResponseNorm",
     "no rule: its constant would be the root of the number of classes; leave it to the loss": "LogSoftmax",
     "no rule: `nn.Softmax(1)`": "Softmax2d",
     "no rule: `nn.Softmax` of the negative": "Softmin",
-    "no rule: `nn.LayerNorm`, or `F.normalize(x, eps=e)`": "RMSNorm",
-    "no rule: `nn.Upsample`": "UpsamplingBilinear2d UpsamplingNearest2d",
     "no rule: a convolution of matrices reads overlapping windows": "Fold Unfold",
     "of several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
     "wraps a network: pass its `.module`": "DataParallel",
@@ -206,7 +213,6 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "LinearCrossEntropyLoss": lambda: nn.LinearCrossEntropyLoss(2, 2),
     "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
     "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
-    "RMSNorm": lambda: nn.RMSNorm(3),
     "RNNBase": lambda: nn.RNNBase("LSTM", 2, 2),
     "RNNCellBase": lambda: nn.RNNCellBase(2, 2, True, 1),
     "SyncBatchNorm": lambda: nn.SyncBatchNorm(2),
@@ -219,11 +225,9 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     ),
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(4, 2, 4),
     "Unfold": lambda: nn.Unfold(2),
-    "UpsamplingBilinear2d": lambda: nn.UpsamplingBilinear2d(scale_factor=2),
-    "UpsamplingNearest2d": lambda: nn.UpsamplingNearest2d(scale_factor=2),
 }
 for _pad in ("Circular", "Reflection", "Replication", "Zero"):
-    for _n in (1, 2, 3):
+    for _n in (1, 3):
         MADE[f"{_pad}Pad{_n}d"] = lambda kind=f"{_pad}Pad{_n}d": getattr(nn, kind)(1)
 for _n in (1, 2, 3):
     MADE[f"ConstantPad{_n}d"] = lambda n=_n: getattr(nn, f"ConstantPad{n}d")(1, 0.0)

@@ -159,7 +159,7 @@ REFUSED = {
     "attention": (lambda s, x: (x[:, :, None].softmax(1) @ x[:, None]).flatten(1), "constant matrix"),
     "squared by a matrix product": (lambda s, x: (x[:, None] @ x[:, :, None]).flatten(1), "constant matrix"),
     "einsum with itself": (lambda s, x: torch.einsum("bi,bj->bij", x, x).flatten(1), "einsum.*one constant factor"),
-    "gate": (lambda s, x: F.glu(torch.cat((x, x), 1)), NO_RULE),
+    "gate": (lambda s, x: F.glu(torch.cat((x, x), 1)), "glu.*one constant factor"),
     "multiply-add": (lambda s, x: torch.addcmul(x, x, x), NO_RULE),
     # Memory.
     "entries of a tensor": (lambda s, x: x + x.new_tensor(x), "Tensor.new_tensor.*no rule"),

@@ -258,6 +258,12 @@ def test_another_name_drops_the_options_of_the_base(tmp_path: Path) -> None:
     for same in ("model: {options: {width: 2}}\n", "model: {name: small, options: {width: 2}}\n"):
         assert load(same).model.options == {"layer": "cayley", "width": 2}
     assert load("model: small\nloss: hinge\n").loss == base.loss
+    # Overrides too, in any order.
+    for text in ("loss.name=hinge", "loss=hinge"):
+        assert load_recipe("cifar10_patchnet", [text]).loss.options == {}
+    given = load_recipe("cifar10_patchnet", ["loss.options.eps0=0.2", "loss.name=hinge", "model.name=patchnet"])
+    assert given.loss.options == {"eps0": 0.2}
+    assert given.model == load_recipe("cifar10_patchnet").model
     assert load("train: {schedule: {name: multistep}}\n").train.schedule.options == {}
 
 

@@ -51,6 +51,7 @@ class Net(nn.Module):
         self.w = nn.Parameter(torch.randn(4, 4, generator=generator))
         self.a, self.relu, self.drop, self.same = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(), nn.Identity()
         self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
+        self.larger, self.around = nn.UpsamplingBilinear2d(scale_factor=2), nn.ReflectionPad2d(1)
         self.layer, self.group = nn.LayerNorm(4), nn.GroupNorm(2, 4)
         self.register_buffer("mid", torch.rand(4, generator=generator))
         with torch.no_grad():
@@ -491,9 +492,6 @@ def test_numbers_are_no_channels() -> None:
 
 # Calls without a plain form, or with arguments that their rules do not cover.
 REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
-    "index by a tensor": (V, lambda s, x: x[:, torch.arange(3, -1, -1)], "getitem.*leave the batch whole"),
-    "index by a list": (V, lambda s, x: x[:, [0, 2]], "getitem"),
-    "index by a mask": (V, lambda s, x: x[:, s.mid > 0.5], "getitem"),
     "index by True": (V, lambda s, x: x[:, True], "getitem"),
     "part of the batch": (V, lambda s, x: x[:2], "getitem|row per sample"),
     "samples in steps": (V, lambda s, x: x[::2], "getitem.*batch whole|row per sample"),
@@ -504,7 +502,6 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "sizes swapped": (V, lambda s, x: x.reshape(4, -1).relu().reshape(-1, 4), "Tensor.reshape.*row per sample"),
     "unsqueezed batch": (V, lambda s, x: x.unsqueeze(0), "Tensor.unsqueeze.*row per sample"),
     "length of the batch": (M, lambda s, x: x.view(len(x), 12), "control flow"),
-    "flipped": (V, lambda s, x: torch.flip(x, (1,)), "torch.flip"),
     "rolled flat": (M, lambda s, x: x.roll(1), "Tensor.roll.*other than the batch"),
     "rolled samples": (V, lambda s, x: x.roll(1, 0), "Tensor.roll.*mixes samples"),
     "rolled by one of two": (M, lambda s, x: torch.roll(x, (1, 1), (0, 1)), "torch.roll.*mixes samples"),
@@ -569,7 +566,10 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "rounded quotient": (V, lambda s, x: torch.div(x, 2, rounding_mode="floor"), "torch.div.*rounding_mode"),
     "remainder": (V, lambda s, x: x % 2, "mod"),
     "whole quotient": (V, lambda s, x: x // 2, "floordiv"),
-    "power": (V, lambda s, x: x**2, "pow"),
+    "power": (V, lambda s, x: x**2, "pow.*no Lipschitz constant"),
+    "broken power": (V, lambda s, x: x**2.5, "pow.*expected 2, 3 or 4 as exponent, got 2.5"),
+    "no chosen entries": (V, lambda s, x: x[:, s.mid > 2], "expected entries of dimension 1, got none"),
+    "entries of two dimensions": (M, lambda s, x: x[:, [0, 1], [0, 1]], "getitem.*leave the batch whole"),
     "complex factor": (V, lambda s, x: (x * 1j).real, "mul.*complex64"),
     "factor of the batch": (V, lambda s, x: x / x.shape[0], "truediv.*size of the batch"),
     "shift of the batch": (V, lambda s, x: x + x.size(0), "add.*size of the batch"),
@@ -599,16 +599,10 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "batch norm at work": ((4, 3), lambda s, x: F.batch_norm(x, None, None, training=True), "each sample alone"),
     "instance norm": (I, lambda s, x: F.instance_norm(x), "instance_norm"),
     "local response": (I, lambda s, x: F.local_response_norm(x, 2), "record|local_response_norm|functional"),
-    "root mean square": (V, lambda s, x: F.rms_norm(x, (4,)), "rms_norm"),
     "normalised by another norm": (V, lambda s, x: F.normalize(x, p=1), "expected the norm p=2, got 1"),
     "places of maxima": (I, lambda s, x: F.max_pool2d(x, 2, return_indices=True)[0], "max_pool2d_with_indices"),
     "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
     "overlapping windows": (I, lambda s, x: F.adaptive_max_pool2d(x, 4), "AdaptiveMaxPool2d.*divides"),
-    "bicubic upsampling": (I, lambda s, x: F.interpolate(x, scale_factor=2, mode="bicubic"), "Upsample.*'nearest'"),
-    "corners": (I, lambda s, x: F.interpolate(x, None, 2, "bilinear", align_corners=True), "{'align_corners': True}"),
-    "downsampling": (I, lambda s, x: F.interpolate(x, scale_factor=0.5), "Upsample.*powers of two"),
-    "upsampling by 3": (I, lambda s, x: F.interpolate(x, scale_factor=3), "Upsample.*powers of two"),
-    "upsampling of sequences": ((2, 6), lambda s, x: F.interpolate(x, scale_factor=2), "Upsample"),
     "grid": (I, lambda s, x: F.grid_sample(x, x.new_zeros(x.shape[0], 2, 2, 2)), "grid_sample"),
     "windows as columns": (I, lambda s, x: F.unfold(x, 3), "functional.unfold"),
     "weights from the input": (I, lambda s, x: F.conv2d(x, x[:1, :, :3, :3]), "getitem|constant weight"),
@@ -618,7 +612,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "samples as channels": ((6, 6), lambda s, x: F.conv2d(x, s.conv.weight), "any size"),
     "hard shrink": (V, lambda s, x: F.hardshrink(x), "hardshrink"),
     "threshold": (V, lambda s, x: F.threshold(x, 0.1, 20.0), "threshold"),
-    "gate": (V, lambda s, x: F.glu(x), "functional.glu"),
+    "gate": (V, lambda s, x: F.glu(x), "functional.glu.*no Lipschitz constant"),
     "early softplus": (V, lambda s, x: F.softplus(x, 2.0, 0.1), "Softplus.*threshold"),
     "falling celu": (V, lambda s, x: F.celu(x, alpha=-1.0), "CELU.*positive"),
     "random slopes": (V, lambda s, x: F.rrelu(x, training=True), "rrelu|random"),
@@ -722,12 +716,22 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "squeezed": ((1, 4), lambda s, x: x.squeeze(1).unflatten(1, (2, 2)).unsqueeze(-1)),
     "expanded": ((1, 4), lambda s, x: x.expand(-1, 3, 4).expand(x.size(0), 3, 4)),
     "means and sums": ((2, 3, 4), lambda s, x: x.mean((-1, 2), keepdim=True) - x.sum(1, keepdim=True)),
+    "chosen entries": (M, lambda s, x: x[..., [0, 2, 2]] + x[:, torch.tensor([2, 0, -1])][..., 1:]),
+    "chosen by a mask": (V, lambda s, x: x[:, s.mid > 0.5]),
+    "flipped": (M, lambda s, x: torch.flip(x, (1, -1)) + x.flip(1)),
     # Functions.
     "channels as they come": (I, lambda s, x: F.pixel_unshuffle(x, 2)),
     "pools": (I, lambda s, x: F.max_pool2d(x, 3, stride=2, padding=1) + F.avg_pool2d(x, 2)),
     "pool with a divisor": (I, lambda s, x: F.avg_pool2d(x, 3, 2, 1, False, False)),
     "pool over the end": ((2, 5, 5), lambda s, x: F.max_pool2d(x, 2, ceil_mode=True)),
     "upsampled as": (I, lambda s, x: F.interpolate(x[:, :, :3, :3], size=x.shape[-2:])),
+    "upsampled by 3": (I, lambda s, x: F.interpolate(x, scale_factor=3)),
+    "upsampled with corners": (I, lambda s, x: F.interpolate(x, None, 2, "bilinear", align_corners=True)),
+    "cubic": (I, lambda s, x: F.interpolate(x, (9, 4), mode="bicubic", antialias=True)),
+    "half as large": (I, lambda s, x: F.interpolate(x, scale_factor=(0.5, 0.7), mode="bilinear")),
+    "areas": (I, lambda s, x: F.interpolate(x, 4, mode="area") + F.interpolate(x, 4, mode="nearest-exact")),
+    "lines": (M, lambda s, x: F.interpolate(x, scale_factor=2) + F.interpolate(x, 8, mode="linear")),
+    "modules of images": (I, lambda s, x: s.larger(s.around(x))),
     "convolutions": (I, lambda s, x: F.conv2d(x, s.conv.weight, None, 1, 2, 2) + s.conv(x)),
     "transposed convolution": (I, lambda s, x: F.conv_transpose2d(x, s.conv.weight, None, 2, 1, 1)),
     "groups": ((4, 6, 6), lambda s, x: F.conv2d(x, s.conv.weight, padding="same", groups=2)),

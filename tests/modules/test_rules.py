@@ -608,7 +608,7 @@ FOOLS = {
     "pruned": pruned,
     "batch norm": lambda: nn.BatchNorm1d(2),
     "lazy": lambda: nn.LazyLinear(3),
-    "root mean square norm": lambda: nn.RMSNorm(2),
+    "softmin": lambda: nn.Softmin(1),
     "layer norm without eps": lambda: nn.LayerNorm(2, eps=0.0),
     "dropout": nn.Dropout,
 }
@@ -662,7 +662,7 @@ def test_messages_name_the_remedy() -> None:
         "spectral norm": r"call \.eval\(\)",
         "instance forward": "subclass with its own rule",
         "unknown": "input_shape",
-        "root mean square norm": "lipschitz_rule",
+        "softmin": "lipschitz_rule",
     }.items():
         with pytest.raises(NoRuleError, match=word):
             lipschitz(FOOLS[name]())

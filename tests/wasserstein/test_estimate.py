@@ -243,7 +243,7 @@ X = normal(1, 20, 2)
         (X, X, {"critic": nn.Linear(2, 3)}, OptionError, r"critic of one output, 128 values, got the shape \(128, 3\)"),
         (X, X, {"critic": nn.RNN(2, 1)}, OptionError, "critic of one output, 128 values, got the shape of a tuple"),
         (X, X, {"critic": nn.ReLU()}, OptionError, "a critic with parameters to train, got ReLU"),
-        (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.RMSNorm(1))}, NoRuleError, "RMSNorm"),
+        (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.Softmin(1))}, NoRuleError, "Softmin"),
         (X, X, {"loss": lambda a, b: (a - b).mean() * math.nan}, OptionError, "finite loss, got nan at step 1"),
     ],
 )

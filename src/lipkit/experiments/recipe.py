@@ -50,8 +50,8 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml, .yml or .json,
             or holds a path separator). Its key ``base`` names a packaged recipe that it changes: keys are merged,
             values replaced. Where it changes the ``name`` of a part (model, loss, train.schedule), the base's
-            ``options`` of that part are dropped: they belong to the other name.
-        overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a number.
+            ``options`` of that part are dropped: they belong to the other name. An override does the same.
+        overrides: ``key=value`` with dotted keys, names first, else in order; values are YAML, and ``36/255`` a number.
         build: whether the model must be one that can be built; a network from elsewhere has the name of its file.
 
     Raises:
@@ -90,8 +90,9 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     content: dict[str, Any] = {}
     for part in reversed(chain):
         content = _merged(content, part)
-    for override in overrides:
-        _override(content, override)
+    named = [".".join((*path, "name")) for path in _NAMED]
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() not in named):
+        _override(content, override)  # names before options, which are those of the new name
     try:
         return Recipe.model_validate(_merged({}, content), context={"build": build})
     except ValidationError as error:
@@ -216,6 +217,8 @@ def _override(content: dict[str, Any], override: str) -> None:
             )
         place[part] = inner
         place = inner
+    if path[-1] == "name" and path[:-1] in _NAMED and value != place.get("name", _NAMED[path[:-1]]):
+        place.pop("options", None)  # they belong to the other model, loss or schedule
     place[path[-1]] = value
 
 

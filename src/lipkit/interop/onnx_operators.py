@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, Row, around, copied, filled
-from lipkit.modules.views import Enlarge, EnlargeBilinear
+from lipkit.modules.views import Enlarge
 
 # Activations.
 
@@ -219,8 +219,8 @@ def _slice(c: Call) -> Any:
     x = c.moved
     for axis, *part in zip(axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True):
         place = c.axis(axis)
-        if part[2] == 0 or (part[2] < 0 and c.moving) or place in index:
-            raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
+        if part[2] == 0 or (part[2] < 0 and c.moving and place == 0) or place in index:
+            raise c.refuse("steps from 1 on for the batch, each axis once", f"steps {steps}, axes {axes}")
         if part[2] < 0:
             part[0] = max(part[0], -x.shape[place])  # ONNX starts at the first number, Python before it
             x = x.index_select(place, torch.tensor(range(x.shape[place])[slice(*part)], dtype=torch.int64))
@@ -290,8 +290,11 @@ def _concat(c: Call) -> Any:
     )
 
 
-def _enlarge(c: Call) -> nn.Module:
-    """Upsampling by whole factors, nearest or bilinear; only coordinate modes on which all runtimes agree."""
+def _resized(c: Call) -> Any:
+    """Upsampling to the nearest pixel by whole factors, or any sizes by bilinear or bicubic weights.
+
+    Only coordinate modes on which all runtimes agree.
+    """
     sizes = c.numbers("sizes", 3, batch=True) if c.node.kind == "Resize" else None
     scales = c.numbers("scales", 2 if c.node.kind == "Resize" and c.opset >= 11 else 1)
     own = [c.x.size(i) for i in range(c.rank)]
@@ -305,13 +308,20 @@ def _enlarge(c: Call) -> nn.Module:
         ("asymmetric", "floor"), ("tf_half_pixel_for_nn", "floor"), ("half_pixel", "round_prefer_floor"),
         ("half_pixel", "round_prefer_ceil"),
     )  # fmt: skip
-    whole = (
-        c.rank == 4 and len(scales or ()) == 4 and scales[:2] == [1, 1] and all(s >= 1 and s % 1 == 0 for s in scales)
-    )
-    whole &= c.get("keep_aspect_ratio_policy", b"stretch") == b"stretch"
-    if not whole or not (near or (mode == "linear" and place == "half_pixel")) or c.get("antialias", 0):
-        raise c.refuse("images enlarged by whole numbers, nearest or linear", f"{mode}, {place}, {rounds}, {scales}")
-    return (Enlarge if near else EnlargeBilinear)(int(scales[2]), int(scales[3]))
+    images = c.rank == 4 and len(scales or ()) == 4 and scales[:2] == [1, 1]
+    images &= c.get("keep_aspect_ratio_policy", b"stretch") == b"stretch" and not c.get("antialias", 0)
+    after = [*(sizes or [n * s for n, s in zip(own, scales or (), strict=False)])[2:]]
+    if images and near and all(s >= 1 and s % 1 == 0 for s in scales):
+        return Enlarge(int(scales[2]), int(scales[3]))
+    cubic = c.get("cubic_coeff_a", -0.75) == -0.75 and not c.get("exclude_outside", 0)
+    smooth = mode == "linear" or (mode == "cubic" and cubic)
+    if not (images and smooth and place in ("half_pixel", "align_corners") and all(n % 1 == 0 for n in after)):
+        raise c.refuse(
+            "images enlarged by whole numbers, nearest, or of whole sizes, linear or cubic",
+            f"{mode}, {place}, {rounds}, {scales}",
+        )
+    smooth_mode = "bilinear" if mode == "linear" else "bicubic"
+    return F.interpolate(c.x, [int(n) for n in after], mode=smooth_mode, align_corners=place == "align_corners")
 
 
 def _depth_to_space(c: Call) -> Any:
@@ -333,26 +343,6 @@ def _constant(c: Call) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
 
 
-def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
-    """Pairs of a pattern and a module: activations that older files write out as nested (operator, operands) in x."""
-    exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
-    cubic = ("Add", "x", ("Mul", 0.044715, ("Pow", "x", 3.0)))
-    for inner, kind in (*((e, "none") for e in exact), (("Tanh", ("Mul", math.sqrt(2 / math.pi), cubic)), "tanh")):
-        gate = ("Add", 1.0, inner)
-        for one, two, three in (("x", 0.5, gate), (0.5, "x", gate), (gate, 0.5, "x")):
-            yield ("Mul", one, ("Mul", two, three)), partial(nn.GELU, kind)
-    clipped: Any = ("Clip", ("Add", "x", 3.0), 0.0, 6.0)
-    hard: Any = [("HardSigmoid", "x", {"alpha": 1 / 6, "beta": 0.5}), ("Div", clipped, 6.0), ("Mul", clipped, 1 / 6)]
-    for whole in (*(("Mul", "x", h) for h in hard), ("Div", ("Mul", "x", clipped), 6.0)):
-        yield whole, nn.Hardswish
-    yield ("Mul", "x", ("Sigmoid", "x")), nn.SiLU
-    yield ("Mul", "x", ("Tanh", ("Softplus", "x"))), nn.Mish
-    yield ("Log", ("Sigmoid", "x")), nn.LogSigmoid
-    yield ("Sub", "x", ("Tanh", "x")), nn.Tanhshrink
-    yield ("Div", "x", ("Add", 1.0, ("Abs", "x"))), nn.Softsign
-    yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
-
-
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))
 # Versions above these are unknown; below version 7 operators have other meanings.
 OPERATORS: dict[str, Row] = {
@@ -364,9 +354,9 @@ OPERATORS: dict[str, Row] = {
     "Floor": Row(_each(torch.floor), (6, 13), moves=False),
     "Log": Row(_each(torch.log), (6, 13), moves=False),
     "Not": Row(_each(torch.logical_not), (1,), moves=False),
-    "Reciprocal": Row(_each(torch.reciprocal), (6, 13), moves=False),
+    "Reciprocal": Row(_each(torch.reciprocal), (6, 13)),
     "Sin": Row(_each(torch.sin), (7, 22), moves=False),
-    "Sqrt": Row(_each(torch.sqrt), (6, 13), moves=False),
+    "Sqrt": Row(_each(torch.sqrt), (6, 13)),
     "And": Row(partial(_elementwise, torch.logical_and), (7,), moves=False),
     "Greater": Row(partial(_elementwise, torch.gt), (7, 9, 13), moves=False),
     "Less": Row(partial(_elementwise, torch.lt), (7, 9, 13), moves=False),
@@ -409,7 +399,7 @@ OPERATORS: dict[str, Row] = {
     "ReduceSum": Row(partial(_reduced, "sum"), (1, 11, 13)),
     "Relu": Row(activation(nn.ReLU), (6, 13, 14)),
     "Reshape": Row(_reshape, (5, 13, 14, 19, 21, 23, 24, 25), copies=True),
-    "Resize": Row(_enlarge, (10, 11, 13, 18, 19)),
+    "Resize": Row(_resized, (10, 11, 13, 18, 19)),
     "Selu": Row(_selu, (6, 22)),
     "Shape": Row(_shape, (1, 13, 15, 19, 21, 23, 24, 25), copies=True),
     # With another bias, it jumps.
@@ -434,9 +424,6 @@ OPERATORS: dict[str, Row] = {
         (1, 11, 13, 21, 23, 24, 25),
         copies=True,
     ),
-    "Upsample": Row(_enlarge, (7, 9, 10)),
+    "Upsample": Row(_resized, (7, 9, 10)),
     "Where": Row(lambda c: torch.where(*c.operands), (9, 16), moves=False, copies=True),
 }
-
-GATES = tuple(_gates())
-ENDS = {pattern[0] for pattern, _ in GATES}

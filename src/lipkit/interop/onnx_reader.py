@@ -10,7 +10,7 @@ import collections
 import graphlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
 from lipkit.interop.onnx_layers import BATCH, FLOATS, Call, Node, Row, holds_batch, takes_over
-from lipkit.interop.onnx_operators import BORDERS, ENDS, GATES, OPERATORS, activation, pads_of
+from lipkit.interop.onnx_operators import BORDERS, OPERATORS, activation, pads_of
 from lipkit.interop.reading import LARGEST, Budget, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
+from lipkit.lowering.written import ENDS, GATES, fits
 from lipkit.modules import Network
 
 # The default domain of ONNX has two names.
@@ -232,26 +233,12 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
         tensor = stored.get(name, constant)
         return float(tensor) if isinstance(tensor, Tensor) and tensor.shape in ((), (1,)) else math.nan
 
-    def fits(pattern: Any, name: str, found: dict[str, list[str]]) -> bool:
-        if pattern == "x":
-            found["x"] = found["x"] or [name]
-            return found["x"] == [name]
-        if isinstance(pattern, float):
-            return math.isclose(number(name), pattern, rel_tol=2e-7)
-        node, (kind, *parts) = made.get(name), pattern
-        wanted = parts.pop() if isinstance(parts[-1], dict) else {}
-        if node is None or node.kind != kind or len(node.input) != len(parts) or node.attributes.keys() - wanted:
-            return False
+    def look(name: str, kind: str, wanted: Mapping[str, float]) -> list[str] | None:
+        node = made.get(name)
+        if node is None or node.kind != kind or node.attributes.keys() - wanted:
+            return None
         given = {"alpha": 0.2, "beta": 0.5} | node.attributes  # defaults of HardSigmoid
-        if any(not math.isclose(given[key], value, rel_tol=2e-7) for key, value in wanted.items()):
-            return False
-        for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:  # these two commute
-            trial = {key: list(names) for key, names in found.items()}  # a failed order leaves no trace
-            if all(fits(part, one, trial) for part, one in zip(order, node.input, strict=True)):
-                found.update(trial)
-                found["inside"].append(name)
-                return True
-        return False
+        return node.input if all(math.isclose(given[key], wanted[key], rel_tol=2e-7) for key in wanted) else None
 
     kept: list[Node] = []
     gone: set[str] = set()
@@ -259,11 +246,11 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
         if gone.issuperset(node.output):
             continue
         for pattern, make in GATES if node.kind in ENDS else ():
-            found: dict[str, list[str]] = {"x": [], "inside": []}
-            if fits(pattern, node.output[0], found):
+            found: dict[str, Any] = {}
+            if fits(pattern, node.output[0], look, number, found):
                 inside = found["inside"][:-1]  # the last is the result itself
                 if all(readers[name] == inside.count(name) for name in inside):
-                    node = node._replace(input=found["x"], attributes={}, row=Row(activation(make), ()))
+                    node = node._replace(input=[found["x"]], attributes={}, row=Row(activation(make), ()))
                     gone.update(inside)
                     break
         kept.append(node)

@@ -23,6 +23,7 @@ from lipkit.files import open_regular
 from lipkit.interop.reading import LARGEST, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
 from lipkit.lowering.functions import FUNCTIONS
+from lipkit.lowering.written import KINDS
 from lipkit.modules import Network
 
 # Major version of the schema that defines the letters and numbers below.
@@ -71,16 +72,15 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "softmax.int": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=dtype),
     "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
     "sym_size.int": lambda x, dim: x.size(dim),
+    "upsample_bicubic2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bicubic", corners),
     "upsample_bilinear2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bilinear", corners),
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
 }
 _OF_SIZES = {f"_operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "mul")}
-# Functions without a rule, which files apply to their stored numbers.
-_OF_STORED = ("pow", "rsqrt", "sqrt", "var")
 
 
 def _function(name: str) -> Callable[..., Any] | None:
-    """The function with a rule, of torch or a method of tensors, that an operator of ATen computes; None without one.
+    """The function of torch, or method of tensors, that an operator of ATen computes; None if it is in no table.
 
     In-place operators also change aliases, so they stay in place and the export checks them.
     """
@@ -88,7 +88,7 @@ def _function(name: str) -> Callable[..., Any] | None:
         return found
     base = name.partition(".")[0]
     found = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base, None))
-    if (found or base) not in FUNCTIONS and base not in _OF_STORED:
+    if (found or base) not in FUNCTIONS and base not in KINDS:
         return None
     return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
 

@@ -103,6 +103,10 @@ def indexed(call: Build) -> Build:
     index, out = given[-1], call.results[0]
     items = list(index) if isinstance(index, tuple) else [index]
     items[:0] = [slice(None)] * (given[0] % x.rank) if given[1:] else []  # what select leaves whole
+    chosen = [k for k, i in enumerate(items) if isinstance(i, (list, Tensor))]
+    if len(chosen) == 1 and all(i in (Ellipsis, slice(None)) for k, i in enumerate(items) if k != chosen[0]):
+        at = chosen[0] - (len(items) if Ellipsis in items[: chosen[0]] else 0)  # behind ..., counted from the end
+        return along(1)(call.to(torch.index_select, x, at, items[at]))
     plain = all(i is None or i is Ellipsis or type(i) in (int, slice) for i in items)
     whole = f"expected slices and integers that leave the batch whole (x[:, ...]), got {index!r}"
     call.require(plain, whole)

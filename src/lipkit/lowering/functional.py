@@ -106,17 +106,6 @@ def _normalize(
     return UnitNorm(*call.dims(call.operand(input), dim), eps=call.constant(eps, "eps"))
 
 
-@function_module(F.interpolate)
-def _interpolate(
-    call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
-) -> nn.Module:
-    call.constant([size, scale_factor], "size")
-    others = {name: value for name, value in options.items() if value not in (None, False)}
-    call.require(not others, f"expected size or scale_factor and a mode, got {others} too")
-    scale = tuple(map(float, scale_factor)) if isinstance(scale_factor, (tuple, list)) else scale_factor
-    return nn.Upsample(None if size is None else tuple(call.shape[1:]), scale, mode)
-
-
 @function_module(F.softmax, torch.softmax, "softmax", place=along(1))
 def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> nn.Module:
     call.dims(call.operand(input), dim)

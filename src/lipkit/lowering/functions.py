@@ -23,9 +23,10 @@ from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
+from lipkit.modules.normalization import LayerCenter, UnitNorm
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import MatrixProduct, Product
-from lipkit.modules.views import Expand, Pad, Permute, Roll
+from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Roll
 from lipkit.proof.roundoff import reciprocal_up, root
 
 
@@ -115,6 +116,22 @@ def _getitem(call: Build, x: Any, index: Any) -> Value:
     return call.reshaped(operand.number, operand.shape, call.shape)
 
 
+@plain(torch.flip, "flip")
+def _flip(call: Build, x: Operand, *axes: Any, dims: Any = ()) -> int:
+    value = call.same_format(x).number
+    for at in call.dims(x, flat((axes, dims))):
+        value = _mapped(call, x, value, at, lambda units: units.flip(1))
+    return value
+
+
+@plain(torch.index_select, "index_select", place=along(1))
+def _index_select(call: Build, x: Operand, dim: int, index: Any) -> int:
+    (at,), taken = call.dims(call.same_format(x), dim), torch.as_tensor(call.constant(index, "index"))
+    call.require(taken.ndim == 1, f"expected a list of entries, got an index of shape {tuple(taken.shape)}")
+    call.require(call.shape[at - 1] > 0, f"expected entries of dimension {dim}, got none")
+    return _mapped(call, x, x.number, at, lambda units: units[:, taken])
+
+
 @plain(torch.narrow, "narrow", place=along(1))
 def _narrow(call: Build, x: Operand, dim: int, start: int, length: int) -> int:
     (at,) = call.dims(call.same_format(x), dim)
@@ -153,10 +170,39 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
         return call.elementwise(padded, shift=F.pad(call.like.expand(x.shape), sizes, value=value))
     made = x.number
     for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
-        call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries between copied ones, got {n}")
-        copied = call.number(F.pad(torch.eye(n, dtype=torch.float64)[None], pair, mode)[0].T, "padding", axes=2)
-        made = _along(call, linear(copied), made, at, x.ndim, x.ndim - 1)
+        made = _mapped(call, x, made, at, partial(lambda pair, units: F.pad(units[None], pair, mode)[0], pair))
     return made
+
+
+def _mapped(call: Build, x: Operand, value: int, at: int, function: Callable[[Tensor], Tensor]) -> int:
+    """A linear function along dimension ``at`` of ``x``, by the matrix of its responses to unit vectors (rows)."""
+    call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries in dimension {at}, got {n}")
+    units = torch.eye(n, dtype=x.dtype)  # weights as the network computes them
+    matrix = call.number(function(units).T, "matrix", axes=2)
+    same = matrix.shape == units.shape and bool((matrix == units).all())
+    return value if same else _along(call, linear(matrix), value, at, x.ndim, x.ndim - 1)
+
+
+@plain(F.interpolate)
+def _interpolate(
+    call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
+) -> int:
+    """A linear map along each axis; upsampling by powers of two as `Enlarge` or `EnlargeBilinear`."""
+    x = call.same_format(input)
+    before, after = x.shape[1:], call.shape[1:]
+    scales = None if scale_factor is None else [*flat(scale_factor)] * (1 if flat([scale_factor])[1:] else len(before))
+    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
+    powers = len(factors) == 2 and all(n and n & (n - 1) == 0 for n in factors) and scales in (None, factors)
+    if powers and (mode == "nearest" or (mode == "bilinear" and not any(options.values()))):
+        return call.add((Enlarge if mode == "nearest" else EnlargeBilinear)(*factors), x)
+    mode, value = "bilinear" if mode in ("linear", "trilinear") else mode, x.number
+    for i, m in enumerate(after):
+        to: Any = {"size": (m, 2)} if scales is None else {"scale_factor": (float(scales[i]), 1.0)}
+        one = partial(F.interpolate, mode=mode, **to, **options)
+        # Images two equal pixels wide: with one, torch 2.13 mistakes their memory format where it antialiases.
+        row = partial(lambda one, units: one(units[:, None, :, None].repeat(1, 1, 1, 2))[:, 0, :, 0], one)
+        value = _mapped(call, x, value, i + 2, row)
+    return value
 
 
 # Sums, and products with constants.
@@ -279,6 +325,82 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
     made = nn.Conv1d(heads * columns, heads * rows, 1, groups=heads, device="meta")
     conv = with_tensors(call, made, weight=weight.reshape(-1, columns, 1), bias=None)
     return regrouped(call.add(conv, regrouped(x.number, first, (shared + summed, left))), (shared + right, left), out)
+
+
+@plain(operator.pow, torch.pow, torch.square, "pow", "square", place=viewed)
+def _power(call: Build, x: Operand, exponent: Any = 2) -> int:
+    value, n = call.same_format(x).number, call.constant(exponent, "exponent")
+    call.require(isinstance(n, int | float) and n in (2, 3, 4), f"expected 2, 3 or 4 as exponent, got {n}")
+    for _ in range(int(n) - 1):
+        value = call.add(call.named(Product()), value, x)
+    return value
+
+
+@plain(F.glu, place=along(1, default=-1))
+def _gated(call: Build, input: Operand, dim: int = -1) -> int:
+    (at,) = call.dims(call.same_format(input), dim)
+    n = call.shape[at - 1]
+    first, gate = call.piece(input, at, range(n)), call.piece(input, at, range(n, 2 * n))
+    return call.add(call.named(Product()), first, call.add(nn.Sigmoid(), gate))
+
+
+def root_mean_square(x: Tensor, dims: Any, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps)``, the mean over these dimensions."""
+    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+@plain(root_mean_square, place=along(1))
+def _root_mean_square(call: Build, x: Operand, dims: Any, eps: float) -> int:
+    r"""The first n of the n + 1 numbers :math:`\sqrt n\, (x, c) / \|(x, c)\|` with :math:`c = \sqrt{n \epsilon}`.
+
+    Its constant is :math:`1 / \sqrt\epsilon`, attained at 0: :math:`\|(x, c)\|^2 = n (\mathrm{mean}(x^2) + \epsilon)`
+    is at least :math:`c^2`, so `UnitNorm` with eps c divides by this norm, and has the constant 1 / c.
+    """
+    call.require(0 < eps < math.inf, f"expected eps a positive finite number, got {eps}: near 0 nothing bounds it")
+    dims = sorted({*call.dims(x, dims)})
+    order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
+    sizes, kept = tuple(x.shape[d - 1] for d in order), x.ndim - 1 - len(dims)
+    moved = order != sorted(order)
+    value = call.add(Permute(*order), x) if moved else x.number
+    n = math.prod(sizes[kept:])
+    last = torch.arange(n + 1).expand(1, -1) == n
+    c = math.sqrt(n * eps)
+    value = call.add(Pad(0, 1), call.reshaped(value, sizes, (math.prod(sizes[:kept]), n)))
+    value = call.add(Affine(call.like[None, None] + 1, (call.like + c) * last), value)
+    value = call.add(Piece(2, 0, n), call.add(UnitNorm(2, eps=float(call.like + c)), value))
+    value = call.add(Affine(call.like[None] + math.sqrt(n), call.like[None]), value)
+    value = call.reshaped(value, (math.prod(sizes[:kept]), n), sizes)
+    return call.add(Permute(*(order.index(d) + 1 for d in range(1, x.ndim))), value) if moved else value
+
+
+def centred(x: Tensor, dims: Any) -> Tensor:
+    """``x`` less its mean over these dimensions."""
+    return x - x.mean(dims, keepdim=True)
+
+
+@plain(centred, place=along(1))
+def _centred(call: Build, x: Operand, dims: Any) -> int:
+    return call.add(LayerCenter(*sorted({*call.dims(call.same_format(x), dims)})), x)
+
+
+def standardised(x: Tensor, dims: Any, eps: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps)`` over these dimensions: layer normalisation."""
+    return root_mean_square(centred(x, dims), dims, eps)
+
+
+@plain(standardised, place=along(1))
+def _standardised(call: Build, x: Operand, dims: Any, eps: float) -> Value:
+    number: Any = _centred(call, x, dims)
+    return _root_mean_square(call, replace(x, number=number), dims, eps)
+
+
+@plain(F.rms_norm, place=behind(lambda x, shape, *rest: len(shape)))
+def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Value:
+    if eps is None:
+        own = torch.finfo(call.operand(input).dtype).eps
+        raise call.refuse(f"expected eps, got None, for which torch takes one of each format: set eps={own}")
+    value: Any = _root_mean_square(call, input, [*range(input.ndim - len(normalized_shape), input.ndim)], eps)
+    return value if weight is None else _mul(call, replace(call.results[0], number=value), weight)
 
 
 @plain(F.scaled_dot_product_attention)
@@ -463,12 +585,6 @@ plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, 
 
 
 # Functions with a Lipschitz constant but without a plain form.
-
-
-@function_rule(torch.flip, "flip")
-def _flip(call: Build, x: Operand, *dims: Any) -> int:
-    call.dims(call.operand(x), dims[0] if len(dims) == 1 else dims)
-    return call.keep(x)
 
 
 @function_rule(torch.logsumexp, "logsumexp")

@@ -16,6 +16,7 @@ from lipkit.lowering.build import MIXED, Build, Function, function_name
 from lipkit.lowering.functions import FUNCTIONS
 from lipkit.lowering.observe import Operand, Varies, check_outputs, observe
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, trace, where
+from lipkit.lowering.written import recognise
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Wiring
 from lipkit.modules.parametrised import settled
@@ -55,6 +56,7 @@ class Interpreter:
     ) -> None:
         self.graph, self._other_way = trace(root, input_shape)
         self.observed = observe(root, self.graph, input_shape)
+        recognise(root, self.graph, self.observed)
         self.wiring, self.labels = Wiring(), list[Label]()
         self._root, self._input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
         self._exact = exact

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.modules.network import Network, first_floating
 from lipkit.modules.plain import bounded
+from lipkit.modules.registry import TRACED
 
 # A graph is traced and run for these two batch sizes. The dimension in which a tensor's two sizes differ is its batch.
 BATCHES = (2, 3)
@@ -119,7 +120,7 @@ def is_leaf(module: nn.Module) -> bool:
     if kind in (nn.Sequential, Network):
         # A run of layers that multipliers bound together is one unit.
         return isinstance(module, Network) and bool(module.multipliers())
-    return bounded(kind) or kind.__module__.startswith("torch.nn.modules")
+    return bounded(kind) or (kind.__module__.startswith("torch.nn.modules") and kind not in TRACED)
 
 
 class Root(nn.Module):

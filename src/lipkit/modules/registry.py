@@ -19,6 +19,14 @@ from lipkit.modules.network import Network, checked_shape, first_floating
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, Shape, bounded, row_of, rules
 
+# Modules of torch whose own forward pass is traced, as that of a user's module is.
+TRACED = (
+    *(nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RMSNorm, nn.GLU),
+    *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
+    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.CircularPad1d, nn.CircularPad2d),
+    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d),
+)
+
 
 def what_is_missing(module: nn.Module) -> str | None:
     """Why a module of torch has no rule and what to write instead, where that is known."""
@@ -52,8 +60,7 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     kind = type(module)
     if (found := _answer(kind, function)) is not None:
         return found
-    encoder = kind in (nn.TransformerEncoderLayer, nn.TransformerEncoder)
-    if encoder or (kind not in rules() and not kind.__module__.startswith("torch.nn.")):
+    if kind in TRACED or (kind not in rules() and not kind.__module__.startswith("torch.nn.")):
         # Its own forward pass says what it computes.
         return LATER[function]
     if why := what_is_missing(module):

@@ -243,32 +243,6 @@ def _expand(module: Expand, input_shape: Shape | None) -> float:
     return root(math.prod(module.shape) // (1 if input_shape is None else math.prod(input_shape)))
 
 
-def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
-    factors = _factors(module, input_shape)
-    if len(factors) != 2:
-        raise NoRuleError(f"nn.Upsample: expected images (C, H, W) to export it, got samples of shape {input_shape}")
-    return (Enlarge if module.mode == "nearest" else EnlargeBilinear)(*factors)
-
-
-def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
-    if input_shape is None:
-        raise ShapeError("nn.Upsample: expected an input_shape, because its factors depend on the sizes, got none")
-    before, after = input_shape[1:], output_shape(module, input_shape)[1:]
-    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]  # 0: refused below
-    given = module.scale_factor if isinstance(module.scale_factor, tuple) else (module.scale_factor,)
-    # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many,
-    # and the weights between them exact.
-    exact = all(n and n & (n - 1) == 0 for n in factors) and all(f is None or f in factors for f in given)
-    smooth = module.mode in ("linear", "bilinear") and not module.align_corners
-    if not (smooth or module.mode == "nearest") or not exact:
-        raise NoRuleError(
-            "nn.Upsample: expected mode 'nearest', or 'bilinear' without align_corners, and powers of two as factors, "
-            f"got {module.mode!r} from {before} to {after} by {module.scale_factor}, "
-            f"align_corners={module.align_corners}: use pixel shuffle or a convolution, which have rules"
-        )
-    return factors
-
-
 def enlarged(module: Enlarge, input_shape: Shape | None) -> float:
     return root(module.rows * module.cols)
 
@@ -375,7 +349,6 @@ add_plain(Plain(Pad, 1.0, exact, {"padding": INTEGER}, one_sign))
 add_plain(Plain(Enlarge, enlarged, export=_export_enlarge, dims=(3, 3)))
 add_plain(Plain(Expand, _expand, exact, {"shape": COUNT}, one_sign))
 add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))
-add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
 for _kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
     add_plain(Plain(_kind, _dropout, export=_left_out))
 add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))

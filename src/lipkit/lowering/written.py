@@ -1,0 +1,175 @@
+"""Activations and normalisations that a network writes out, found by their patterns.
+
+``x * sigmoid(x)`` is a product of two values and has no constant on all of space; as `torch.nn.SiLU` it has one.
+A pattern is a name, which stands for one value, a number, or (operator of ONNX, operands, attributes).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from lipkit.lowering.functions import centred, root_mean_square, standardised
+from lipkit.lowering.observe import Observed, Operand
+from lipkit.lowering.tracing import Root, fetch, flat
+from lipkit.modules.activations import ACTIVATIONS
+
+
+def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
+    """Pairs of a pattern in x and the activation that it is."""
+    exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
+    scale = math.sqrt(2 / math.pi)
+    cubes = ("Pow", "x", 3.0), ("Mul", ("Mul", "x", "x"), "x")
+    cubic: Any = [("Mul", scale, ("Add", "x", ("Mul", 0.044715, cube))) for cube in cubes]
+    cubic.append(("Mul", ("Mul", "x", scale), ("Add", 1.0, ("Mul", ("Mul", 0.044715, "x"), "x"))))
+    for inner, kind in (*((e, "none") for e in exact), *((("Tanh", c), "tanh") for c in cubic)):
+        gate = ("Add", 1.0, inner)
+        for one, two, three in (("x", 0.5, gate), (0.5, "x", gate), (gate, 0.5, "x")):
+            yield ("Mul", one, ("Mul", two, three)), partial(nn.GELU, kind)
+    clipped: Any = ("Clip", ("Add", "x", 3.0), 0.0, 6.0)
+    hard: Any = [("HardSigmoid", "x", {"alpha": 1 / 6, "beta": 0.5}), ("Div", clipped, 6.0), ("Mul", clipped, 1 / 6)]
+    for whole in (*(("Mul", "x", h) for h in hard), ("Div", ("Mul", "x", clipped), 6.0)):
+        yield whole, nn.Hardswish
+    yield ("Mul", "x", ("Sigmoid", "x")), nn.SiLU
+    yield ("Mul", "x", ("Tanh", ("Softplus", "x"))), nn.Mish
+    yield ("Log", ("Sigmoid", "x")), nn.LogSigmoid
+    yield ("Sub", "x", ("Tanh", "x")), nn.Tanhshrink
+    yield ("Div", "x", ("Add", 1.0, ("Abs", "x"))), nn.Softsign
+    yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
+
+
+def _norms() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
+    """Pairs of a pattern in x, dims and eps, and the function of these (in this order) that it is."""
+    moved: Any = ("Sub", "x", ("Mean", "x", "dims"))
+    kinds: Any = [("x", root_mean_square), (moved, standardised)]
+    squares = [(v, ("Mean", s, "dims"), f) for v, f in kinds for s in (("Pow", v, 2.0), ("Mul", v, v))]
+    for value, square, function in (*squares, (moved, ("Var", "x", "dims"), standardised)):
+        raised: Any = ("Add", square, "eps")
+        for root in (("Sqrt", raised), ("Pow", raised, 0.5)):
+            yield ("Div", value, root), function
+            yield ("Mul", value, ("Div", 1.0, root)), function
+            yield ("Mul", value, ("Reciprocal", root)), function
+        yield ("Mul", value, ("Rsqrt", raised)), function
+        yield ("Mul", value, ("Pow", raised, -0.5)), function
+    yield moved, centred
+
+
+GATES, NORMS = tuple(_gates()), tuple(_norms())
+ENDS = {pattern[0] for pattern, _ in (*GATES, *NORMS)}
+Look = Callable[[Any, str, Mapping[str, float]], Sequence[Any] | None]
+
+
+def fits(pattern: Any, value: Any, look: Look, number: Callable[[Any], float], found: dict[str, Any]) -> bool:
+    """True if a value is written as the pattern says.
+
+    Args:
+        look: the operands of a value that this operator makes with these attributes; None for any other value.
+        number: a constant as a number; NaN for anything else.
+        found: gets what the names stand for, and "inside" a list of the values that the pattern makes.
+    """
+    if isinstance(pattern, str):
+        return bool(found.setdefault(pattern, value) == value)
+    if isinstance(pattern, float):
+        return math.isclose(number(value), pattern, rel_tol=2e-7)
+    kind, *parts = pattern
+    given = look(value, kind, parts.pop() if isinstance(parts[-1], dict) else {})
+    for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:  # these two commute
+        trial = {**found, "inside": [*found.get("inside", ())]}  # a failed order leaves no trace
+        alike = given is not None and len(given) == len(parts)
+        if alike and all(fits(part, one, look, number, trial) for part, one in zip(order, given or (), strict=True)):
+            found.update(trial)
+            found["inside"].append(value)
+            return True
+    return False
+
+
+_WORDS = {
+    "Mul": "mul multiply",
+    "Add": "add",
+    "Sub": "sub subtract",
+    "Div": "div divide true_divide truediv",
+    "Pow": "pow",
+    "Square": "square",
+    "Sqrt": "sqrt",
+    "Rsqrt": "rsqrt",
+    "Reciprocal": "reciprocal",
+    "Abs": "abs",
+    "Erf": "erf",
+    "Log": "log",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "Softplus": "softplus",
+    "HardSigmoid": "hardsigmoid",
+    "Clip": "relu6 hardtanh clamp clip",
+    "Mean": "mean",
+    "Var": "var",
+}
+_HOMES = torch, F, operator, torch.special
+# The operator of each function, method by its name, and module.
+KINDS: dict[Any, str] = {nn.Tanh: "Tanh", nn.Sigmoid: "Sigmoid", nn.Hardsigmoid: "HardSigmoid", nn.ReLU6: "Clip"}
+for _kind, _words in _WORDS.items():
+    for _word in _words.split():
+        _found = (getattr(home, name, None) for home in _HOMES for name in (_word, f"i{_word}", f"{_word}_"))
+        KINDS.update(dict.fromkeys([_word, f"{_word}_", *filter(None, _found)], _kind))
+# What the options of a function must be, apart from these names of operands.
+_OPERANDS, _OPTIONS = ("input", "other", "exponent", "dim", "min", "max"), {"keepdim": True, "unbiased": False}
+
+
+def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
+    """Write patterns in a graph whose calls have been observed as one call each."""
+
+    def look(value: Any, kind: str, wanted: Mapping[str, float]) -> Sequence[Any] | None:
+        if not isinstance(value, fx.Node):
+            return None
+        module = value.op == "call_module"
+        target = type(fetch(root, str(value.target))) if module else value.target
+        own = KINDS.get(target)
+        args, named = [*value.args], dict(value.kwargs)
+        named.pop("inplace", None)
+        args += [named.pop(name) for name in _OPERANDS if name in named]
+        if own == "Square":
+            own, args = "Pow", [*args, 2.0]
+        if own in ("Mean", "Var"):
+            named |= dict(zip(("unbiased", "keepdim")[own == "Mean" :], args[2:], strict=False))
+            asked = {"keepdim": True} | ({"unbiased": False} if own == "Var" else {})
+            args, named = args[:2], {} if named in (asked, {"keepdim": True, "correction": 0}) else {"other": named}
+        if own == "Clip" and len(args) == 1:
+            args += [0.0, 6.0] if "relu6" in str(value.target) or target is nn.ReLU6 else []
+        return args if own == kind and not named else None
+
+    def number(value: Any) -> float:
+        value = observed.values[value] if isinstance(value, fx.Node) else value
+        stored = isinstance(value, (int, float, Tensor)) and torch.as_tensor(value).shape in ((), (1,))
+        return float(value) if stored else math.nan
+
+    gone: set[fx.Node] = set()
+    for node in [*graph.nodes][::-1]:  # the largest pattern ends last
+        target = node.target if node.op != "call_module" else type(fetch(root, str(node.target)))
+        if node in gone or KINDS.get(target) not in ENDS or not isinstance(observed.values[node], Operand):
+            continue
+        for pattern, make in (*GATES, *NORMS):
+            found: dict[str, Any] = {}
+            if not fits(pattern, node, look, number, found) or not number(eps := found.get("eps", 1.0)) > 0:
+                continue
+            given, dims = observed.values.get(found["x"]), flat(found.get("dims", ()))
+            if not isinstance(given, Operand) or not all(type(d) is int and d % given.rank != given.axis for d in dims):
+                continue
+            function: Any = make
+            named: dict[str, Any] = {}
+            if "dims" not in found:
+                row = ACTIVATIONS[type(module := function())]
+                function, named = row.functions[0], {name: getattr(module, name) for name in row.arguments or ()}
+            options = [number(eps) if name == "eps" else found[name] for name in ("dims", "eps") if name in found]
+            node.op, node.target, node.args, node.kwargs = "call_function", function, (found["x"], *options), named
+            for inner in found["inside"][-2::-1]:
+                if inner not in gone and not inner.users:
+                    graph.erase_node(inner)
+                    gone.add(inner)
+            break
