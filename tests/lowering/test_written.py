@@ -133,6 +133,21 @@ def test_a_root_mean_square_norm_is_exported_certified_and_stored(
     assert torch.equal(load(save(net, tmp_path / "net"))(x), net(x))
 
 
+def test_networks_in_float64_keep_their_digits() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), Written(lambda x: by_root(x, 1))).double()
+    x = torch.randn(9, 6, dtype=torch.float64)
+    torch.testing.assert_close(export(net, (6,))(x), net(x), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1, -2])
+def test_gated_halves_and_flips_along_each_dimension(dim: int) -> None:
+    net = Written(lambda x: torch.flip(F.glu(x, dim), dims=(dim,)))
+    plain, x = export(net, (4, 6), box=(0, 1)), torch.rand(5, 4, 6)
+    torch.testing.assert_close(plain(x), net(x))
+    slope = (net(x[:1]) - net(x[1:])).norm(dim=(1, 2)) / (x[:1] - x[1:]).norm(dim=(1, 2))
+    assert float(slope.max()) <= float(lipschitz(plain)) < 0.8  # on the box: (sigmoid(1)^2 + 1/16)^(1/2) is 0.773
+
+
 REFUSED: dict[str, tuple[Forward, str]] = {
     "another gate": (lambda x: x * torch.sigmoid(2 * x), "no Lipschitz constant"),
     "gate of another value": (lambda x: x * torch.sigmoid(x.roll(1, 1)), "no Lipschitz constant"),
