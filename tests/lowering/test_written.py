@@ -134,7 +134,9 @@ def test_a_root_mean_square_norm_is_exported_certified_and_stored(
 
 
 def test_networks_in_float64_keep_their_digits() -> None:
-    net = nn.Sequential(nn.Linear(6, 6), Written(lambda x: by_root(x, 1))).double()
+    net = Written(lambda x: by_root(net.layer(x), 1))
+    net.layer = nn.Linear(6, 6)
+    net.double()
     x = torch.randn(9, 6, dtype=torch.float64)
     torch.testing.assert_close(export(net, (6,))(x), net(x), rtol=0, atol=1e-14)
 
