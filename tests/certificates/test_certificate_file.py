@@ -322,3 +322,17 @@ def test_the_command_confirms_and_refuses(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(command, [*arguments, "--eps", "2**3"])
     assert outcome.exit_code == 2
     assert "2**3" in outcome.output
+
+
+def test_the_certificate_of_an_integer_program_names_the_range_that_it_is_made_for(tmp_path: Path) -> None:
+    network, x, y = problem()
+    low, high = float(x.min()), float(x.max())
+    network.input_range = (2 * min(low, 0.0), 2 * max(high, 0.0))
+    wide = lipkit.certify(network, x, y, evaluator="integer")
+    path = write_certificate(describe(wide, network, x, y, "some"), tmp_path / "c.jsonl")
+    assert read_certificate(path).certificate.input_range == network.input_range
+    verify(read_certificate(path), network, x, y)
+    network.input_range = (low, high)  # another program, with larger radii, of the same hash
+    assert bool((lipkit.certify(network, x, y, evaluator="integer").radius >= wide.radius).all())
+    with pytest.raises(CertificateViolation, match="expected input_range"):
+        verify(read_certificate(path), network, x, y)

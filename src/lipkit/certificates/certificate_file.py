@@ -106,7 +106,7 @@ def write_certificate(file: CertificateFile, path: str | Path) -> Path:
         "body_constant": found.body_constant,
         "method": found.method,
         "proof": LOCAL_PROOF if found.method == "local" else PROOF,
-        **({"input_range": found.input_range} if found.method == "local" else {}),
+        **({"input_range": found.input_range} if found.method == "local" or found.evaluator.name == "integer" else {}),
         "dtype": found.dtype,
         "rounding": found.rounding,
         "evaluator": dataclasses.asdict(found.evaluator),
@@ -136,7 +136,8 @@ def _worded(value: Any) -> Any:
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
-_KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "input_shape", "evaluator", "data", "versions"}
+_KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "input_shape", "input_range", "evaluator", "data"}
+_KNOWN |= {"versions"}
 
 
 def read_certificate(path: str | Path) -> CertificateFile:
@@ -156,8 +157,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
             columns = list(zip(*_rows(path, stream, header["data"]["samples"]), strict=True))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
-    local = header["method"] == "local"
-    limits = header["input_range"] if local else None
+    limits = header["input_range"]
     read: dict[str, Any] = dict(zip(COLUMNS, (torch.tensor(c, dtype=torch.float64) for c in columns), strict=True))
     whole = {name: read[name].long() for name in ("label", "prediction")}
     certificate = Certificate(
@@ -168,7 +168,6 @@ def read_certificate(path: str | Path) -> CertificateFile:
         **{key: header[key] for key in _PROVED},
     )
     known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
-    known |= {"input_range"} if local else set()
     other = {key: value for key, value in header.items() if key not in known}
     return CertificateFile(certificate, header["data"], tuple(header["architecture"]), header["versions"], other)
 
@@ -209,7 +208,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
     for key in ("method", "dtype", "network_sha256", "rounding"):
         _expect(path, isinstance(header.get(key), str), f"{key} as a string", header.get(key))
     _expect(path, header["rounding"] in ("sound", "ignore"), "rounding 'sound' or 'ignore'", header["rounding"])
-    limits = header.setdefault("input_range", None) if local else None
+    limits = header.setdefault("input_range", None)
     if limits is not None:
         ends: list[Any] = [_WORDS.get(str(value), value) for value in limits] if isinstance(limits, list) else []
         rising = len(ends) == 2 and all(type(value) in (int, float) for value in ends) and ends[0] < ends[1]
@@ -368,7 +367,8 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
             raise CertificateViolation(f"expected {name} of at least {known:.12g}, got {bound:.12g}")
     architecture = tuple(type(module).__name__ for module in network)
     claims, finds = (f"{e.name} ({e.dtype}, block {e.block})" for e in (claimed.evaluator, proved.evaluator))
-    if claimed.method == "local" and claimed.input_range != network.input_range:
+    # Local radii hold in the range that was known, and an integer program is made for one.
+    if (claimed.method == "local" or claimed.input_range is not None) and claimed.input_range != network.input_range:
         raise CertificateViolation(f"expected input_range {network.input_range}, got {claimed.input_range}")
     for name, told, found in (
         ("method", claimed.method, proved.method),
