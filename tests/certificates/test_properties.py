@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from fractions import Fraction
@@ -300,3 +301,10 @@ def test_cases_of_another_network_are_refused() -> None:
         verify_property(one, empty)
     with pytest.raises(OptionError, match="FORMULA"):
         cases(box + "(assert)", 1, 1)
+
+
+@pytest.mark.parametrize(("boxes", "words"), [(1, "on 1 box"), (2, "on 2 boxes")])
+def test_an_answer_counts_its_boxes(boxes: int, words: str) -> None:
+    unsafe = cases("(assert (and (>= X_0 0) (<= X_0 1) (>= Y_0 9)))", 1, 1)
+    answer = verify_property(lipkit.export(nn.Linear(1, 1), (1,)), unsafe)
+    assert dataclasses.replace(answer, boxes=boxes).describe().endswith(words)

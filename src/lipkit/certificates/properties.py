@@ -63,7 +63,7 @@ class Answer(Shown):
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
         real = f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on "
-        real += f"{self.boxes} boxes"
+        real += f"{self.boxes} box{'es' * (self.boxes != 1)}"
         return real if self.answer == "holds" else f"{real}: {100 * self.proved:.4g} % of the volume"
 
 
