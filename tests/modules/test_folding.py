@@ -80,7 +80,12 @@ class Signals(nn.Module):
         return y + self.m(y)
 
 
-@pytest.mark.parametrize(("model", "left"), [(Signals(), 1), (nn.Sequential(Signals().a, nn.BatchNorm1d(4)), 0)])
+TURNED = nn.Sequential(nn.ConvTranspose1d(4, 6, 3, padding=1, groups=2), nn.BatchNorm1d(6))
+
+
+@pytest.mark.parametrize(
+    ("model", "left"), [(Signals(), 1), (nn.Sequential(Signals().a, nn.BatchNorm1d(4)), 0), (TURNED, 0)]
+)
 def test_a_norm_is_folded_through_a_new_shape(model: nn.Module, left: int) -> None:
     model = settle(model)
     x = torch.randn(5, 4, 6, dtype=torch.float64)

@@ -56,6 +56,13 @@ def norm_with_statistics() -> nn.BatchNorm2d:
     return layer.eval()
 
 
+def layer_norm() -> nn.LayerNorm:
+    layer = nn.LayerNorm((6, 6), 0.1)
+    for tensor in layer.parameters():
+        nn.init.normal_(tensor)
+    return layer
+
+
 def positions() -> nn.Module:
     layer = modules.PositionCode(*IMAGE)
     nn.init.normal_(layer.offset)
@@ -80,6 +87,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), IMAGE, 200),
     "affine": (lambda: modules.Affine(torch.randn(4), torch.randn(4)), IMAGE, 20),
     "batch norm": (lambda: export(norm_with_statistics(), IMAGE)[0], IMAGE, 60),
+    "layer norm": (layer_norm, IMAGE, 4000),
+    "layer norm, plain": (lambda: nn.LayerNorm((6, 6), 0.1, elementwise_affine=False), IMAGE, 4000),
+    "layer center": (lambda: modules.LayerCenter(1, 3), IMAGE, 200),
     "average": (lambda: nn.AvgPool2d(2), IMAGE, 60),
     "average, padded": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), IMAGE, 150),
     "global average": (lambda: nn.AdaptiveAvgPool2d(1), IMAGE, 300),
