@@ -134,9 +134,8 @@ def test_a_root_mean_square_norm_is_exported_certified_and_stored(
 
 
 def test_networks_in_float64_keep_their_digits() -> None:
-    net = Written(lambda x: by_root(net.layer(x), 1))
-    net.layer = nn.Linear(6, 6)
-    net.double()
+    net = Written(lambda x: by_root(x, 1))
+    net.register_buffer("wide", torch.ones((), dtype=torch.float64))
     x = torch.randn(9, 6, dtype=torch.float64)
     torch.testing.assert_close(export(net, (6,))(x), net(x), rtol=0, atol=1e-14)
 
