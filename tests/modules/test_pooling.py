@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lipkit import modules
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.lowering import export, lipschitz
 from lipkit.modules.pooling import adaptive_matrix, average_matrix, max_pool_constant, overlap, window_terms
@@ -242,3 +243,14 @@ def test_adaptive_pooling_needs_the_input_shape() -> None:
 def test_a_shape_without_two_sides_is_refused(layer: nn.Module) -> None:
     with pytest.raises(ShapeError, match="at least 2 dimensions"):
         lipschitz(layer, (8,))
+
+
+def test_sizes_that_have_no_rule_are_refused() -> None:
+    with pytest.raises(NoRuleError, match="output sizes of at least 1, got 0"):
+        lipschitz(nn.AdaptiveAvgPool2d(0), (1, 4, 4))
+    with pytest.raises(NoRuleError, match="divides the image"):
+        export(nn.AdaptiveMaxPool2d((2, 3)), (1, 4, 4))
+    with pytest.raises(ShapeError):
+        lipschitz(modules.Mean(3), (2, 2))
+    with pytest.raises(ShapeError, match="PositionCode: expected"):
+        modules.PositionCode(2, 4, 4)(torch.ones(1, 2, 4, 1))

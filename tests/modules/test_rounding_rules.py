@@ -191,10 +191,10 @@ def test_the_bound_holds_and_is_not_idle(name: str) -> None:
     exact = copy.deepcopy(module).double()
     measure = local_error(exact, shape, FLOAT32)
     closest = 0.0
-    for size in (1e-6, 0.1, 1.0, 3.0, 30.0):
+    for size in (0.0, 1e-6, 0.1, 1.0, 3.0, 30.0):
         for far in (0.0, 1e-3, 1.0, 10.0):
             x = size * torch.randn(32, *shape)
-            h = x + size * far * torch.randn(32, *shape)
+            h = x + (size or 1.0) * far * torch.randn(32, *shape)  # from 0, all of the error is its growth
             with torch.no_grad():
                 error = norms(module(h).double() - exact(h.double()))
             local = measure(x.double())
@@ -300,6 +300,13 @@ def test_weights_below_the_normal_range_may_count_as_zero() -> None:
     error = float(local_error(layer, (3,), FLOAT32)(x).error.at)
     assert error >= float(layer(x).detach().norm())  # flushed to zero, nothing of the output is left
     assert float(local_error(layer, (3,), FLOAT64)(x).error.at) < 1e-20
+
+
+def test_each_copy_of_a_pixel_may_be_off() -> None:
+    layer = nn.Conv2d(1, 1, 1, padding=1, padding_mode="replicate", bias=False, dtype=torch.float64)
+    nn.init.ones_(layer.weight)
+    slope = local_error(layer, (1, 1, 1), FLOAT32)(torch.zeros(1, 1, 1, 1).double()).error.slope
+    assert slope >= 3 * FLOAT32.unit  # nine outputs of one pixel
 
 
 def test_errors_of_weights_whose_squares_underflow_still_grow() -> None:
