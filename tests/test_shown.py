@@ -97,6 +97,9 @@ def test_a_certificate_says_its_figures(results: dict[str, Any]) -> None:
     assert first.startswith(f"40 samples: clean {clean}, certified(36/255) {certified}, L <= ")
     assert first.endswith("rounding included")
     assert "nothing certified" in str(dataclasses.replace(found, radius=0 * found.radius, input_shape=(16,)))
+    table = dataclasses.replace(found, radius=0 * found.radius + 1.6, input_shape=(16,))  # of no 8-bit image
+    assert "certified(1.6) " in str(table)
+    assert "/255" not in str(table)
     assert "rounding ignored" in str(dataclasses.replace(found, rounding="ignore"))
 
 

@@ -137,12 +137,13 @@ class Certificate(Shown):
         known = torch.where(self.radius.isfinite(), self.radius, 1.0)  # inf counts as 1: it has no quantile
         spread = known.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         eps = [36 / 255, 72 / 255, 108 / 255] if image else sorted(float(f"{r:.3g}") for r in spread if r > 0)
+        shown = format_radius if image else "{:g}".format  # 8-bit steps are for images
         shares = [f"{100 * float(self.certified(r).double().mean()):.1f} %" for r in eps]
         head = f"{len(self)} samples: clean {100 * self.clean_accuracy:.1f} %"
-        head += f", certified({format_radius(eps[0])}) {shares[0]}" if eps else ", nothing certified"
+        head += f", certified({shown(eps[0])}) {shares[0]}" if eps else ", nothing certified"
         included = "included" if self.rounding == "sound" else "ignored"
         head += f", L <= {upper(self.constant)}, rounding {included}"
-        curve = table([], [["radius", *map(format_radius, eps)], ["certified", *shares]])
+        curve = table([], [["radius", *map(shown, eps)], ["certified", *shares]])
         how = "radii by linear bounds around each sample" if self.method == "local" else self.method
         made = f"L proved from the stored numbers ({how}), for {self.evaluator.name} evaluation"
         return "\n".join([head, *([curve] if eps else []), made])
