@@ -203,11 +203,24 @@ def test_undefined_slopes_bound_nothing(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [nn.Hardshrink(), nn.Threshold(0.1, 1.0), nn.RReLU(), nn.GLU(), nn.Softmin(1), nn.LogSoftmax(1), nn.Softmax2d()],
+    [
+        nn.Hardshrink(),
+        nn.Threshold(0.1, 1.0),
+        nn.RReLU(),
+        nn.Fold(4, 2),
+        nn.Softmin(1),
+        nn.LogSoftmax(1),
+        nn.Softmax2d(),
+    ],
 )
 def test_no_rule_no_bound(module: nn.Module) -> None:
     with pytest.raises(NoRuleError, match="has no rule"):
         lipschitz(module)
+
+
+def test_a_gate_has_no_bound_on_all_of_space() -> None:
+    with pytest.raises(NoRuleError, match="no Lipschitz constant on all of space"):
+        lipschitz(nn.GLU(), (4,))
 
 
 @settings(max_examples=50, deadline=None)

@@ -126,7 +126,8 @@ def _flip(call: Build, x: Operand, *axes: Any, dims: Any = ()) -> int:
 
 @plain(torch.index_select, "index_select", place=along(1))
 def _index_select(call: Build, x: Operand, dim: int, index: Any) -> int:
-    (at,), taken = call.dims(call.same_format(x), dim), torch.as_tensor(call.constant(index, "index"))
+    (at,) = call.dims(call.same_format(x), dim)
+    taken = torch.arange(x.shape[at - 1])[call.constant(index, "index")]
     call.require(taken.ndim == 1, f"expected a list of entries, got an index of shape {tuple(taken.shape)}")
     call.require(call.shape[at - 1] > 0, f"expected entries of dimension {dim}, got none")
     return _mapped(call, x, x.number, at, lambda units: units[:, taken])

@@ -146,7 +146,7 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
 
     def number(value: Any) -> float:
         value = observed.values[value] if isinstance(value, fx.Node) else value
-        stored = isinstance(value, (int, float, Tensor)) and torch.as_tensor(value).shape in ((), (1,))
+        stored = isinstance(value, int | float) or (isinstance(value, Tensor) and value.shape in ((), (1,)))
         return float(value) if stored else math.nan
 
     gone: set[fx.Node] = set()
