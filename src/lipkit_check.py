@@ -382,7 +382,7 @@ class Node:
         return self.forward(c), (self.a * length(c) if self.a else 0) + self.b
 
     def run(self, c, e):
-        """What is computed from c, and its distance from the exact value at inputs within e of c."""
+        """The value computed at c, and how far it can be from the exact value at any input within e of c."""
         c, lost = self.own(c)
         return c, up(self.norm * e + lost)
 

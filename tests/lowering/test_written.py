@@ -153,6 +153,11 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "another gate": (lambda x: x * torch.sigmoid(2 * x), "no Lipschitz constant"),
     "gate of another value": (lambda x: x * torch.sigmoid(x.roll(1, 1)), "no Lipschitz constant"),
     "another root": (lambda x: x * 0.5 * (1 + torch.erf(x / 1.4)), "torch.erf"),
+    # Steeper than the module by 1e-7, which a bound would have to say.
+    "nearly one": (lambda x: x / (0.9999999 + x.abs()), "divisor"),
+    "nearly six": (lambda x: x * (x + 3).clamp(0, 6) / 5.999999, "no Lipschitz constant"),
+    "nearly a half": (lambda x: 0.50000009 * x * (1 + torch.erf(x / math.sqrt(2.0))), "torch.erf"),
+    "nearly a square": (lambda x: x * torch.rsqrt(x.pow(2.0000002).mean(1, keepdim=True) + 0.1), "pow|rsqrt"),
     "sum with a factor": (lambda x: x * 0.5 * torch.add(1.0, torch.erf(x / math.sqrt(2)), alpha=2), "torch.erf"),
     "without eps": (lambda x: rms(x, -1, 0.0), "pow|rsqrt"),
     "of the batch": (lambda x: rms(x, 0), "pow|Tensor.mean"),

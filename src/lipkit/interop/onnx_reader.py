@@ -227,11 +227,13 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
 
-    def number(name: str) -> Any:
-        """A stored scalar; NaN for anything else, since more dimensions would change the product's shape."""
+    def equals(name: str, wanted: float) -> bool:
+        """True if it is this scalar, as float32 stores it; more dimensions would change the product's shape."""
         constant = made[name].attributes.get("value") if name in made and made[name].kind == "Constant" else None
         tensor = stored.get(name, constant)
-        return float(tensor) if isinstance(tensor, Tensor) and tensor.shape in ((), (1,)) else math.nan
+        if not isinstance(tensor, Tensor) or tensor.shape not in ((), (1,)):
+            return False
+        return math.isclose(float(tensor), wanted, rel_tol=2e-7)
 
     def look(name: str, kind: str, wanted: Mapping[str, float]) -> list[str] | None:
         node = made.get(name)
@@ -247,7 +249,7 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
             continue
         for pattern, make in GATES if node.kind in ENDS else ():
             found: dict[str, Any] = {}
-            if fits(pattern, node.output[0], look, number, found):
+            if fits(pattern, node.output[0], look, equals, found):
                 inside = found["inside"][:-1]  # the last is the result itself
                 if all(readers[name] == inside.count(name) for name in inside):
                     node = node._replace(input=[found["x"]], attributes={}, row=Row(activation(make), ()))

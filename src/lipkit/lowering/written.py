@@ -66,24 +66,24 @@ ENDS = {pattern[0] for pattern, _ in (*GATES, *NORMS)}
 Look = Callable[[Any, str, Mapping[str, float]], Sequence[Any] | None]
 
 
-def fits(pattern: Any, value: Any, look: Look, number: Callable[[Any], float], found: dict[str, Any]) -> bool:
+def fits(pattern: Any, value: Any, look: Look, equals: Callable[[Any, float], bool], found: dict[str, Any]) -> bool:
     """True if a value is written as the pattern says.
 
     Args:
         look: the operands of a value that this operator makes with these attributes; None for any other value.
-        number: a constant as a number; NaN for anything else.
+        equals: whether a value is this number.
         found: gets what the names stand for, and "inside" a list of the values that the pattern makes.
     """
     if isinstance(pattern, str):
         return bool(found.setdefault(pattern, value) == value)
     if isinstance(pattern, float):
-        return math.isclose(number(value), pattern, rel_tol=2e-7)
+        return equals(value, pattern)
     kind, *parts = pattern
     given = look(value, kind, parts.pop() if isinstance(parts[-1], dict) else {})
     for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:  # these two commute
         trial = {**found, "inside": [*found.get("inside", ())]}  # a failed order leaves no trace
         alike = given is not None and len(given) == len(parts)
-        if alike and all(fits(part, one, look, number, trial) for part, one in zip(order, given or (), strict=True)):
+        if alike and all(fits(part, one, look, equals, trial) for part, one in zip(order, given or (), strict=True)):
             found.update(trial)
             found["inside"].append(value)
             return True
@@ -118,8 +118,10 @@ for _kind, _words in _WORDS.items():
     for _word in _words.split():
         _found = (getattr(home, name, None) for home in _HOMES for name in (_word, f"i{_word}", f"{_word}_"))
         KINDS.update(dict.fromkeys([_word, f"{_word}_", *filter(None, _found)], _kind))
-# What the options of a function must be, apart from these names of operands.
-_OPERANDS, _OPTIONS = ("input", "other", "exponent", "dim", "min", "max"), {"keepdim": True, "unbiased": False}
+# Operands that may be given by name, in their order.
+_OPERANDS = ("input", "other", "exponent", "dim", "min", "max")
+# Numbers that nobody can write exactly; with these digits the function's values and slopes are those of its module.
+_ROOTS, _DIGITS = (math.sqrt(2), math.sqrt(0.5), math.sqrt(2 / math.pi)), 1e-11
 
 
 def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
@@ -141,13 +143,17 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
             asked = {"keepdim": True} | ({"unbiased": False} if own == "Var" else {})
             args, named = args[:2], {} if named in (asked, {"keepdim": True, "correction": 0}) else {"other": named}
         if own == "Clip" and len(args) == 1:
-            args += [0.0, 6.0] if "relu6" in str(value.target) or target is nn.ReLU6 else []
+            args += [0.0, 6.0] if target in (F.relu6, nn.ReLU6) else []
         return args if own == kind and not named else None
 
     def number(value: Any) -> float:
         value = observed.values[value] if isinstance(value, fx.Node) else value
         stored = isinstance(value, int | float) or (isinstance(value, Tensor) and value.shape in ((), (1,)))
         return float(value) if stored else math.nan
+
+    def equals(value: Any, wanted: float) -> bool:
+        # A bound is of the function as it is written: x / (0.9999999 + |x|) is steeper than Softsign.
+        return math.isclose(number(value), wanted, rel_tol=_DIGITS if wanted in _ROOTS else 0.0)
 
     gone: set[fx.Node] = set()
     for node in [*graph.nodes][::-1]:  # the largest pattern ends last
@@ -156,7 +162,7 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
             continue
         for pattern, make in (*GATES, *NORMS):
             found: dict[str, Any] = {}
-            if not fits(pattern, node, look, number, found) or not number(eps := found.get("eps", 1.0)) > 0:
+            if not fits(pattern, node, look, equals, found) or not number(eps := found.get("eps", 1.0)) > 0:
                 continue
             given, dims = observed.values.get(found["x"]), flat(found.get("dims", ()))
             if not isinstance(given, Operand) or not all(type(d) is int and d % given.rank != given.axis for d in dims):
