@@ -1,4 +1,4 @@
-"""The marker ``fast``, reports without plots, and a headless Chromium with what must hold for every page."""
+"""The marker ``fast``, no waiting for the disk, reports without plots, and a headless Chromium with what must hold for every page."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def pytest_collection_finish() -> None:
     """Imports and collection leave a million objects that stay: no later search for garbage looks at them again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """No test cuts the power: files need not be on the disk before it goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def pytest_runtest_setup() -> None:
