@@ -1,4 +1,4 @@
-"""The marker ``fast``, no waiting for the disk, reports without plots, and a headless Chromium with what must hold for every page."""
+"""The marker ``fast``, no waiting for the disk, reports without plots, a headless Chromium and what a page holds."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, Context
 from typing import Any
 
@@ -13,6 +13,9 @@ from lipkit.text import printable, table
 
 LINES, COLUMNS = 25, 100
 """Limits of the printed text of a result."""
+
+Told = Callable[[str, int, int], None]
+"""Told of progress: what happened to the samples that are done, how many they are, and how many there are."""
 
 
 class Shown:

@@ -725,6 +725,6 @@ def test_relaxation_refuses_what_is_no_activation() -> None:
 
 def test_progress_names_the_samples_that_are_done() -> None:
     net = modules.Network([nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)], (2,))
-    x, told = torch.randn(70, 2), list[tuple[int, int]]()
-    certify(net, x, net(x).argmax(1), method="local", progress=lambda done, total: told.append((done, total)))
-    assert told == [(32, 70), (64, 70), (70, 70)]
+    x, told = torch.randn(70, 2), list[tuple[str, int, int]]()
+    certify(net, x, net(x).argmax(1), method="local", progress=lambda *now: told.append(now))
+    assert told == [("evaluated", 70, 70), *(("with local radii", n, 70) for n in (32, 64, 70))]

@@ -197,7 +197,10 @@ def test_an_attack_survives_infinite_radii() -> None:
     net = modules.Network([last], (2,))
     x, y = torch.rand(5, 2), torch.zeros(5, dtype=torch.int64)
     attack = Attack(eps=(0.5,), steps=3, restarts=1, samples=None, box=(0.0, 1.0), seed=0)
-    found = attack_samples(net, certify(net, x, y), x, y, attack)
+    told = list[tuple[str, int, int]]()
+    certificate = certify(net, x, y, batch_size=2, progress=lambda *now: told.append(now))
+    found = attack_samples(net, certificate, x, y, attack, batch_size=2, progress=lambda *now: told.append(now))
+    assert told == [*(("evaluated", n, 5) for n in (2, 4, 5)), *(("attacked", n, 5) for n in (2, 4))]
     assert found.rows[0].share.value == found.rows[0].certified.value == 1.0
     assert found.cross_check.compared == 0
 

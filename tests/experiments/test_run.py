@@ -16,7 +16,7 @@ from lipkit.data import Data, ImageFiles, Split
 from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
 from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
-from lipkit.experiments.outcome import Display, finish
+from lipkit.experiments.outcome import Display, finish, told
 from lipkit.experiments.recipe import load_recipe, seeded
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
@@ -360,3 +360,16 @@ def test_augmentation_is_that_of_the_recipe():
         for a, b in zip(flip(x, torch.Generator().manual_seed(0)), x, strict=True)
     }
     assert seen == {(True, False), (False, True)}
+
+
+def test_progress_is_noted_every_ten_seconds_with_the_time_left(monkeypatch) -> None:
+    clock, notes = iter([0.0, 4.0, 12.0, 14.0, 21.0, 23.0, 30.0]), list[str]()
+    monkeypatch.setattr("lipkit.experiments.outcome.time.monotonic", lambda: next(clock))
+    show = Display()
+    monkeypatch.setattr(show, "note", notes.append)
+    tell = told(show)
+    for now in (("evaluated", 1, 4), ("evaluated", 2, 4), ("evaluated", 4, 4), ("attacked", 1, 8), ("attacked", 2, 8)):
+        tell(*now)
+    tell("attacked", 8, 8)
+    # 12 seconds for the first two of four; the attack began at 14, took 9 for two of eight.
+    assert notes == ["2 of 4 samples evaluated, left 0:12", "2 of 8 samples attacked, left 0:27"]

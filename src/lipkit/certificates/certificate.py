@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lipkit.certificates.local import Bounds
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure
 from lipkit.errors import OptionError, check_labels
 from lipkit.files import write_atomic
-from lipkit.shown import Shown, axes, upper
+from lipkit.shown import Shown, Told, axes, upper
 from lipkit.text import csv_text, format_radius, table
 
 METHODS = ("global", "local", "best")
@@ -179,7 +178,7 @@ def certify(
     batch_size: int = 128,
     device: str | torch.device = "cpu",
     proof: Proof | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Told | None = None,
 ) -> Certificate:
     r"""Certified l2 radii of a classifier. For a regression see `lipkit.certificates.certify_regression`.
 
@@ -215,7 +214,7 @@ def certify(
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
         proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
-        progress: called with the samples whose local radius is known, and all, a few at a time.
+        progress: called with ``"evaluated"`` or ``"with local radii"``, the number of samples done, and that of all.
 
     Cost:
         The bounds of the layers, or a comparison of all numbers with the ``proof``; one to three passes in float64.
@@ -243,7 +242,7 @@ def certify(
     check_labels(y, len(x))
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
-        check=margins.check_logits,
+        check=margins.check_logits, progress=progress,
     )  # fmt: skip
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)

@@ -32,7 +32,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,6 +43,7 @@ from lipkit.modules.machine import ErrorBound, ProvedModule, advance, prepare, s
 from lipkit.modules.network import Network
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow, size
 from lipkit.proof.roundoff import next_down, next_up
+from lipkit.shown import Told
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
 # Numbers of the widest value in one block of rows: about 10 such tensors are alive at once.
@@ -362,9 +362,7 @@ class Bounds:
                 nearest = torch.minimum(nearest, margin.detach() / steep)
         return torch.where(right, torch.where(nearest.isfinite(), nearest, 1.0), 0.0)
 
-    def radii(
-        self, x: Tensor, labels: Tensor, start: Tensor, progress: Callable[[int, int], None] | None = None
-    ) -> Tensor:
+    def radii(self, x: Tensor, labels: Tensor, start: Tensor, progress: Told | None = None) -> Tensor:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
         A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
@@ -376,7 +374,7 @@ class Bounds:
             for part in zip(*(values.split(self.samples) for values in (x, labels, start)), strict=True):
                 found.append(self._search(*part))
                 if progress is not None:
-                    progress(sum(map(len, found)), len(x))
+                    progress("with local radii", sum(map(len, found)), len(x))
         return torch.cat(found)
 
     def _search(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:

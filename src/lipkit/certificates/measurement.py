@@ -28,7 +28,7 @@ from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import check_readable
-from lipkit.shown import Shown, upper
+from lipkit.shown import Shown, Told, upper
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -284,6 +284,7 @@ def measure(
     device: str | torch.device,
     proof: Proof | None,
     check: Callable[[Tensor], None] | None = None,
+    progress: Told | None = None,
 ) -> Measurement:
     """Evaluate a network in float64 at inputs that `check_inputs` took, with its proof or with one that is made here.
 
@@ -297,12 +298,13 @@ def measure(
             raise OptionError(f"proof: expected the result of lipkit.prove, got {type(proof).__name__}")
         made_for = _asked(network, rounding, evaluator, device)[1]
         proof.check(network, rounding, made_for)
-    return evaluate(proof, x, made_for, batch_size, check)
+    return evaluate(proof, x, made_for, batch_size, check, progress)
 
 
 def evaluate(
-    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None
-) -> Measurement:
+    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None,
+    progress: Told | None = None,
+) -> Measurement:  # fmt: skip
     """The network of a proof, evaluated in float64, batch by batch; arguments as `measure`, which checks them."""
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(proof.device, proof.rounding == "sound"):
@@ -315,6 +317,8 @@ def evaluate(
                 outputs.append(logits[-1].values)
             if check is not None:
                 check(outputs[-1])
+            if progress is not None:
+                progress("evaluated", sum(map(len, outputs)), len(x))
     return Measurement(proof, torch.cat(outputs), sound.merged(logits, torch.cat) if logits else None, made_for)
 
 

@@ -53,6 +53,7 @@ def command(
     from lipkit.errors import RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
     from lipkit.experiments.build import load_data
+    from lipkit.experiments.outcome import told
     from lipkit.experiments.run import load_network, read_recipe
     from lipkit.report.attack_page import save_attack
     from lipkit.text import printable
@@ -73,11 +74,12 @@ def command(
         x, y = data.test.batch(numbers)
         attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)
         show.note(f"certifying and attacking {len(x)} of {len(data.test)} test samples")
-        certificate = certify(network, x, y, batch_size=batch_size, device=device)
+        certificate = certify(network, x, y, batch_size=batch_size, device=device, progress=told(show))
         start = time.perf_counter()
         attempt = attack_samples(
             network, certificate, x, y, dataclasses.replace(attack, samples=None),  # x holds the chosen samples only
             batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
+            progress=told(show),
         )  # fmt: skip
         path = save_attack(
             run, attempt, attack, certificate, numbers, x, data=data.name, classes=data.classes, images=images,

@@ -23,6 +23,7 @@ from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
+from lipkit.shown import Told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +155,7 @@ def attack_samples(
     confidence: float = 0.95,
     device: str | torch.device = "cpu",
     numbers: Tensor | None = None,
+    progress: Told | None = None,
 ) -> Attempt:
     r"""Attack the samples of a certificate at ``attack.eps``, in l2 also at their own radii; see `evaluate`.
 
@@ -166,6 +168,7 @@ def attack_samples(
         x, y: (N, *input_shape), within ``attack.box``; (N,) int64.
         attack: what to run. A minimum-norm attack runs once; its example counts at each radius that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
+        progress: see `lipkit.certify`: ``"attacked"``.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius.
@@ -190,7 +193,9 @@ def attack_samples(
     nothing = x[:0].cpu().double()
     parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
     ran: dict[str, None] = {}
-    for index in chosen.split(batch_size):
+    for batch, index in enumerate(chosen.split(batch_size)):
+        if progress is not None and batch:
+            progress("attacked", batch * batch_size, len(chosen))
         index = index[certificate.correct[index]]  # a wrong prediction needs no attack
         if not len(index):
             continue

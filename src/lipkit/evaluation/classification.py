@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lipkit.certificates.intervals import Share, as_radii, check_radii, share
 from lipkit.data import as_split
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
-from lipkit.shown import Shown, figures
+from lipkit.shown import Shown, Told, figures
 from lipkit.text import format_radius
 
 EPS = (36 / 255, 72 / 255, 108 / 255, 255 / 255)
@@ -78,7 +78,7 @@ def evaluate(
     confidence: float = 0.95,
     device: str | torch.device = "cpu",
     large_eps: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Told | None = None,
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
@@ -97,7 +97,7 @@ def evaluate(
         batch_size, device: as of `lipkit.certify`; the attack runs there, too.
         confidence: of the Clopper-Pearson intervals.
         large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
-        progress: of local radii, see `lipkit.certify`.
+        progress: see `lipkit.certify`; of the attack, too: ``"attacked"``.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
@@ -121,8 +121,9 @@ def evaluate(
     cross_check = CrossCheck(0, math.inf)
     if radii:
         attempt = attack_samples(
-            network, certificate, x, y, attack, batch_size=batch_size, confidence=confidence, device=device
-        )
+            network, certificate, x, y, attack, batch_size=batch_size, confidence=confidence, device=device,
+            progress=progress,
+        )  # fmt: skip
         attacked, cross_check = attempt.rows, attempt.cross_check
     end = time.perf_counter()
     return Evaluation(

@@ -105,7 +105,7 @@ def finish(
             network, split, method=section.method, eps=section.eps, attack=attack, classes=data.classes,
             confidence=section.confidence, batch_size=section.batch_size, device=device,
             large_eps=data.input_range is not None,  # checked when the recipe was read
-            progress=_local_radii(display),
+            progress=told(display),
         )  # fmt: skip
     target, name = folder, folder.name
     if (folder / RECORD).exists():  # the record is what a certification writes last
@@ -122,14 +122,16 @@ def finish(
     return Outcome(target, record.metrics(), record)
 
 
-def _local_radii(display: Display) -> Callable[[int, int], None]:
-    """Tells at most every ten seconds how many samples have their local radius, and the time that is left."""
-    begun = last = time.monotonic()
+def told(display: Display) -> Callable[[str, int, int], None]:
+    """Notes at most every ten seconds how many samples are done, and the time that is left: `lipkit.certify`."""
+    begun: dict[str, float] = {}
+    noted = called = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
-        nonlocal last
-        if (now := time.monotonic()) - last >= 10 and done < total:
-            last, left = now, (now - begun) / done * (total - done)
-            display.note(f"local radii of {done} of {total} samples, left {duration(left)}")
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal noted, called
+        start = begun.setdefault(what, called)
+        if (called := time.monotonic()) - noted >= 10 and done < total:
+            noted, left = called, (called - start) / done * (total - done)
+            display.note(f"{done} of {total} samples {what}, left {duration(left)}")
 
     return tell
