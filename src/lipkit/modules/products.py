@@ -114,7 +114,7 @@ def refuse_unlimited(network: nn.Module) -> None:
             raise NoRuleError(
                 f"{module.where or type(module).__name__}: expected one factor to be constant, got two that depend on "
                 "the input: such a product has no Lipschitz constant on all of space; "
-                "lipkit.export(model, input_shape, box=(0, 1)) limits it to what inputs in a box can reach"
+                "give the range of the inputs, such as box=(0, 1), which limits its factors to what they can reach"
             )
 
 
