@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -101,6 +102,52 @@ def test_intervals_are_those_of_the_definition() -> None:
     assert bool((inside.high > net(new) + half - 1e-13).all())
     assert inside.coverage(net(new)) == 1.0
     assert found.predict_interval(new, 0.1).mean_width == pytest.approx(float(2 * q.mean()))
+
+
+def test_rounding_errors_are_on_the_safe_side() -> None:
+    """Outputs that cancel: float64 is off by 1e-3, behind the 19th sample by 1; all holds for the exact ones."""
+    torch.manual_seed(0)
+    net = Network([nn.Linear(3, 2, bias=False).double()], (3,))
+    net[0].weight.copy_(torch.tensor([[1.7e13, -1.7e13, 1.0], [0.6e13, -0.6e13, -1.0]]))
+    a = (1 + torch.rand(79, 1, dtype=torch.float64)) * torch.tensor([1.0] * 19 + [500.0] * 60)[:, None]
+    x = torch.cat([a, a * (1 + 2.0**-44 * torch.rand(79, 1) / a), torch.randn(79, 1)], 1)
+    rows, points = ([[Fraction(v) for v in row] for row in t.tolist()] for t in (net[0].weight, x))
+    f = np.array([[sum(w * v for w, v in zip(row, point, strict=True)) for row in rows] for point in points])
+    assert np.abs(net(x).numpy() - f)[19:].max() > 0.1
+
+    y = torch.from_numpy(f[:19].astype(np.float64)).abs()
+    found = conformal.calibrate(net, x[:19], y)
+    exact = np.sort(np.abs(np.vectorize(Fraction)(y.numpy()) - f[:19]), 0)
+    assert bool((found.scores.numpy() >= exact).all())
+    inside = found.predict_interval(x[19:], 0.1)
+    assert bool((inside.low.numpy() <= f[19:] - exact[17]).all())
+    assert bool((inside.high.numpy() >= f[19:] + exact[17]).all())
+
+    y = torch.randint(2, (19,))
+    found, gaps = conformal.calibrate(net, x[:19], y), f[:, ::-1] - f  # of each class: the other one's lead
+    exact = np.sort(gaps[np.arange(19), y])
+    assert bool((found.scores[:, 0].numpy() >= exact).all())
+    assert not bool((found.predict_set(x, 0.5).sets.numpy() < (gaps <= exact[9])).any())
+
+
+def test_outputs_that_overflow_may_be_anything() -> None:
+    net = Network([nn.Linear(2, 2, bias=False).double()], (2,))
+    net[0].weight.copy_(torch.tensor([[1e150, 0.0], [-1e150, 0.0]], dtype=torch.float64))
+    x, y = torch.tensor([[1e-150, 0.0]] * 8 + [[1e160, 0.0]], dtype=torch.float64), torch.ones(9, 2).double()
+    regressed = conformal.calibrate(net, x, y)
+    assert bool(regressed.scores[-1].isinf().all())
+    found = regressed.predict_interval(x[7:], 0.5)
+    assert found.high.isfinite().tolist() == found.low.isfinite().tolist() == [[True] * 2, [False] * 2]
+    labels = conformal.calibrate(net, x[:8], torch.zeros(8, dtype=torch.int64))
+    assert labels.predict_set(x[7:], 0.5).sets.tolist() == [[True, False], [True, True]]
+    assert conformal.calibrate(net, x, torch.zeros(9, dtype=torch.int64)).scores[-1, 0] == math.inf
+    net[0].weight.mul_(1e158)  # the outputs are finite, but squares of the weights are not
+    net[0].weight[:, 1] = 1e308
+    x[-1, 0] = 1e-150
+    found = conformal.calibrate(net, x * 1e-158, y)
+    inside = found.predict_interval(x * 1e-158, 0.5)
+    assert bool(net(x * 1e-158).isfinite().all())
+    assert bool(found.scores.isinf().all() and inside.low.isneginf().all() and inside.high.isposinf().all())
 
 
 @pytest.mark.thorough

@@ -187,11 +187,16 @@ def output_errors(
     overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]  # an infinite error certifies nothing
     body = grow(walk.error.at + walk.error.slope * distance)[:, None]
     if own is None or weight is None:  # the error of the whole vector bounds that of each output
-        return walk.centre_error[:, None], body + overflow
+        return known(walk.centre_error[:, None]), known(body + overflow)
     norms, spread = size(weight), walk.spread
     centre = grow(own.at64 + norms * walk.centre_error[:, None])
     reached = grow(spread.at + spread.slope * distance)[:, None]
-    return centre, grow(own.at + grow(own.slope * reached) + grow(norms * body)) + overflow
+    return known(centre), known(grow(own.at + grow(own.slope * reached) + grow(norms * body)) + overflow)
+
+
+def known(errors: Tensor) -> Tensor:
+    """Errors, infinite where they are NaN: of an infinite factor times 0, say, nothing is known."""
+    return errors.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
