@@ -45,12 +45,12 @@ _MOST_STEPS, _ACCURACY = 400, 1e-4
 
 
 class System(NamedTuple):
-    """A system whose gain is to be proved.
+    """The system of the module docstring; D11 is the block of M that maps w to v.
 
     Attributes:
         matrix: M ``(nv + nx + ny, nw + nx + nu)``; entries on and above the diagonal blocks of D11 count as 0.
-        states: nx.
-        units: (nv, nw); the same number twice for slopes in [0, 1].
+        states: nx, the number of states.
+        units: (nv, nw), the sizes of v and w; equal for slopes in [0, 1].
         block: side of the diagonal blocks of D11.
         lipschitz: L of phi; None for slopes in [0, 1] of each unit.
     """

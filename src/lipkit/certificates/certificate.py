@@ -105,7 +105,7 @@ class Certificate(Shown):
         return float(found.double().mean())
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one row a sample, numbers that read back exactly.
+        """Write one row per sample, with numbers that read back exactly.
 
         Columns: ``index,label,prediction,correct,radius,margin,radius_ignored``.
         """
@@ -118,7 +118,7 @@ class Certificate(Shown):
         return {name: getattr(self, name) for name in names}
 
     def to_frame(self) -> Any:
-        """The columns of `save_csv` as a DataFrame of pandas, one row a sample.
+        """The columns of `save_csv` as a pandas DataFrame, one row per sample.
 
         Raises:
             OptionError: pandas is not installed.

@@ -1,11 +1,11 @@
 r"""A network as linear maps, scalar activations, sums and stacks, through which linear bounds are carried back.
 
-Every module says once what it is made of, by a rule registered by exact type (`circuit_rule`). Sorting and maxima are
-:math:`\max(a, b) = b + \mathrm{relu}(a - b)`, so that the bounds needed are those of differences. What has no rule is
-a `Leaf`: a ball around its output at the sample, by the constants of everything before it.
+A rule for each exact type of module (`circuit_rule`) says which parts it is made of. Sorting and maxima are
+:math:`\max(a, b) = b + \mathrm{relu}(a - b)`, so only differences need bounds. A module without a rule becomes a
+`Leaf`: a ball around its output at the sample, whose radius follows from the constants up to it.
 
-A linear map is a triple: its adjoint, its map of moduli :math:`|W| h`, its bias. Adjoints are torch's own, in float64:
-inner products of a known number of terms, in any order.
+A linear map is stored as its adjoint, a map that gives :math:`|W| h`, and its bias. Torch computes adjoints in float64,
+as inner products of a known number of terms in any order.
 """
 
 from __future__ import annotations

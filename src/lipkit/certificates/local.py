@@ -301,7 +301,7 @@ def _norm(rows: Tensor) -> Tensor:
 class Bounds:
     """Local radii of one network in float64, batch by batch.
 
-    ``arithmetic`` None ignores the evaluator's rounding (the computation's own is still taken off). Nothing is said
+    ``arithmetic`` None ignores the evaluator's rounding (that of the proof is still taken off). Nothing is said
     about inputs outside of ``box``.
     """
 
@@ -314,7 +314,7 @@ class Bounds:
         self.circuit = Circuit(self.network, arithmetic)
         largest = max(math.prod(shape) for shape in self.circuit.shapes)
         if largest > 1 << 22:
-            raise NoRuleError(f"local bounds: expected values of at most 2^22 entries, got one of {largest}")
+            raise NoRuleError(f"local bounds: expected at most 2^22 entries, got {largest}: use method='global'")
         self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
             self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]

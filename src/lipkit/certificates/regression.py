@@ -119,7 +119,7 @@ class RegressionCertificate(Shown):
         )
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row a sample."""
+        """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row per sample."""
         names = ("target", "prediction", "worst_error")
         header = ["index", *(f"{name}_{j}" for j in range(self.target.shape[1]) for name in names)]
         columns = torch.stack((self.target, self.prediction, self.worst_error), dim=2).flatten(1)

@@ -165,7 +165,7 @@ def always_proved(kernel: Tensor) -> bool:
 
 
 def training_norm(kernel: Tensor) -> Tensor:
-    """The norm of a kernel in training: proved, or the number that the proof would try first."""
+    """The norm of a kernel in training: proved, or the estimate that the proof would try first."""
     return proved_norm(kernel) if always_proved(kernel) else symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
 
 

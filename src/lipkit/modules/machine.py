@@ -172,8 +172,8 @@ def by_norms(
 ) -> tuple[ErrorBound, Tensor]:
     """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
 
-    ``spare`` maps outputs to the error (N,) that does no harm. Samples that could lose more of it have the modules that
-    add most measured. The second result is True for samples that `through` could still improve by more than that.
+    ``spare`` maps outputs to the error (N,) that does no harm. Where bounding by norms could cost more, the modules
+    with the largest errors are measured. The second result is True where `through` could improve it by more.
     """
     errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
