@@ -75,7 +75,7 @@ def dissipation_matrix(
     """H of the module docstring, dense, float64, and a bound of the rounding of each entry.
 
     Rows and columns are w, x, u, then the rows of N. Of the metric P only the lower triangle is read; the multiplier is
-    the diagonal of Lambda, one number, repeated, if phi acts on all units together.
+    the diagonal of Lambda (one repeated number if phi acts on all units together).
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])  # x+ = x / 2 + u, y = x
     >>> dissipation_matrix(System(half, 1, (0, 0), 1), torch.eye(1), torch.ones(0), 4.0, 1.0)[0].tolist()

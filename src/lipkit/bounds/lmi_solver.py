@@ -217,7 +217,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with strictly feasible ones as far as needed.
+    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with the strictly feasible ``safe`` as needed.
 
     >>> repaired([torch.eye(2), torch.eye(2)], [torch.ones(2)], [torch.ones(2)])[0] < 1 + 1e-9
     True

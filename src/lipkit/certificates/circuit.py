@@ -41,10 +41,10 @@ class Noise(NamedTuple):
     """Rounding errors of the evaluator in one linear node, entry by entry, with s the sum of moduli of its terms.
 
     Attributes:
-        depth: chained operations; the error is gamma(depth) s, and the smallest normal number for every operation.
-        terms: of one output.
-        swell: numbers on the way are at most this many times s.
-        weight: moduli of the stored numbers, for those that are flushed or overflow; None where none is stored.
+        depth: chained operations; the error is gamma(depth) s, plus the smallest normal number per operation.
+        terms: number of terms in one output.
+        swell: intermediate numbers are at most this many times s.
+        weight: moduli of the stored weights, to find those that are flushed or overflow; None without weights.
     """
 
     depth: int
@@ -60,7 +60,7 @@ class Linear(NamedTuple):
         shape: of y.
         adjoint: ``(B, *shape)`` to ``(B, *input)``, every entry a sum of at most ``terms`` products; 0 where it
             only moves numbers.
-        moduli: |x| to at least |W| |x|, but for rounding of sums of at most 2^20 terms.
+        moduli: maps |x| to at least |W| |x|, up to the rounding of sums of at most 2^20 terms.
         bias: k, of y's shape; None for 0.
         noise: of the evaluator; None where it moves numbers and computes nothing.
     """

@@ -45,9 +45,9 @@ class Logits(NamedTuple):
 
     Attributes:
         values: (N, K) computed in float64.
-        walk: of everything before the last dense layer, or of the whole network without one (without its outputs).
-        own: of the last dense layer; None without one.
-        peak: bounds every number on the way.
+        walk: bounds before the last dense layer; of the whole network (but its outputs) if it does not end in one.
+        own: bounds of the last dense layer itself; None without one.
+        peak: bounds every intermediate number.
     """
 
     values: Tensor
