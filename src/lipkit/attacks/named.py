@@ -28,9 +28,9 @@ class Named:
     """One attack of the table.
 
     Attributes:
-        function: (model, x, y, *, box, ...) -> (N, ...) points; gets the options of `run_attack` in its signature.
+        function: (model, x, y, *, box, ...) -> (N, ...) points; takes those options of `run_attack` that it declares.
         words: name shown to the user.
-        package: package that it needs, whose version ``ran`` states.
+        package: name of a package that it needs, or empty; ``ran`` states its version.
     """
 
     function: Callable[..., Tensor]

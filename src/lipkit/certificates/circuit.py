@@ -58,8 +58,8 @@ class Linear(NamedTuple):
 
     Attributes:
         shape: of y.
-        adjoint: ``(B, *shape)`` to ``(B, *input)``, every entry a sum of at most ``terms`` products; 0 where it
-            only moves numbers.
+        adjoint: maps ``(B, *shape)`` to ``(B, *input)``, each entry a sum of at most ``terms`` products; ``terms`` is 0
+            if numbers only move.
         moduli: maps |x| to at least |W| |x|, up to the rounding of sums of at most 2^20 terms.
         bias: k, of y's shape; None for 0.
         noise: of the evaluator; None where it moves numbers and computes nothing.

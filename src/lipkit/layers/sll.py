@@ -143,7 +143,7 @@ class SllLinear(Sll, SlopeResidualLinear):
     Parameters ``free`` F (hidden, n), ``log_q`` (hidden,), ``bias`` (hidden,), n = max(in, out).
 
     Guarantee:
-        1-Lipschitz, by construction.
+        1-Lipschitz, by construction (T: :meth:`multiplier`).
 
     Raises:
         OptionError: an activation whose slope leaves [0, 1] (MaxMin, GELU, ...), sizes below 1.
@@ -179,7 +179,7 @@ class SllConv2d(Sll, SlopeResidualConv2d):
     channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F, ``log_q``, ``bias``.
 
     Guarantee:
-        1-Lipschitz for every image size.
+        1-Lipschitz for every image size (T: :meth:`multiplier`).
 
     Raises:
         OptionError: an even kernel, an activation whose slope leaves [0, 1].

@@ -173,7 +173,7 @@ def by_norms(
     """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
 
     ``spare`` maps outputs to the error (N,) that does no harm. Where bounding by norms could cost more, the modules
-    with the largest errors are measured. The second result is True where `through` could improve it by more.
+    with the largest errors are measured. The second result is True where `through` could gain more than that.
     """
     errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error
