@@ -40,7 +40,7 @@ class NetworkBound(Shown):
         upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
         product: the proved bound that the `layers` make together, in the order of the forward pass.
-        tight: the proved bound of LipSDP, or with a box that from the slopes in it; None if it was not tried.
+        tight: the proved bound by LipSDP, or by slopes in the box if there is one; None if it was not tried.
         how: what made `tight`, or why it was not tried.
         box: (low, high) of the inputs that the bounds are for, numbers or tensors; None for all inputs.
     """

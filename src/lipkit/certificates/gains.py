@@ -6,9 +6,9 @@ linear. So behind k activations
 
 .. math:: h_k = A_k x + \sum_{j < k} B_{kj} s_j,
 
-and the LMI of `lipkit.bounds.lmi` bounds the gain, each of its weights reading x and all s before. Weights are products
+and the LMI of `lipkit.bounds.lmi` bounds the gain; each of its weights reads x and all earlier s. Weights are products
 in float64; a bound of the error of each entry goes into the proof. One column of x and one row of y in the same LMI
-bound one entry of the derivative; so does the product of the interval matrices :math:`W_L D_L \cdots D_1 W_0`.
+bound one entry of the derivative; so does the product :math:`W_L D_L \cdots D_1 W_0` with intervals of slopes D.
 
 Source: Fazlyab et al., NeurIPS 2019, for the LMI; the matrix of slopes as an interval is Rohn, Linear Algebra and its
 Applications 1989.

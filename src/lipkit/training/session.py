@@ -28,7 +28,7 @@ from lipkit.training.sources import Source, own_random_state, random_state
 
 
 class Session:
-    """A network in training, and the place where it is. It changes the network within `opened` only.
+    """All state of a training: network, optimiser, place in the run. It changes the network within `opened` only.
 
     Args:
         fabric: launched.
@@ -36,9 +36,9 @@ class Session:
 
     Attributes:
         wrapped: ``model`` with Fabric's wrapper, perhaps compiled; for forward passes.
-        optimizer: Fabric's; peaks: the peak learning rate of each of its groups.
+        optimizer: with Fabric's wrapper; peaks: the peak learning rate of each of its groups.
         parameters: the trained ones, by name; average: their moving averages, None without ``ema``.
-        loss, rate: functions.
+        loss, rate: functions of (outputs, targets), and of the fraction of training done.
         clock: the budget, and when to save or stop. steps: of one epoch.
         input_shape: of one augmented input, if `after_step` needs it, else None.
         folder: of the run; None writes nothing. events: its logger of TensorBoard events, or None.
