@@ -311,7 +311,8 @@ class ConstrainedConv2d(Constrained):
             raise OptionError(f"kernel_size: expected odd sizes ({self.needs_odd}), got {kernel}")
         modes = self.padding_modes if odd else ("circular",)
         if padding_mode not in modes:
-            raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
+            allowed = " or ".join(map(repr, modes))
+            raise OptionError(f"padding_mode: expected {allowed}, got {padding_mode!r}: use lipkit.layers.NativeConv2d")
         self.padding_mode = padding_mode
         same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
         check_same(padding, same, kernel)

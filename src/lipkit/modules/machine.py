@@ -113,7 +113,7 @@ def start(x: Tensor) -> ErrorBound:
 
 
 def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
-    """The bounds after one more module: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`."""
+    r"""The bounds after one more module: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`."""
     spread, own = bound.spread, step.machine(bound.centre)
     own64 = own if step.double is step.machine else step.double(bound.centre)
     return ErrorBound(
@@ -139,7 +139,7 @@ Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def norm_sizes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm itself, of which nothing is known from below."""
+    """Bounds of the norm of each sample: 0 from below, the norm rounded up from above."""
     return nothing(x).at, size(x)
 
 
