@@ -55,7 +55,7 @@ ATTACKS = {
     "cw": Named(carlini_wagner, "Carlini-Wagner"),
     "autoattack": Named(autoattack, "AutoAttack standard", package="pyautoattack"),
     "autoattack_early": Named(
-        partial(autoattack, parts=None), "AutoAttack, our APGD and FAB before its Square", package="pyautoattack"
+        partial(autoattack, parts=None), "AutoAttack, lipkit's APGD and FAB before its Square", package="pyautoattack"
     ),
     # Trockman & Kolter, ICLR 2021, section 5.2, say that these two are their "AutoAttack".
     "autoattack_apgd": Named(

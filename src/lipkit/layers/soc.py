@@ -50,7 +50,7 @@ LARGE = 128  # from this side on, a factorisation costs less than the squarings 
 def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     """Bound of the norm of a matrix, at least 1e-3.
 
-    On a CPU, large matrices use Lanczos steps and one proof (or, not ``proved``, the number it would try first): within
+    On a CPU, large matrices use Lanczos steps and one proof (or, not ``proved``, the estimate alone): within
     0.1 %. Accelerators, traces, transforms and compiled graphs use `gram_norm`, within 3 %, which is products only.
     """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
