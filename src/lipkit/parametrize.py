@@ -288,10 +288,10 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
 
     Args:
         module: as of :func:`spectral_norm`.
-        family, options: an acronym of ``lipkit list layers``. Linear layers, and convolutions whose windows do not
-            overlap, take its matrix. Other convolutions take its kernel. Any stride, dilation and groups, transposed or
-            not: aoc, bcop, cayley and cayley_bcop (block convolutions of projectors, made by Björck or Cayley), rko,
-            crko and aol. Stride 1 only: other families with a kernel.
+        family, options: an acronym of ``lipkit list layers``, and options of its layer. Linear layers, and convolutions
+            whose windows do not overlap, use its matrix; other convolutions use its kernel: aoc, bcop, cayley,
+            cayley_bcop (block convolutions of projectors, made by Björck or Cayley), rko, crko and aol with any stride,
+            dilation and groups, transposed or not; other families with a kernel for stride 1 only.
 
     Returns:
         ``module``, with a :class:`FamilyWeight` on each weight, which has new parameters. They start near the present

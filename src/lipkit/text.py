@@ -109,7 +109,7 @@ def format_radius(eps: float) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as dotted names and values, in order; radii (keys that hold "eps") as k/255 if they are such.
+    """Nested settings as dotted names and values, in order; radii (keys that hold "eps") as k/255 where exact.
 
     >>> list(flatten({"model": {"name": "small", "width": 1}, "eps": [36 / 255, 1.0]}))
     [('model.name', 'small'), ('model.width', '1'), ('eps', '36/255, 1')]

@@ -84,7 +84,7 @@ def test_all_four_parts_run(norm: str, count: int) -> None:
     ("name", "ran"),
     [
         ("autoattack", "AutoAttack standard"),
-        ("autoattack_early", "AutoAttack, our APGD and FAB before its Square"),
+        ("autoattack_early", "AutoAttack, lipkit's APGD and FAB before its Square"),
         ("autoattack_apgd", "AutoAttack's APGD-CE and APGD-DLR"),
     ],
 )

@@ -280,7 +280,7 @@ def test_refusals() -> None:
         lipsdp.verify(network, 1.0, [torch.ones(5)])
     with pytest.raises(OptionError, match="positive"):
         lipsdp.verify(network, 1.0, [torch.tensor([1.0, 1.0, 0.0, 1.0])])
-    with pytest.raises(ShapeError, match="expected L multipliers"):
+    with pytest.raises(ShapeError, match="multipliers: expected one"):
         lipsdp.verify(network, 1.0, good * 2)
     for gamma in (0.0, -1.0, float("nan")):
         assert not lipsdp.verify(network, gamma, good)

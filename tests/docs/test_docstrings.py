@@ -1,4 +1,4 @@
-"""Docstrings say what a thing is or returns; none begins with "What", "Whether" or "The same"."""
+"""Docstrings say what a thing is or returns; none begins with "What", "Whether" or "The same", or holds an escape."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import lipkit
 PACKAGE = Path(lipkit.__file__).parent
 ROOMS = sorted({path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")})
 _VAGUE = re.compile(r"(?:What|Whether|The same)\b")
+_ESCAPE = re.compile(r"[\x00-\x07\x09\x0b-\x1f]")  # click reads \b, \x08
 
 
 def vague(source: str) -> Iterator[tuple[int, str]]:
@@ -21,7 +22,7 @@ def vague(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             text = node.value.value.strip()
-            if _VAGUE.match(text):
+            if _VAGUE.match(text) or _ESCAPE.search(text):
                 yield node.lineno, text.splitlines()[0]
 
 
@@ -45,5 +46,7 @@ def g():
     """Whatever the case, this is fine."""
     "What"
     return "What"
+def h():
+    "In mathematics \text, which is not raw, has a tab."
 '''
-    assert sorted(line for line, _ in vague(source)) == [1, 3, 5, 7, 11]
+    assert sorted(line for line, _ in vague(source)) == [1, 3, 5, 7, 11, 14]

@@ -135,7 +135,7 @@ def test_an_ensemble_of_wide_layers_under_vmap() -> None:
 def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"orthogonalize: expected one of .*got 'qr'"):
         LotConv2d(3, 3, 3, orthogonalize="qr")
-    with pytest.raises(OptionError, match=r"padding_mode: expected 'circular', got 'zeros'"):
+    with pytest.raises(OptionError, match=r"expected 'circular', got 'zeros': use lipkit.layers.NativeConv2d"):
         LotConv2d(3, 3, 3, padding_mode="zeros")
     with pytest.raises(ShapeError, match=r"orthogonalize: expected a result of shape .* got "):
         LotConv2d(2, 3, 3, orthogonalize=lambda w: w.mT)(torch.zeros(1, 2, 4, 4))

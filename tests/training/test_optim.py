@@ -192,7 +192,7 @@ def test_refusals() -> None:
         (lambda: SpectralDescent([w], lr=-1.0), "lr: expected an angle of at least 0, got -1.0"),
         (lambda: SpectralDescent([w], steps=0), "steps, every: expected at least 1, got 0, 2"),
         (lambda: RiemannianAdam([w], betas=(0.9, 1.0)), "betas: expected two numbers"),
-        (lambda: RiemannianAdam([w], eps=0.0), "lr and eps: expected numbers above 0"),
+        (lambda: RiemannianAdam([w], eps=0.0), "lr and eps: expected lr >= 0 and eps > 0"),
     ):
         with pytest.raises(OptionError, match=message):
             make()

@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import gamma, up
 def layer_bound(
     module: nn.Module, input_shape: tuple[int, ...], method: str = "auto", tolerance: float | None = None
 ) -> tuple[Tensor, str]:
-    """Lipschitz bound of one layer and the name of the method, which counts for zero-padded nn.Conv2d alone.
+    """Lipschitz bound of one layer, and the name of its method; ``method`` matters for zero-padded nn.Conv2d only.
 
     ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
 
@@ -67,7 +67,7 @@ def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def price(kernel: Tensor, groups: int) -> float:
-    """Cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``, up to a factor: cells and their matrices.
+    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times cubed matrix sides.
 
     >>> price(torch.zeros(64, 64, 3, 3), 1), price(torch.zeros(64, 64, 1, 1), 1)
     (1048576.0, 0.0)
@@ -140,9 +140,9 @@ class LayerBound:
 
 
 class Constants:
-    """The Lipschitz constants of a network, whose ``output`` is a value of ``lowering``, and of its modules.
+    """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
 
-    ``method`` bounds convolutions, ``tolerance`` is the mean of those of `symbol_sup`; ``box`` limits products.
+    ``method`` bounds convolutions, ``tolerance`` is the mean over their `symbol_sup` proofs, ``box`` limits products.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class NetworkBound(Shown):
         upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
         product: the proved bound that the `layers` make together, in the order of the forward pass.
-        tight: the proved bound of LipSDP, or with a box that from the slopes in it; None if it was not tried.
+        tight: the proved bound by LipSDP, or by slopes in the box if there is one; None if it was not tried.
         how: what made `tight`, or why it was not tried.
         box: (low, high) of the inputs that the bounds are for, numbers or tensors; None for all inputs.
     """
@@ -148,21 +148,21 @@ def analyze(
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
         tolerance: of ``"auto"``: how far the bounds of those convolutions may lie above their norms, on average over
-            all layers, in [1e-4, 1]. Large kernels, whose proofs are dear, get more of it.
-        restarts, steps, seed: of the search for ``lower``, see :func:`lipkit.analysis.lipschitz_lower_bound`; with no
-            restarts there is none.
+            all layers, in [1e-4, 1]. Large kernels, whose proofs cost most, get more of it.
+        restarts, steps, seed: of the search for ``lower``, see :func:`lipkit.analysis.lipschitz_lower_bound`; without
+            restarts ``lower`` is 0.
         box: (low, high) of the inputs, numbers, or tensors or arrays for each entry or channel, as
-            `lipkit.certificates.local_gain` takes them. The bound is that of dense layers with the slopes that their
-            activations have in the box, where that is smaller; products of two values have a constant there only. The
-            search stays in it.
+            `lipkit.certificates.local_gain` takes them. Dense layers then count with the slopes that their activations
+            have in the box, if that gives a smaller bound; a product of two values has a constant only in a box. The
+            search stays inside.
         tight: bound runs of dense layers by LipSDP, too (`lipkit.certificates.tight`); None does so for at most 600
             hidden units.
 
     Guarantee:
         ``upper`` bounds the function that the stored weights define in exact arithmetic, rounding of the computation
-        of the bound included, for inputs of this shape and batches of any size. There a cast to a format that holds
-        every number of the network's own changes nothing; any other is refused. What the network's format itself
-        rounds, or loses beyond its range (65504 in float16), is not in it: :func:`lipkit.certify` bounds that.
+        of the bound included, for inputs of this shape and batches of any size. A cast to a format that holds every
+        number of the network's own counts as the identity; any other is refused. Rounding and overflow in the network's
+        own format are not covered: :func:`lipkit.certify` bounds them.
 
     Cost:
         A few forward passes with up to three samples, one bound of each layer, and the search, about

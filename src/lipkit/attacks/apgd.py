@@ -131,9 +131,9 @@ def climb(
 ) -> Tensor:  # fmt: skip
     """Run one start, at the samples ``index`` or ``random``, and update ``best``; return those that stayed to the end.
 
-    ``radius`` and ``target`` have an entry for each of ``index``. After every ``look`` steps it drops hopeless
-    rows: those whose loss is further below 0 than a quarter of its rise so far, and than ten times its rise since the
-    last look.
+    ``radius`` and ``target`` have an entry for each of ``index``. Every ``look`` steps it drops hopeless rows: those
+    whose loss is further below 0 than a quarter of its rise so far and than ten times its rise since the last such
+    check.
     """
     centre, label = best.samples[index], best.labels[index]
     point = space.start(centre, radius, box, generator) if random else centre

@@ -1,4 +1,4 @@
-"""AutoAttack: the parts of pyautoattack, or our APGD and FAB followed by its Square."""
+"""AutoAttack: the parts of pyautoattack, or lipkit's APGD and FAB followed by its Square."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def autoattack(
 ) -> Tensor:
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
-    With ``parts=None`` our APGD and FAB replace pyautoattack's, at about 0.7 of the evaluations: all rival classes of a
-    sample are attacked in one batch, which the sample leaves when one start succeeds. A heuristic gives up starts whose
+    With ``parts=None`` lipkit's APGD and FAB take over, at about 0.7 of the evaluations: all rival classes of a sample
+    are attacked in one batch, which the sample leaves when one start succeeds. A heuristic gives up starts whose
     margin rises too slowly; FAB tries the samples of which a start ran to the end. Square stays pyautoattack's, with
     5000 queries.
 
@@ -55,7 +55,7 @@ def autoattack(
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
         batch_size: samples attacked at once; with ``parts=None`` starts.
-        parts: attacks of pyautoattack by its names, one start each; None for our APGD and FAB before its Square.
+        parts: attacks of pyautoattack by its names, one start each; None for lipkit's APGD and FAB before its Square.
 
     Returns:
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.

@@ -31,7 +31,7 @@ _TINY = 1e-12  # added to the denominator of DLR: equal logits give 0 rather tha
 
 
 def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None) -> Tensor:
-    """(N,) the loss of this name; towards ``target`` (N,) where one is given.
+    """The named loss of each sample (N,); with ``target`` (N,), its targeted form.
 
     >>> logits = torch.tensor([[4.0, 1.0, 0.0, 0.0]])
     >>> [rise(logits, torch.tensor([0]), loss).item() for loss in ("margin", "dlr")]
@@ -120,7 +120,7 @@ def nearest_rivals(
 ) -> Tensor:
     """(N, min(count, K - 1)) wrong classes, the nearest boundary first, estimated by the gradients at the samples.
 
-    Compares the ``count`` largest wrong logits; ``size`` is the dual norm, as a distance (gradient, 0) -> (N,).
+    Compares the ``count`` largest wrong logits; ``size(gradient, 0)`` is the dual norm of each gradient, (N,).
     """
     order, distance = rivals(logits, y, count), []
     for target in order.unbind(dim=1):

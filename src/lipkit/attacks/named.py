@@ -28,9 +28,9 @@ class Named:
     """One attack of the table.
 
     Attributes:
-        function: (model, x, y, *, box, ...) -> (N, ...) points; gets the options of `run_attack` in its signature.
+        function: (model, x, y, *, box, ...) -> (N, ...) points; takes those options of `run_attack` that it declares.
         words: name shown to the user.
-        package: package that it needs, whose version ``ran`` states.
+        package: name of a package that it needs, or empty; ``ran`` states its version.
     """
 
     function: Callable[..., Tensor]
@@ -55,7 +55,7 @@ ATTACKS = {
     "cw": Named(carlini_wagner, "Carlini-Wagner"),
     "autoattack": Named(autoattack, "AutoAttack standard", package="pyautoattack"),
     "autoattack_early": Named(
-        partial(autoattack, parts=None), "AutoAttack, our APGD and FAB before its Square", package="pyautoattack"
+        partial(autoattack, parts=None), "AutoAttack, lipkit's APGD and FAB before its Square", package="pyautoattack"
     ),
     # Trockman & Kolter, ICLR 2021, section 5.2, say that these two are their "AutoAttack".
     "autoattack_apgd": Named(

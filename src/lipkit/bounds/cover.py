@@ -1,18 +1,18 @@
 r"""From finitely many frequencies to all of them: cells whose centres prove a bound of the supremum.
 
-Let :math:`M = \sup_w \|G(w)\|` be attained at :math:`w^*` with the unit vector v. Then :math:`p(w) = v^*G(w)v` is a
-trigonometric polynomial of degrees :math:`m_1, m_2` with values in [0, M] and :math:`p(w^*) = M`. By the inequality of
-Bernstein and Szego, :math:`q'^2 \le m^2 (\|q\|^2 - q^2)`, the angle :math:`\arccos(2p/M - 1)` changes by at most
-:math:`m_i` per unit along axis i, so at the centre :math:`w_0` of the cell that holds :math:`w^*`
+Let :math:`G(w) = \sum_l A[l] e^{i\langle l, w\rangle}`, and :math:`M = \sup_w \|G(w)\|` be attained at :math:`w^*` by
+the unit vector v. Then :math:`p(w) = v^*G(w)v` is a trigonometric polynomial of degrees :math:`m_1, m_2` with values in
+[0, M] and :math:`p(w^*) = M`. By the inequality of Bernstein and Szego for :math:`q = p - M/2`,
+:math:`q'^2 \le m^2 (M^2/4 - q^2)`, the angle :math:`\arccos(2p/M - 1)` changes by at most :math:`m_i` per unit along
+axis i, so at the centre :math:`w_0 = w^* + \delta` of the cell that holds :math:`w^*`
 
 .. math:: \|G(w_0)\| \ge p(w_0) \ge M \cos^2\varphi, \qquad \varphi = \tfrac12 (m_1|\delta_1| + m_2|\delta_2|)
           \quad\text{over the cell.}
 
-The gradient of p vanishes at :math:`w^*`, so also :math:`p(w_0) \ge M - 2\varphi^2 \kappa` with :math:`\kappa =
-\sum_\delta \|A[\delta]\| \max_i (\delta_i/m_i)^2`: the better bound for nearly constant symbols. Hence, if
-:math:`\|G(w_0)\|` in every cell of a partition is at most the larger of both bounds for :math:`M = \tau^2`, then
-:math:`M \le \tau^2`. Diamonds :math:`m_1|\delta_1| + m_2|\delta_2| \le 2\varphi` tile the plane, and each consists of
-four of half the size: cells where G is far below the supremum stay large.
+The gradient of p vanishes at :math:`w^*`, so also :math:`p(w_0) \ge M - 2\varphi^2 \kappa` with :math:`\kappa = \sum_l
+\|A[l]\| \max_i (l_i/m_i)^2`: the better bound for nearly constant symbols. Hence, if :math:`\|G(w_0)\|` in every cell
+of a partition is at most the larger bound for :math:`M = \tau^2`, then :math:`M \le \tau^2`. Cells are diamonds, each
+made of four of half the size; where G is far below the supremum they stay large.
 """
 
 from __future__ import annotations

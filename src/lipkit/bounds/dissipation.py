@@ -45,12 +45,12 @@ _MOST_STEPS, _ACCURACY = 400, 1e-4
 
 
 class System(NamedTuple):
-    """A system whose gain is to be proved.
+    """The system of the module docstring; D11 is the block of M that maps w to v.
 
     Attributes:
         matrix: M ``(nv + nx + ny, nw + nx + nu)``; entries on and above the diagonal blocks of D11 count as 0.
-        states: nx.
-        units: (nv, nw); the same number twice for slopes in [0, 1].
+        states: nx, the number of states.
+        units: (nv, nw), the sizes of v and w; equal for slopes in [0, 1].
         block: side of the diagonal blocks of D11.
         lipschitz: L of phi; None for slopes in [0, 1] of each unit.
     """
@@ -75,7 +75,7 @@ def dissipation_matrix(
     """H of the module docstring, dense, float64, and a bound of the rounding of each entry.
 
     Rows and columns are w, x, u, then the rows of N. Of the metric P only the lower triangle is read; the multiplier is
-    the diagonal of Lambda, one number, repeated, if phi acts on all units together.
+    the diagonal of Lambda (one repeated number if phi acts on all units together).
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])  # x+ = x / 2 + u, y = x
     >>> dissipation_matrix(System(half, 1, (0, 0), 1), torch.eye(1), torch.ones(0), 4.0, 1.0)[0].tolist()

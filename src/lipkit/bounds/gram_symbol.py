@@ -112,14 +112,14 @@ class GramSymbol:
         return full
 
     def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
-        """Which of the frequencies are proved to have ``||G(w)|| <= level``, in exact arithmetic on the kernel.
+        """True, ``(N,)``, for each frequency w with a proof of ``||G(w)|| <= level`` in exact arithmetic on the kernel.
 
-        True is a proof; False says nothing. Tests in float32 first, if its rounding leaves room, then in float64.
+        False says nothing. Tests in float32 first, if its rounding leaves room, then in float64.
 
         Args:
             cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
                 multiples of 2 pi / ``periods``, the number of points per turn of each axis.
-            room: relative distance of most norms below the level, as expected; float32 is used if it loses less.
+            room: expected relative gap between most norms and the level; float32 is used if its rounding is well below.
         """
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:

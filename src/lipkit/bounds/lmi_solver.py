@@ -2,14 +2,14 @@ r"""Multipliers that make the LMI of :mod:`lipkit.bounds.lmi` as tight as possib
 
 Minimise gamma over :math:`x = (\gamma, \lambda)` with :math:`H(x) \succ 0`; with the dual matrix X,
 :math:`\langle X, H \rangle` is the duality gap. Every hidden unit i enters H by a matrix of rank two,
-:math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights), so with
-:math:`G = H^{-1}` the matrix of a Newton step is made of entries of a few products, each as sparse as the network:
+:math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights), so with :math:`G =
+H^{-1}` and the columns :math:`e_i` of E, :math:`v_i` of V, a Newton step has the matrix
 
 .. math:: M_{il} = P^X_{il} P^G_{li} + P^X_{li} P^G_{il} + Q^X_{il} R^G_{il} + R^X_{il} Q^G_{il}, \qquad
           P^Y = E^\top Y V,\quad Q^Y = V^\top Y V,\quad R^Y = E^\top Y E .
 
-A step costs one inverse and two dense products of the total width N and one solve of the number of hidden units, and
-10 to 20 steps suffice (up to 54 on 400 random networks). A general conic solver factors a system in the N(N+1)/2
+A step costs an inverse and two dense products of the total width N and a solve of the number of hidden units; 10 to 20
+steps suffice (up to 54 on 400 random networks). A general conic solver factors a system in the N(N+1)/2
 entries of H, which is slower by orders of magnitude here. No proof rests on this file: its answer is proved, or
 rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
@@ -217,7 +217,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with strictly feasible ones as far as needed.
+    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with the strictly feasible ``safe`` as needed.
 
     >>> repaired([torch.eye(2), torch.eye(2)], [torch.ones(2)], [torch.ones(2)])[0] < 1 + 1e-9
     True

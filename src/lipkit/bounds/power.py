@@ -208,9 +208,9 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     .. math:: \text{estimate} = \|F(f) v\| \le \max_f \|F(f)\|_2, \qquad
               v \in \mathrm{span}\{x,\, F^*F x,\, \dots,\, (F^*F)^k x\}, \quad \|v\| = 1
 
-    where F(f) is the symbol. A fixed image takes four power steps, which act on every frequency at once (for few taps,
-    whose symbol is smooth, on every second one of an axis). At least 16 frequencies with the largest quotients take
-    four steps by Krylov spaces, and the best three of them the rest; the largest result counts. With few channels,
+    where F(f) is the symbol. A fixed image takes four power steps at all frequencies at once (for few taps, whose
+    symbol is smooth, at every second one per axis). At least 16 frequencies with the largest quotients take four steps
+    in Krylov spaces, and the best three of these take the rest; the largest result counts. With few channels,
     eigenvalues at all frequencies replace the steps. Taps beyond the image wrap around, half precision is widened.
 
     Guarantee:

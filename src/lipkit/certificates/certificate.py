@@ -105,7 +105,7 @@ class Certificate(Shown):
         return float(found.double().mean())
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one row a sample, numbers that read back exactly.
+        """Write one row per sample, with numbers that read back exactly.
 
         Columns: ``index,label,prediction,correct,radius,margin,radius_ignored``.
         """
@@ -118,7 +118,7 @@ class Certificate(Shown):
         return {name: getattr(self, name) for name in names}
 
     def to_frame(self) -> Any:
-        """The columns of `save_csv` as a DataFrame of pandas, one row a sample.
+        """The columns of `save_csv` as a pandas DataFrame, one row per sample.
 
         Raises:
             OptionError: pandas is not installed.
@@ -205,7 +205,7 @@ def certify(
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N,) int64 labels, as `x`.
-        method: ``"global"``; ``"local"``; or ``"best"``: the same radii, which are called local only if one of them is.
+        method: ``"global"``; ``"local"``; or ``"best"``: as local, but called so only if a local radius counts.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which
             sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network), or

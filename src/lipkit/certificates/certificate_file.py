@@ -1,4 +1,4 @@
-"""Certificates as files: JSON lines, a header and one line a sample.
+"""Certificates as files: JSON lines, a header and one line per sample.
 
     {"kind": "lipkit certificate", "schema_version": "1.0", "network_sha256": ..., "data": {...}, "constant": ..., ...}
     {"index": 0, "label": 7, "prediction": 7, "radius": 0.3125, "radius_ignored": 0.3125, "margin": 0.61}

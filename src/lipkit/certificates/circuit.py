@@ -1,11 +1,11 @@
 r"""A network as linear maps, scalar activations, sums and stacks, through which linear bounds are carried back.
 
-Every module says once what it is made of, by a rule registered by exact type (`circuit_rule`). Sorting and maxima are
-:math:`\max(a, b) = b + \mathrm{relu}(a - b)`, so that the bounds needed are those of differences. What has no rule is
-a `Leaf`: a ball around its output at the sample, by the constants of everything before it.
+A rule for each exact type of module (`circuit_rule`) says which parts it is made of. Sorting and maxima are
+:math:`\max(a, b) = b + \mathrm{relu}(a - b)`, so only differences need bounds. A module without a rule becomes a
+`Leaf`: a ball around its output at the sample, whose radius follows from the constants up to it.
 
-A linear map is a triple: its adjoint, its map of moduli :math:`|W| h`, its bias. Adjoints are torch's own, in float64:
-inner products of a known number of terms, in any order.
+A linear map is stored as its adjoint, a map that gives :math:`|W| h`, and its bias. Torch computes adjoints in float64,
+as inner products of a known number of terms in any order.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Noise(NamedTuple):
     """Rounding errors of the evaluator in one linear node, entry by entry, with s the sum of moduli of its terms.
 
     Attributes:
-        depth: chained operations; the error is gamma(depth) s, and the smallest normal number for every operation.
-        terms: of one output.
-        swell: numbers on the way are at most this many times s.
-        weight: moduli of the stored numbers, for those that are flushed or overflow; None where none is stored.
+        depth: chained operations; the error is gamma(depth) s, plus the smallest normal number per operation.
+        terms: number of terms in one output.
+        swell: intermediate numbers are at most this many times s.
+        weight: moduli of the stored weights, to find those that are flushed or overflow; None without weights.
     """
 
     depth: int
@@ -58,9 +58,9 @@ class Linear(NamedTuple):
 
     Attributes:
         shape: of y.
-        adjoint: ``(B, *shape)`` to ``(B, *input)``, every entry a sum of at most ``terms`` products; 0 where it
-            only moves numbers.
-        moduli: |x| to at least |W| |x|, but for rounding of sums of at most 2^20 terms.
+        adjoint: maps ``(B, *shape)`` to ``(B, *input)``, each entry a sum of at most ``terms`` products; ``terms`` is 0
+            if numbers only move.
+        moduli: maps |x| to at least |W| |x|, up to the rounding of sums of at most 2^20 terms.
         bias: k, of y's shape; None for 0.
         noise: of the evaluator; None where it moves numbers and computes nothing.
     """

@@ -6,9 +6,9 @@ linear. So behind k activations
 
 .. math:: h_k = A_k x + \sum_{j < k} B_{kj} s_j,
 
-and the LMI of `lipkit.bounds.lmi` bounds the gain, each of its weights reading x and all s before. Weights are products
+and the LMI of `lipkit.bounds.lmi` bounds the gain; each of its weights reads x and all earlier s. Weights are products
 in float64; a bound of the error of each entry goes into the proof. One column of x and one row of y in the same LMI
-bound one entry of the derivative; so does the product of the interval matrices :math:`W_L D_L \cdots D_1 W_0`.
+bound one entry of the derivative; so does the product :math:`W_L D_L \cdots D_1 W_0` with intervals of slopes D.
 
 Source: Fazlyab et al., NeurIPS 2019, for the LMI; the matrix of slopes as an interval is Rohn, Linear Algebra and its
 Applications 1989.
@@ -49,12 +49,12 @@ _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
 def tight(network: Network, *, units: int = 2048) -> Network:
-    """The network with the multipliers of LipSDP for every run of dense layers: ``lipschitz`` of it is the tight gain.
+    """A copy of the network with LipSDP multipliers for every run of dense layers: its ``lipschitz`` is the tight gain.
 
     Args:
         network: result of ``lipkit.export``.
         units: most hidden units in one LMI (2,048 take two minutes); a run with more is bounded piece by piece, and a
-            wider layer by its norm: ``docs/lipsdp.md`` has the loss.
+            wider layer by its norm: ``docs/lipsdp.md`` shows what this costs.
 
     Guarantee:
         As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
@@ -81,8 +81,8 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
 
     Args:
         network: result of ``lipkit.export``; multipliers that it carries (`tight`) count.
-        box: (lowest, highest) inputs: numbers, ``input_shape``, or ``(C,)`` for the channels of ``(C, ...)``; what else
-            broadcasts to ``input_shape``. Ends may be infinite.
+        box: (lowest, highest) inputs: numbers, ``input_shape``, or ``(C,)`` for the channels of ``(C, ...)``; or
+            anything else that broadcasts to ``input_shape``. Ends may be infinite.
         units: most hidden units in one LMI.
 
     Guarantee:

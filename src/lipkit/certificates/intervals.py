@@ -92,7 +92,7 @@ def check_radii(
     r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large and not asked for.
 
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
-    ``input_range``, radii that are large beside the samples (``seen``) are warned of. ``large`` allows radii above
+    ``input_range``, radii far above the range ``seen`` in the samples give a warning. ``large`` allows radii above
     LARGE (times ``high - low``); ``name`` is what a message calls them.
 
     >>> check_radii([36 / 255, 1.0], (1, 28, 28), (0.0, 1.0))

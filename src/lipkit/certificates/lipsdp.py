@@ -100,7 +100,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     if not isinstance(multipliers, Mapping):
         places = [i for run in slope_runs(attach(network, {}), candidates=True) for i in run.places]
         if len(places) != len(multipliers):
-            raise ShapeError(f"expected L multipliers for {len(places)} activations in runs, got {len(multipliers)}")
+            raise ShapeError(f"multipliers: expected one for each of {len(places)} activations, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))
     proved = attach(network, multipliers)
     runs = slope_runs(proved)  # with the multipliers that it carries
@@ -130,7 +130,7 @@ def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
 
 
 def solve(network: Network, *, units: int | None = None) -> GainProof:
-    """The smallest gain that LMIs can prove for this network, nearly, with the multipliers that prove it.
+    """Nearly the smallest gain that LMIs can prove for this network, with the multipliers that prove it.
 
     Args:
         network: result of ``lipkit.export``, with one linear layer or more.

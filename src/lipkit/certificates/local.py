@@ -8,17 +8,17 @@ activation (`lipkit.certificates.relaxation`). Rows C of an inequality on the lo
 .. math:: C \hat f(x') \ge A x' + c - e, \qquad
           \min_{\|x' - x\| \le r} A x' + c - e = A x + c - e - r \|A\|_2 \quad\text{for every } r \le R,
 
-which is positive up to a radius in closed form. The pre-activations have rows of their own, from the first layer on.
+which is positive up to a radius in closed form. Such rows bound the pre-activations too, from the first layer on.
 
 **Rounding.** The inequality holds for *any* rows, so computed rows are used as they are, and e takes off what each
-step loses, with H for the values. One vector E a node serves all rows, :math:`e \mathrel{+}= |A| E`:
+step loses, with H for the values. One vector E per node serves all rows, :math:`e \mathrel{+}= |A| E`. It has the terms
 
-- of a linear map :math:`\gamma_n |W| H` (products by the adjoint) and :math:`\gamma_m |k|` (its bias), and in the
+- of a linear map, :math:`\gamma_n |W| H` (products by the adjoint) and :math:`\gamma_m |k|` (its bias), and in the
   evaluator's arithmetic :math:`\gamma_d (|W| H + |k|)`, its own rounding of :math:`W v + k`;
-- of an activation :math:`2 u \max |a| H` (slopes) and :math:`\gamma_m \max |b|`, and the evaluator's error there;
+- of an activation, :math:`2 u \max |a| H` (slopes) and :math:`\gamma_m \max |b|`, and the evaluator's error there;
 - where rows meet at a shared value, :math:`2 u |A| H` for each sum; at a leaf, :math:`|A|_2` times its ball;
-- of the running constant, :math:`\gamma` times the sum of the moduli of its terms; of what underflows, the smallest
-  normal number for every product.
+- of the running constant, :math:`\gamma` times the sum of the moduli of its terms; for underflow, the smallest normal
+  number per product.
 
 l, u, H, lines and all else that is used as a number is rounded outward before it is used.
 
@@ -200,10 +200,10 @@ class Ball:
         return low, high
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.
+        r"""Base and norm, both (N or 1, R): ``rows v >= base - r norm`` for the machine's v within every r of a sample.
 
-        ``mirrored``: for the rows (N or 1, R, *shape of v) and then for their negatives, which are carried along from
-        the first activation on.
+        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which are carried
+        along from the first activation on.
         """
         pending = {value: rows}  # rows that wait at a value until all its readers are done
         const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -301,7 +301,7 @@ def _norm(rows: Tensor) -> Tensor:
 class Bounds:
     """Local radii of one network in float64, batch by batch.
 
-    ``arithmetic`` None ignores the evaluator's rounding (the computation's own is still taken off). Nothing is said
+    ``arithmetic`` None ignores the evaluator's rounding (that of the proof is still taken off). Nothing is said
     about inputs outside of ``box``.
     """
 
@@ -314,7 +314,7 @@ class Bounds:
         self.circuit = Circuit(self.network, arithmetic)
         largest = max(math.prod(shape) for shape in self.circuit.shapes)
         if largest > 1 << 22:
-            raise NoRuleError(f"local bounds: expected values of at most 2^22 entries, got one of {largest}")
+            raise NoRuleError(f"local bounds: expected at most 2^22 entries, got {largest}: use method='global'")
         self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
             self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]

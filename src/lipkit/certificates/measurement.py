@@ -124,11 +124,10 @@ def _exact(value: Any) -> bool:
 
 
 def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
-    """The network of what is stored, and hashed, of this one, in float64; on the CPU where ``device`` has no float64.
+    """A float64 copy, rebuilt from what is stored and hashed; on the CPU if ``device`` has no float64.
 
     Raises:
-        NoRuleError, OptionError: a network that differs from what its stored form would give, by hooks, methods,
-            attributes or buffers.
+        NoRuleError, OptionError: hooks, methods, attributes or buffers of the network differ from its stored form.
     """
     guard(*(module for _, module in parts(network)))
     numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
@@ -182,7 +181,7 @@ def prove(
     """Prove once what all certificates of a network need; `lipkit.certify` takes the result any number of times.
 
     **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
-    Whoever takes the proof compares the network with it, byte by byte, and refuses a proof of other numbers, of another
+    Each use compares the network with the proof, byte by byte, and refuses a proof of other numbers, of another
     structure, or for another evaluator. A certificate is the same with the proof and without.
 
     Args:
@@ -194,7 +193,7 @@ def prove(
         `lipkit.certificates.Proof`.
 
     Cost:
-        The bounds of all layers, and memory for three float64 numbers and a copy of each one of the network.
+        The bounds of all layers, and memory for a copy and three float64 numbers per number of the network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
@@ -286,9 +285,9 @@ def measure(
     check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:
-    """Evaluate a network in float64 at inputs that `check_inputs` took, with its proof or with one that is made here.
+    """Evaluate a network in float64 at inputs that `check_inputs` accepted; without a ``proof``, prove it first.
 
-    ``check`` is called with the outputs of each batch, to refuse them before the next one; else as `lipkit.certify`.
+    ``check`` gets the outputs of each batch and may raise; all other arguments are those of `lipkit.certify`.
     """
     if proof is None:
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)

@@ -119,7 +119,7 @@ class RegressionCertificate(Shown):
         )
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row a sample."""
+        """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row per sample."""
         names = ("target", "prediction", "worst_error")
         header = ["index", *(f"{name}_{j}" for j in range(self.target.shape[1]) for name in names)]
         columns = torch.stack((self.target, self.prediction, self.worst_error), dim=2).flatten(1)
@@ -153,7 +153,7 @@ def certify_regression(
         network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
         y: (N, d) floating-point targets, as `x`; or (N,) for one output.
         delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, a list or array of
-            ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``: entries count (`RegressionCertificate.moved`).
+            ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``, which tightens `RegressionCertificate.moved`.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.

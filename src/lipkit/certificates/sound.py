@@ -45,9 +45,9 @@ class Logits(NamedTuple):
 
     Attributes:
         values: (N, K) computed in float64.
-        walk: of everything before the last dense layer, or of the whole network without one (without its outputs).
-        own: of the last dense layer; None without one.
-        peak: bounds every number on the way.
+        walk: bounds before the last dense layer; of the whole network (but its outputs) if it does not end in one.
+        own: bounds of the last dense layer itself; None without one.
+        peak: bounds every intermediate number.
     """
 
     values: Tensor
@@ -125,9 +125,9 @@ class Evaluation:
 
 
 def integer_logits(program: Program, x: Tensor) -> Logits:
-    """The outputs of an integer program at x, which need no measurement.
+    """The outputs of an integer program at x; they are exact integers, so no measurement error is added.
 
-    Both they and the outputs at x' differ by the program's error from the exact ones, wherever x' is.
+    At x and at every other input, the program's outputs differ from the exact network's by at most its proved error.
     """
     values = program(x)
     # Slope 0: whatever the distance of x', the program clamps and rounds it itself.

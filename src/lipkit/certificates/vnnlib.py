@@ -1,7 +1,7 @@
 """VNN-LIB (version 1): properties of networks, as boxes of inputs with half-spaces of outputs that must not be met.
 
-A file asserts what a counterexample is: a formula of comparisons of linear terms. Here it is a disjunction of *cases*:
-a box, and half-spaces that are all met, in fractions, so that nothing is rounded. Source: https://www.vnnlib.org.
+A file asserts what a counterexample is: a formula of comparisons of linear terms. It is read as a disjunction of
+*cases*: a box, and half-spaces to be met together, in exact fractions. Source: https://www.vnnlib.org.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_vnnlib(path: str | os.PathLike[str], network: Network) -> list[Case]:
 
 
 def cases(text: str, inputs: int, outputs: int) -> list[Case]:
-    """The cases of a property; none where no input and output meets it.
+    """The cases of a property; an empty list if no input and output can meet it.
 
     >>> unsafe = "(assert (>= X_0 0)) (assert (<= X_0 1.5)) (assert (or (<= Y_0 Y_1) (>= Y_0 3)))"
     >>> [(str(case.box[0][1]), len(case.outputs)) for case in cases(unsafe, 1, 2)]

@@ -174,8 +174,8 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
 
     Under a compiler and under transforms of functions None: the plain form has no use for them.
 
-    In half precision an inverse pays for images in number a third of the channels, not half of them: products are
-    faster there. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
+    In half precision, where products are faster, an inverse pays once the images number a third of the channels, not
+    half. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
 
     >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
     >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype

@@ -96,7 +96,7 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
     .. math:: \|p_T(S + E)\| \le \max_{|\theta| \le a} |p_T(i\theta)| + \sum_i \frac{(a + e)^i - a^i}{i!}
               \le \max_{|\theta| \le a} |p_T(i\theta)| + e\, e^{a + e}
 
-    Rounded up, for a and e of at least 0; ``inf`` if one of the two is not finite or their sum exceeds 100.
+    :math:`p_T` is `taylor` with T = ``terms``; a = ``angle``, e = ``error``. Rounded up; ``inf`` if a + e > 100.
 
     >>> taylor_norm(1.0, 0.0, 3), taylor_norm(1.0, 0.1, 3) > 1.3
     (1.0, True)

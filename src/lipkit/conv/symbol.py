@@ -106,7 +106,7 @@ def wave_table(f1: Tensor, f2: Tensor, h: int, w: int, size: tuple[int, int], li
 def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
     r"""The symbol ``(h, w // 2 + 1, cout, cin)`` of a kernel ``(cout, cin, kh, kw)`` at the frequencies of ``rfft2``.
 
-    Equal to ``conj(rfft2(K, (h, w))) * exp(-2 pi i (c1 f1 / h + c2 f2 / w))`` for kernels that fit the image.
+    Equal to ``conj(rfft2(K, (h, w))) * exp(-2 pi i (c1 f1 / h + c2 f2 / w))`` for kernels that fit, c = (k - 1) // 2.
 
     >>> symbol(torch.ones(2, 3, 1, 1), 4, 6).shape
     torch.Size([4, 4, 2, 3])

@@ -165,8 +165,8 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 
 def to_rows(x: Tensor, matrices: list[Tensor], *, pure: bool = False) -> Tensor:
-    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``. With a derivative if ``pure``: by one more copy, and operations
-    that every tracer and every derivative of torch knows.
+    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``. ``pure`` takes one more copy, but only operations that torch can
+    trace and differentiate.
     """
     b, c, h, w = x.shape
     n = b * c

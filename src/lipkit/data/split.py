@@ -206,7 +206,7 @@ def fixed_permutation(n: int, seed: int) -> np.ndarray:
 
 
 def labels_of(path: Path, numbers: np.ndarray, classes: int, first: int = 0) -> Tensor:
-    """The labels of a file, ``first`` and up there, as int64 from 0 on; ``DataError`` for one of no class.
+    """Labels of a file that counts classes from ``first``, as int64 from 0; ``DataError`` for one out of range.
 
     >>> labels_of(Path("y.bin"), np.array([1, 10], dtype=np.uint8), 10, first=1)
     tensor([0, 9])

@@ -37,8 +37,8 @@ class CrossCheck:
 def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, numbers: Tensor | None = None) -> float:
     """Compare adversarial examples, at l2 ``distance`` (M,) from the samples ``index`` (M,), with certified radii.
 
-    ``numbers`` (N,) are those of all samples in the message; None counts from 0. Returns the smallest ratio of distance
-    and radius; inf if no sample has a positive radius.
+    ``numbers`` (N,) name the samples in the message; None counts from 0. Returns the smallest ratio of distance and
+    radius; inf if no sample has a positive radius.
 
     Raises:
         CertificateViolation: a distance is below the radius.
@@ -168,7 +168,7 @@ def attack_samples(
         x, y: (N, *input_shape), within ``attack.box``; (N,) int64.
         attack: what to run. A minimum-norm attack runs once; its example counts at each radius that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
-        progress: see `lipkit.certify`: ``"attacked"``.
+        progress: called as in `lipkit.certify`, with ``"attacked"``.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius.

@@ -94,10 +94,10 @@ def evaluate(
         eps: l2 radii for certified accuracy, in units of the input.
         attack: the l2 attack; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` runs none.
         classes: class names, one for each logit; empty names them 0, 1, ...
-        batch_size, device: as of `lipkit.certify`; the attack runs there, too.
+        batch_size, device: as in `lipkit.certify`, and for the attack.
         confidence: of the Clopper-Pearson intervals.
-        large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
-        progress: see `lipkit.certify`; of the attack, too: ``"attacked"``.
+        large_eps: accept radii above 8 widths of ``input_range``, otherwise refused as slips (16 for 16/255).
+        progress: as in `lipkit.certify`; during the attack it is called with ``"attacked"``.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.

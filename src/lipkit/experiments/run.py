@@ -61,14 +61,14 @@ def train(
         resume: the folder of a run to continue instead; its recipe must be ``recipe``.
         display: receives progress and messages; None shows nothing.
         fabric: a launched Fabric; None makes one as ``recipe.train`` says.
-        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
+        large_eps: accept radii above 8 for images, see `lipkit.certificates.intervals.check_radii`.
 
     Returns:
-        The outcome (of a run that was already finished: from its record). None in all but the first of several training
-        processes, and if ``train.max_minutes`` ended training before its last epoch.
+        The outcome; for a run that was already finished, the one in its record. None in every training process but the
+        first, and if ``train.max_minutes`` ended training early.
 
     Raises:
-        LipkitError: data, model and options are checked first, before training.
+        LipkitError: invalid data, model or options; all are checked before training.
     """
     display = display or Display()
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)

@@ -260,9 +260,9 @@ int main(int argc, char **argv)
 
 
 class Radii(NamedTuple):
-    """``radius = (margin - error) rate 2^-fraction`` for each pair of classes, in the integers of logits and radii.
+    """``radius = (margin - error) rate 2^-fraction`` for each pair of classes; margin and radius are integers.
 
-    Errors are rounded up, rates down; the rate -1 says that nothing moves the pair. ``error`` is that of each logit.
+    Errors are rounded up, rates down; a rate of -1: no input changes the margin. ``error`` bounds that of each logit.
     """
 
     classes: int

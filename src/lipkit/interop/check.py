@@ -27,9 +27,9 @@ class RuntimeCheck:
     """The agreement of a runtime with the float64 network, as `check_runtime` finds it.
 
     Attributes:
-        difference: largest absolute difference of an output from the float64 network's, of all ``samples``.
-        same: samples with the same prediction (all, for a regression).
-        certified, runtime: accuracy certified at each l2 radius ``eps``, by the network and from the runtime's logits.
+        difference: largest absolute difference between an output of the runtime and of the float64 network.
+        same: number of ``samples`` with the same prediction (all of them for a regression).
+        certified, runtime: accuracy certified at each l2 radius ``eps``, from the logits of each.
     """
 
     samples: int

@@ -1,7 +1,7 @@
 """A node of an ONNX file with its operands, and the operators that have weights or windows: layers of torch.
 
 A rule gives a module, which is applied to the first operand, or calls functions of torch. It runs on stored operands
-to compute with them, on values without memory for their sizes, and on symbols to be traced.
+to compute with them, on values on the meta device for their sizes, and on symbols to be traced.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Window(NamedTuple):
         return around(self.before, self.after)
 
     def layer(self, kind: str, channels: tuple[int, int], **options: Any) -> nn.Module:
-        """A convolution of torch without memory, of ``kind`` Conv or ConvTranspose."""
+        """A convolution of torch on the meta device, of ``kind`` Conv or ConvTranspose."""
         make: Any = getattr(nn, f"{kind}{len(self.kernel)}d")
         stride, dilation = tuple(self.strides), tuple(self.dilations)
         made: nn.Module = make(*channels, tuple(self.kernel), stride, dilation=dilation, device="meta", **options)

@@ -1,7 +1,7 @@
 """ONNX files as networks of torch modules: a closed list of operators, weights as stored.
 
-A node whose operands are all stored is evaluated by its row of `lipkit.interop.onnx_operators`; the others are run once
-without memory, for their sizes, and make up the network.
+A node whose operands are all stored is evaluated by its row of `lipkit.interop.onnx_operators`; the others make up the
+network, and run once on the meta device, for their sizes.
 """
 
 from __future__ import annotations

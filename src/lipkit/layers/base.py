@@ -165,7 +165,7 @@ def always_proved(kernel: Tensor) -> bool:
 
 
 def training_norm(kernel: Tensor) -> Tensor:
-    """The norm of a kernel in training: proved, or the number that the proof would try first."""
+    """The norm of a kernel in training: proved, or the estimate that the proof would try first."""
     return proved_norm(kernel) if always_proved(kernel) else symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
 
 
@@ -311,7 +311,8 @@ class ConstrainedConv2d(Constrained):
             raise OptionError(f"kernel_size: expected odd sizes ({self.needs_odd}), got {kernel}")
         modes = self.padding_modes if odd else ("circular",)
         if padding_mode not in modes:
-            raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
+            allowed = " or ".join(map(repr, modes))
+            raise OptionError(f"padding_mode: expected {allowed}, got {padding_mode!r}: use lipkit.layers.NativeConv2d")
         self.padding_mode = padding_mode
         same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
         check_same(padding, same, kernel)

@@ -142,10 +142,10 @@ register_one_lipschitz(BroLinear, BroConv2d)
 
 
 class LiResConv2d(NearIdentity, base.KernelConv2d):
-    r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the numerator.
+    r"""Convolution by :math:`(E + g N / \sqrt{\mathrm{depth}}) / \beta`, :math:`\beta` a bound of the numerator's norm.
 
-    E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`: a residual connection around a linear
-    layer, with the constant of one kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
+    E is the identity on the first channels: a residual connection around a linear layer, with the constant of one
+    kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
     the loss. Dividing by :math:`\beta` gives the same network up to the size of its biases.
 
     Args:
@@ -157,10 +157,10 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size: :math:`\beta` is proved, within 2 % of the supremum over all frequencies. One
-        exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more take the number that the
-        proof tries first (:func:`lipkit.bounds.symbol_sup_estimate`). It is the same, bit for bit, unless its search
-        misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves.
-        Evaluation and exports always have the proved weights.
+        exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more are divided by
+        :func:`lipkit.bounds.symbol_sup_estimate`. This equals the proved bound, bit for bit, unless its search misses
+        the supremum by more than 2 %; then the step has a larger constant, which ``lipschitz`` proves. Evaluation and
+        exports always use the proof.
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller

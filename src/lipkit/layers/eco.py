@@ -33,8 +33,8 @@ class EcoConv2d(ConstrainedConv2d):
     .. math:: P_0[p, q] = \exp(A_l), \quad A_l = \frac{W_l - W_l^*}{\beta(W_l - W_l^*)}, \quad l = I[p, q], \qquad
               y = \mathrm{DFT}^{-1}(P_0) *_{(H/k_h,\, W/k_w)} x + b
 
-    with a proved bound :math:`\beta \ge \|\cdot\|_2` (``linalg.exponential.skew_bound``) where the paper has a power
-    iteration, and exp the Taylor polynomial of degree T. The parameters do not depend on the image size.
+    exp is its Taylor polynomial of degree T, :math:`\beta` a proved bound (``linalg.exponential.skew_bound``) of the
+    norm, and I the index of the distinct frequencies. The parameters do not depend on the image size.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -42,9 +42,9 @@ class EcoConv2d(ConstrainedConv2d):
             one pixel it is 1 and the layer a dense orthogonal matrix. ``dilation`` stays 1: the image size sets it.
         orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
             another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
-        train_terms, eval_terms: T in training and in evaluation mode, their only difference (5 and 10); with 'taylor'.
-        squarings: products that bound the norm, 3 to 6 (default 4), with 'taylor': the largest angle of a new
-            layer of 512 channels is 0.78, 0.89, 0.95 and 0.98 rad, where the paper's power iteration allows 1.
+        train_terms, eval_terms: T in training (5) and in evaluation (10), their only difference; with 'taylor'.
+        squarings: squarings in the bound of the norm, 3 to 6 (default 4), with 'taylor': a new layer of 512 channels
+            rotates by at most 0.78, 0.89, 0.95 or 0.98 rad (1 rad with the paper's power iteration).
         complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
             (Appendix B): richer, for instance shifts, at twice the cost. Kernels of 1 and 2 taps have no such pairs.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the

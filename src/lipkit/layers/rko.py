@@ -28,15 +28,15 @@ class RkoConv2d(KernelConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        orthogonalize: 'bjorck' (RKO), 'cayley' (CRKO), another name of ``linalg.table``, or a function
+        orthogonalize: 'bjorck' (RKO), 'cayley' (CRKO), another name of ``linalg.ORTHOGONALIZE``, or a function
             ``(m, n) -> (m, n)``.
 
     Parameters ``free`` W (out_channels, s^2 in_channels, kh, kw), semi-orthogonal as a matrix at the start, and
     ``bias``.
 
     Guarantee:
-        1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
-        table; for another ``lipschitz`` computes the norm of the kernel it makes. It shrinks most inputs: for
+        1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) for named functions; for any
+        other, ``lipschitz`` computes the norm of the resulting kernel. It shrinks most inputs: for
         ``out_channels <= s^2 in_channels`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
     >>> import torch

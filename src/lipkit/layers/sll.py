@@ -50,9 +50,9 @@ class SlopeResidualLayer(base.Constrained):
 
     @abstractmethod
     def multiplier(self, proved: bool = True) -> Tensor:
-        """Diagonal of Lambda ``(hidden,)``, which holds for every image size, in float32 or better.
+        """Diagonal of Lambda ``(hidden,)`` for every image size, in float32 or better.
 
-        Not ``proved``, in training, it may differ where a proof per step would dominate.
+        ``proved=False``, in training, allows an unproved estimate where a proof would dominate the time of a step.
         """
 
 
@@ -143,7 +143,7 @@ class SllLinear(Sll, SlopeResidualLinear):
     Parameters ``free`` F (hidden, n), ``log_q`` (hidden,), ``bias`` (hidden,), n = max(in, out).
 
     Guarantee:
-        1-Lipschitz, by construction.
+        1-Lipschitz, by construction (T: :meth:`multiplier`).
 
     Raises:
         OptionError: an activation whose slope leaves [0, 1] (MaxMin, GELU, ...), sizes below 1.
@@ -173,13 +173,13 @@ class CplLinear(Cpl, SlopeResidualLinear):
 
 
 class SllConv2d(Sll, SlopeResidualConv2d):
-    """SDP-based Lipschitz layer, convolution of odd kernel size.
+    r"""SDP-based Lipschitz layer, convolution of odd kernel size: :math:`y = x - 2 F^* T^{-1} \sigma(F x + b)`.
 
     Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' padding, circular or with zeros); ``hidden``:
     channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F, ``log_q``, ``bias``.
 
     Guarantee:
-        1-Lipschitz for every image size.
+        1-Lipschitz for every image size (T: :meth:`multiplier`).
 
     Raises:
         OptionError: an even kernel, an activation whose slope leaves [0, 1].
@@ -193,13 +193,13 @@ class SllConv2d(Sll, SlopeResidualConv2d):
 
 
 class CplConv2d(Cpl, SlopeResidualConv2d):
-    """Convex potential layer, convolution of odd kernel size.
+    r"""Convex potential layer, convolution of odd kernel size: :math:`y = x - \tfrac{2}{\|F\|^2} F^* \sigma(F x + b)`.
 
     Args: as :class:`SllConv2d`. Parameters ``free`` F and ``bias`` (hidden,).
 
     Guarantee:
-        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies; in a
-        training step as in :class:`LiResConv2d`.
+        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies; training
+        steps have the exception of :class:`LiResConv2d`.
 
     >>> CplConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])

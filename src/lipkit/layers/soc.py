@@ -50,7 +50,7 @@ LARGE = 128  # from this side on, a factorisation costs less than the squarings 
 def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     """Bound of the norm of a matrix, at least 1e-3.
 
-    On a CPU, large matrices use Lanczos steps and one proof (or, not ``proved``, the number it would try first): within
+    On a CPU, large matrices use Lanczos steps and one proof (or, not ``proved``, the estimate alone): within
     0.1 %. Accelerators, traces, transforms and compiled graphs use `gram_norm`, within 3 %, which is products only.
     """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
@@ -110,14 +110,14 @@ class SocConv2d(ConstrainedConv2d):
         :math:`\max_{|\theta| \le 1} |p_T(i\theta)|`-Lipschitz, 1.0009 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz``
         returns it for the present mode. If out_channels >= s^2 in_channels, the singular values are 1 up to the
         truncation error :math:`1/(T+1)!`. One exception: in training mode on a CPU, where B is a norm of 128 rows and
-        columns or more, a step takes the number that its proof tries first. It is the same, but for rounding, unless
-        Lanczos steps miss the norm; then this step has a larger constant, which ``lipschitz`` proves. Evaluation and
-        export divide by proved bounds.
+        columns or more, B is estimated by Lanczos steps. The estimate equals the proved bound up to rounding unless the
+        steps miss the norm; then this step has a larger constant, which ``lipschitz`` proves. Evaluation and export
+        divide by proved bounds.
 
     Cost:
-        T convolutions with c x c channels; circular ones also by products in Fourier space, the cheapest by count
-        (:func:`lipkit.conv.exponential_conv2d`). A 1 x 1 kernel: a polynomial of one matrix and one product for each
-        s x s patch, or T products for each of few. In addition, matrix products of size c max(kh, kw) for B.
+        T convolutions with c x c channels; circular ones take products in Fourier space where these are fewer
+        operations (:func:`lipkit.conv.exponential_conv2d`). A 1 x 1 kernel: a polynomial of one matrix and one product
+        per patch, or T products per patch if these are few. B takes matrix products of size c max(kh, kw).
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(SocConv2d(3, 8, 3, bias=False).eval()(x).norm(), x.norm()))

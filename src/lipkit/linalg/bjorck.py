@@ -19,7 +19,7 @@ def into_unit_ball(w: Tensor) -> tuple[Tensor, Tensor]:
 
     .. math:: \|W\|_2^4 = \|G^2\|_2 \le \min\big(\|G^2\|_F,\; \max_i \sum_j |G^2|_{ij}\big), \qquad G = W^*W
 
-    The first is at most :math:`n^{1/8}` above the truth, the second exact for orthogonal columns. Zero stays zero.
+    The first is at most :math:`n^{1/8}` times too large, the second exact for orthogonal columns. Zero stays zero.
     """
     w = near_one(w)
     gram = w.mH @ w

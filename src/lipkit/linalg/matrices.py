@@ -122,10 +122,10 @@ PANEL = 64
 
 
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:
-    """``out = x @ y``, a product equal to its transpose or the ``negative`` of it: large ones by their upper blocks.
+    """``out = x @ y`` for a symmetric product (skew if ``negative``); of large ones only the upper blocks are computed.
 
-    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are such. The factors have the
-    same number of dimensions, at most three.
+    For instance of commuting symmetric or skew matrices, or of a matrix by its transpose. The factors have the same
+    number of dimensions, at most three.
     """
     c = out.shape[-1]
     step = -(-c // (4 if c >= 8 * PANEL else 2))

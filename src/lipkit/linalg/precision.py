@@ -27,7 +27,7 @@ _HARMLESS = ("unset", "", "0", "strict")
 def product_settings(kind: str) -> dict[str, str]:
     """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
-    Torch refuses to read a setting that differs between its backends: it is "mixed" here, and theirs follow.
+    Torch cannot read a setting whose backends differ: it is "mixed" here, and the settings of the backends follow.
     """
     backends = torch.backends
     found = {

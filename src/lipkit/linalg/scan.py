@@ -75,7 +75,7 @@ class Stream:
 def simulate(
     matrix: Tensor, bias: Tensor, states: int, units: tuple[int, int], block: int, phi: Function, u: Tensor, alone: bool
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of a system that starts at rest, :math:`x_0 = 0`.
+    """Run the system of the module docstring over sequences, from rest: :math:`x_0 = 0`.
 
     Args:
         matrix, bias: M ``(nv + nx + ny, nw + nx + nu)`` and b ``(nv + nx + ny,)``.
@@ -83,7 +83,7 @@ def simulate(
         block: how many units are computed at once; it divides nv.
         phi: ``(B, nv) -> (B, nw)``.
         u: ``(B, T, nu)``.
-        alone: whether phi acts on each unit separately (by its place in a block); the backward pass is then by hand.
+        alone: whether phi acts on each unit by itself (by its place in a block), as the fast backward pass needs.
 
     Returns:
         y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``. A step of training with 64 units takes 0.6

@@ -79,7 +79,7 @@ def _turned(change: Tensor, a: Tensor, pair: Tensor) -> Tensor:
 
 
 def singular_value(a: Tensor, u: Tensor, v: Tensor, value: Tensor) -> Tensor:
-    r"""``value`` = :math:`u^* A v` as the largest singular value of A, of singular vectors u and v.
+    r"""``value`` = :math:`u^* A v` as the largest singular value of A, with singular vectors u and v.
 
     .. math:: ds = \mathrm{Re}\, u^*\, dA\, v
 

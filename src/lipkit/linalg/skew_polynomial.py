@@ -49,10 +49,10 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
-    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), with :math:`\beta` of ``skew_bound``.
+    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n): A and its norm bound :math:`\beta` as above.
 
-    :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times. It takes about 29
-    products of size m for T = 5 and two of m x m by m x (n - m).
+    Equals :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times. It takes
+    25 products of size m for T = 5, and two of m x m by m x (n - m).
     """
     m = w.shape[-2]
     s = w[..., :m] - w[..., :m].mH
@@ -110,7 +110,7 @@ CACHED = 2**19
 class Powers(NamedTuple):
     """Powers 1, 2, 4, 8, ... of ``a`` of about unit norm, ``(n, c, c)``; those from 8 on are divided by their norms.
 
-    ``scale`` and ``share`` ``(n, 1, 1)`` belong to the unscaled A = scale a: A / beta = share a.
+    ``scale`` and ``share`` ``(n, 1, 1)`` give the unscaled A = scale a and A / beta = share a.
     """
 
     scale: Tensor

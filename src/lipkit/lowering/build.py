@@ -202,7 +202,7 @@ class Build:
 class Function(NamedTuple):
     """The row of a function, or of a tensor method by its name.
 
-    ``place`` rewrites the call for values whose batch comes first (`lipkit.lowering.axes`); None: it must come first.
+    ``place`` moves the batch of a call to the front (`lipkit.lowering.axes`); None: it must be there already.
     """
 
     rule: Rule | None = None  # rule(call, *arguments) -> number of the value; a tuple for several

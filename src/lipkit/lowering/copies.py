@@ -107,8 +107,8 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
 def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     """All numbers, strings and tensors (not copied) inside a value (container, object, function), in nested lists.
 
-    ``seen``: by id, the values met before, and their contents. A value inside itself counts as its type; one that
-    stands in two places has the same contents in both, as its copies do.
+    ``seen``: by id, the values met before, and their contents. A value inside itself counts as its type; a value in two
+    places has the same contents in both.
     """
     if isinstance(value, Tensor):
         return value.detach()

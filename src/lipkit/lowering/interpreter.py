@@ -47,7 +47,7 @@ class Interpreter:
         root: an independent copy with constant weights, which is traced and run.
         input_shape: of one sample.
         bound_to: holds the modules that are wired, ``root`` or the network itself.
-        exact: True if bounds are made of it: constants are float64, not rounded to the network's format.
+        exact: True if bounds are computed from it: constants are float64, not rounded to the network's format.
         bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
     """
 

@@ -59,9 +59,9 @@ class Operand:
     Attributes:
         shape: of one sample: (*before, inner, *after), or (*before, *after) where ``inner`` is 1.
         dtype: its format.
-        axis: the dimension of the batch; -1 if samples are mixed, and in the record of a single run.
+        axis: the dimension of the batch; -1 if samples are mixed, or if only one run was recorded.
         inner: number of entries of each sample that are merged into the dimension of the batch.
-        number: of the value in a wiring; -1 before it has one.
+        number: index of the value in the wiring; -1 before it is wired.
     """
 
     shape: tuple[int, ...]

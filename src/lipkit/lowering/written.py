@@ -67,12 +67,12 @@ Look = Callable[[Any, str, Mapping[str, float]], Sequence[Any] | None]
 
 
 def fits(pattern: Any, value: Any, look: Look, equals: Callable[[Any, float], bool], found: dict[str, Any]) -> bool:
-    """True if a value is written as the pattern says.
+    """True if ``value`` is computed as ``pattern`` (see the module docstring) describes.
 
     Args:
-        look: the operands of a value that this operator makes with these attributes; None for any other value.
-        equals: whether a value is this number.
-        found: gets what the names stand for, and "inside" a list of the values that the pattern makes.
+        look: ``look(value, operator, attributes)`` gives the operands if this operator made the value, else None.
+        equals: ``equals(value, number)`` is True if the value is this number.
+        found: receives the value of each name, and under "inside" the list of values that the pattern computes.
     """
     if isinstance(pattern, str):
         return bool(found.setdefault(pattern, value) == value)

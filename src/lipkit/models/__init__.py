@@ -64,8 +64,8 @@ def check_names(name: str, options: Mapping[str, Any]) -> None:
 def build(name: str, **options: Any) -> nn.Module:
     """The architecture of this name in `MODELS`, with its options; ``OptionError`` for an unknown name or option.
 
-    With ``lipschitz`` any takes ``split=True``: equal factors of the gain in front of all layers instead of the whole
-    gain in front of the first, see `lipkit.models.frame.split_gain`.
+    With ``lipschitz`` every architecture takes ``split=True``: equal factors of the gain in front of all layers instead
+    of the whole gain in front of the first, see `lipkit.models.frame.split_gain`.
 
     >>> type(build("small", input_shape=(1, 8, 8), classes=10)).__name__
     'Sequential'

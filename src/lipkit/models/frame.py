@@ -74,7 +74,7 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    ``image`` has one line in the docstring. The builder is `checked`. An architecture without ``**options`` ends in
+    Its docstring has one line for ``image``. The builder is `checked`. An architecture without ``**options`` ends in
     ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes`` are defaults.
 
     >>> @architecture(classes=2)

@@ -282,7 +282,7 @@ def from_network(
 
     Guarantee:
         The result, an :class:`LBDN` (behind an ``nn.Flatten`` if the network has one), is gamma-Lipschitz. Its weights
-        are those of ``network`` up to a relative 1e-6 (1e-15 where H is positive definite), or an error is raised.
+        are those of ``network`` up to a relative 1e-6 (1e-15 where the LMI is strict), or an error is raised.
 
     Raises:
         OptionError: modules that are not as above, no multipliers, or an LMI that does not hold at ``gamma``.

@@ -183,7 +183,7 @@ def liresnet(
     dense: Sequence[int] = (512,),
     **common: Unpack[Common],
 ) -> list[nn.Module]:
-    r"""Blocks ``MaxMin(K x + b - mean)`` with K = I + noise, each divided by a proved bound of its norm.
+    r"""Blocks ``MaxMin(K x + b - mean)`` with kernels K = I + noise, divided by proved bounds of their norms.
 
     Stem, neck and dense layers are those of `lipkit.models.bronet`; a block is `LiResConv2d` 3 x 3,
     `lipkit.modules.Center`, MaxMin.
@@ -192,7 +192,7 @@ def liresnet(
         patch, width, neck, dense: as of `bronet`.
         blocks: number of blocks, at least 1; the initial kernels depend on it (``depth`` of `LiResConv2d`).
         padding_mode: of the blocks, 'circular' or 'zeros'.
-        image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
+        image: (C, H, W) with H and W multiples of ``2 patch`` (of ``patch`` with ``neck=None``).
 
     Raises:
         OptionError: sizes that are not as above. ShapeError: another input shape.

@@ -108,9 +108,9 @@ class GradientStep(nn.Module):
 
     Args:
         first: A and c.
-        force: keeps the size of its input. If it is the gradient of a convex function (`Attraction`, ``nn.Softmax``, an
-            activation with slope in [0, 1]) and s >= 0, the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`, proved
-            from the stored numbers; otherwise :math:`1 + |s| \ell \|A\|^2`.
+        force: keeps the size of its input, with constant :math:`\ell`. If it is the gradient of a convex function
+            (`Attraction`, ``nn.Softmax``, an activation of slope in [0, 1]) and s >= 0, the constant is :math:`\max(1,
+            s \ell \|A\|^2 - 1)`, proved from stored numbers; otherwise :math:`1 + |s| \ell \|A\|^2`.
         step: s, 0-d.
 
     Raises:

@@ -184,11 +184,11 @@ add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), linear_erro
 
 
 def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
-    r"""Of a dense layer of vectors: bounds of :math:`\| |W| |x| \|` over the norm that `inner_products` has for |W|.
+    r"""Bounds of :math:`\| |W| |x| \|` as functions of x, for a dense layer, over the norm of |W| in `inner_products`.
 
     .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \|
 
-    Only the upper one is rounded up. Other modules and weights that could be flushed have `norm_sizes`.
+    Only the upper bound is rounded. Other modules, and weights that could be flushed, get `norm_sizes`.
     """
     if type(module) is not nn.Linear or _has_subnormal(module.weight, FLOAT64):
         return norm_sizes

@@ -1,16 +1,16 @@
 r"""Rounding errors of the convolutions that are evaluated in the Fourier basis, and of Taylor polynomials.
 
 The exact function of a Fourier layer is :math:`T^\top \mathrm{diag}(M_f)\, T x + b` with the stored matrices and the
-*exact* orthonormal transform T. What the machine does is counted, with room, as follows; another order of rows,
-columns and products changes nothing here.
+*exact* orthonormal transform T. The machine's operations are counted, with allowances, as follows; the order of rows,
+columns and products does not matter.
 
-* T and its inverse: one product by each matrix of ``matrices()`` (n terms each, :math:`\||T_i|\| \le \sqrt{n}`); of
-  two matrices the larger one counts with 2 n terms, for the butterfly is part of its product or a step of its own.
-  Four roundings of room for each. As T is orthogonal the errors of the stages add up.
+* T and its inverse: one product by each matrix of ``matrices()`` (n terms each, :math:`\||T_i|\| \le \sqrt{n}`); of two
+  matrices the larger one counts with 2 n terms, since cosines and sines may be combined along either side.
+  An allowance of four roundings for each. As T is orthogonal the errors of the stages add up.
 * Matrix entries: rounded to the format, after a float64 computation that is within 64 u of :math:`\sqrt{2/n}`.
 * A bias is added to the pixels, or, times the root of their number, to the coefficients of frequency 0.
 * Each frequency: an inner product of 2 cin real terms with coefficients :math:`|R|, |S|` (cin for a real matrix),
-  four roundings of room.
+  an allowance of four roundings.
 """
 
 from __future__ import annotations

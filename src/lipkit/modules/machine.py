@@ -113,7 +113,7 @@ def start(x: Tensor) -> ErrorBound:
 
 
 def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
-    """The bounds after one more module: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`."""
+    r"""The bounds after one more module: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`."""
     spread, own = bound.spread, step.machine(bound.centre)
     own64 = own if step.double is step.machine else step.double(bound.centre)
     return ErrorBound(
@@ -139,7 +139,7 @@ Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def norm_sizes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm itself, of which nothing is known from below."""
+    """Bounds of the norm of each sample: 0 from below, the norm rounded up from above."""
     return nothing(x).at, size(x)
 
 
@@ -172,8 +172,8 @@ def by_norms(
 ) -> tuple[ErrorBound, Tensor]:
     """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
 
-    ``spare`` maps outputs to the error (N,) that does no harm. Samples that could lose more of it have the modules that
-    add most measured. The second result is True for samples that `through` could still improve by more than that.
+    ``spare`` maps outputs to the error (N,) that does no harm. Where bounding by norms could cost more, the modules
+    with the largest errors are measured. The second result is True where `through` could gain more than that.
     """
     errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error

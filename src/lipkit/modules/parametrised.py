@@ -25,8 +25,8 @@ def settled(module: nn.Module) -> nn.Module:
     the module, which stays as it is and is returned itself if it has none of these.
 
     Raises:
-        NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a
-            class that torch has not made.
+        NoRuleError: a value that changes between evaluations, as by spectral normalisation in training mode; a
+            parametrised class that torch did not create.
 
     >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)

@@ -60,7 +60,7 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
     n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight, and what
     rounding the step to a narrow format adds. The steps of the blocks (blocks,) stand under the name of the tensor and
-    ``.steps``. Numbers of no more bits stay, too.
+    ``.steps``. Tensors of at most ``bits`` bits per number stay, too.
 
     >>> stored = to_integers({"weight": torch.randn(256, 128), "bias": torch.zeros(256)}, 8)
     >>> {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}

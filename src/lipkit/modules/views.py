@@ -70,10 +70,10 @@ class Together(Shown):
 
 
 class Permute(Shown):
-    """The dimensions behind the batch, 1, 2, ..., in another order.
+    """The dimensions after the batch, 1, 2, ..., in another order.
 
     Raises:
-        OptionError: another list.
+        OptionError: not a permutation of 1, 2, ...
 
     >>> Permute(2, 1)(torch.zeros(1, 3, 4)).shape
     torch.Size([1, 4, 3])
@@ -315,7 +315,7 @@ def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
 
 
 class Shift2d(Shown):
-    """:func:`shift` as a module, for inputs of so many ``channels``: 1-Lipschitz.
+    """:func:`shift` as a module, for inputs with ``channels`` channels: 1-Lipschitz.
 
     Raises:
         OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.

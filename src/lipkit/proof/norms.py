@@ -240,7 +240,7 @@ _ABOVE = 2e-3
 
 
 def quick_norm_estimate(a: Tensor) -> Quick:
-    """The number that `quick_spectral_norm` tries first, up to rounding and unproved; for a norm of about 1, or 0.
+    """The unproved estimate that `quick_spectral_norm` starts from, up to rounding; for a norm of about 1, or 0.
 
     >>> a = torch.arange(200.0 * 300).sin().reshape(200, 300)
     >>> bool(torch.isclose(quick_norm_estimate(a).bound, quick_spectral_norm(a).bound, rtol=1e-5))

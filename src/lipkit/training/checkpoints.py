@@ -69,8 +69,8 @@ def opened(
     nothing, and nothing that it has not made itself is ever removed.
 
     Raises:
-        RunError: another process, thread or call holds it; a new run in a folder that holds one, something ``taken`` or
-            others of ``files``; a resume without a run, or with other settings; a folder that cannot be written.
+        RunError: another process, thread or call holds it; a new run in a folder with a run, a name in ``taken`` or
+            other ``files``; a resume without a run, or with other settings; a folder that cannot be written.
     """
     files = files or {}
     contents = {**files, SETTINGS: json.dumps(settings, indent=2, allow_nan=False).encode()}

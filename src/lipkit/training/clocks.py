@@ -45,10 +45,10 @@ class Clock:
     must save and stop together.
 
     Attributes:
-        amount, unit: of the budget; infinite without one.
-        used: of the budget, in its unit, resumes included; the same in all processes. 0 without a budget.
-        timed: True for a budget of time, of which a step's share is known after it only.
-        since, saved: from when time counts, as told by ``now``; when the last checkpoint was written.
+        amount, unit: size of the budget, infinite without one, and its unit.
+        used: how much of the budget is spent, resumes included; the same in all processes. 0 without a budget.
+        timed: True for a budget of time: what a step takes is known only after it.
+        since, saved: time of ``now`` up to which ``used`` counts; time of the last checkpoint.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Clock:
         self.pause = math.inf if checkpoint_seconds is None else checkpoint_seconds
 
     def spend(self, samples: int) -> None:
-        """Count a step of so many samples, and the time since ``since``, which becomes now."""
+        """Count a step of ``samples`` samples, and the time since ``since``, which becomes now."""
         if self.unit == "samples":
             self.used += samples
         elif self.timed:

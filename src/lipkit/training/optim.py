@@ -138,7 +138,7 @@ class RiemannianAdam(_ManifoldOptimizer):
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise OptionError(f"betas: expected two numbers in [0, 1), got {betas}")
         if not (lr >= 0 and eps > 0):
-            raise OptionError(f"lr and eps: expected numbers above 0, got {lr} and {eps}")
+            raise OptionError(f"lr and eps: expected lr >= 0 and eps > 0, got {lr} and {eps}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:

@@ -81,7 +81,7 @@ class Totals:
         """Add one step, counted from 1; True if sums were read from the device.
 
         ``sums`` (2,) are the losses and correct predictions of this process, of ``size`` samples in all; only labels
-        have an accuracy; ``fraction`` of training is done. A loss that is not finite is a `Divergence` in all of them.
+        have an accuracy; ``fraction`` of training is done. A loss that is not finite raises `Divergence` in all.
         """
         self.labelled = labelled
         self.pending.append(sums)

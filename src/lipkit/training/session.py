@@ -28,7 +28,7 @@ from lipkit.training.sources import Source, own_random_state, random_state
 
 
 class Session:
-    """A network in training, and the place where it is. It changes the network within `opened` only.
+    """All state of a training: network, optimiser, place in the run. It changes the network within `opened` only.
 
     Args:
         fabric: launched.
@@ -36,9 +36,9 @@ class Session:
 
     Attributes:
         wrapped: ``model`` with Fabric's wrapper, perhaps compiled; for forward passes.
-        optimizer: Fabric's; peaks: the peak learning rate of each of its groups.
+        optimizer: with Fabric's wrapper; peaks: the peak learning rate of each of its groups.
         parameters: the trained ones, by name; average: their moving averages, None without ``ema``.
-        loss, rate: functions.
+        loss, rate: functions of (outputs, targets), and of the fraction of training done.
         clock: the budget, and when to save or stop. steps: of one epoch.
         input_shape: of one augmented input, if `after_step` needs it, else None.
         folder: of the run; None writes nothing. events: its logger of TensorBoard events, or None.
@@ -97,11 +97,11 @@ class Session:
     def opened(self, folder: Path | None, resume: bool = False, **new: Any) -> Iterator[None]:
         """Put the network on its device, and hold the run's ``folder``: a new run, or with ``resume`` the one there.
 
-        ``new`` is passed to `checkpoints.opened`, which may name the folder. All processes must call it, and `save`.
+        ``new`` goes to `checkpoints.opened`, which may name the folder. All processes must call this method and `save`.
 
         Raises:
-            RunError: see `checkpoints`, in all processes if the first one fails, and before the network changes; later,
-                in place of a `Divergence`.
+            RunError: see `checkpoints`; if the first process fails, all raise it, before the network changes. Later it
+                replaces a `Divergence`.
         """
         fabric, options, model = self.fabric, self.options, self.model
         with ExitStack() as held:
@@ -180,9 +180,9 @@ class Session:
         return (x.contiguous(memory_format=torch.channels_last) if last else x), y
 
     def fraction(self, size: int = 0) -> float:
-        """Fraction of training done, by steps or by budget, whichever is larger; with ``size`` after a step of so many.
+        """Fraction of training done, the larger of steps and budget; ``size`` adds a step of that many samples.
 
-        The time of a step is unknown before it.
+        A budget of time ignores ``size``: what a step takes is unknown before it.
         """
         clock, epochs = self.clock, self.options.epochs
         by_steps = 0.0 if epochs is None else (self.number + (size > 0 and not clock.timed)) / (epochs * self.steps)

@@ -39,13 +39,13 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
 
     .. math:: \frac1K \sum_k t_{\nu_k,(1 + c)/2} \sqrt{\frac{v_k}{n_k} + \frac{w_k}{m_k}}
 
-    with Welch and Satterthwaite's degrees of freedom :math:`\nu_k`. Standard deviations of folds are added, not their
-    squares, because the errors of two folds are dependent: each critic was trained on the other's samples. If P = Q
-    they even agree (both are the product of the two folds' random differences), and the root of summed squares would
-    be too small by a factor of :math:`\sqrt2`.
+    for sizes n, m, variances v, w, c = ``confidence``, and Welch and Satterthwaite's degrees of freedom :math:`\nu_k`.
+    Standard deviations of folds are added, not their squares, because the errors of two folds are dependent: each
+    critic was trained on the other's samples. If P = Q they even agree (both are the product of the two folds' random
+    differences), and the root of summed squares would be too small by a factor of :math:`\sqrt2`.
 
     Guarantee:
-        None for a finite sample: the coverage is at least c in the limit of large samples, if g has a finite variance.
+        None for a finite sample: the coverage is at least c in the limit of large samples, if the variances are finite.
 
     >>> round(student([(Moments(100, 1.0, 1.0), Moments(100, 0.0, 1.0))], 0.95), 4)
     0.2789
@@ -66,7 +66,7 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
 
 
 def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: float) -> float:
-    r"""Half the width of an interval that is proved for every sample size, if g has a bounded range.
+    r"""Half the width of an interval that is proved for every sample size, if the critic has a bounded range.
 
     .. math:: \frac1K \sum_k \sum_{v \in \{v_k, w_k\}}
               \sqrt{\frac{2 v \ln(2/\delta)}{n}} + \frac{7 D \ln(2/\delta)}{3 (n - 1)},
@@ -76,9 +76,9 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     bound adds these probabilities, so the folds need not be independent.
 
     Guarantee:
-        Covers :math:`E\,g(x) - E\,g(y)`, averaged over the folds, with probability at least c, whatever the
-        distributions, if the held-out samples are independent draws and g takes values in an interval of length D
-        (``width``).
+        Covers :math:`E f(x) - E f(y)`, averaged over the folds, with probability at least c, whatever the
+        distributions, if the held-out samples are independent draws and each critic f takes values in an interval of
+        length D (``width``).
 
     >>> round(bernstein([(Moments(100, 1.0, 0.0), Moments(100, 0.0, 0.0))], 0.95, 1.0), 4)
     0.2392
