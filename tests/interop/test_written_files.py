@@ -310,10 +310,11 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-# Their modules are in the files of other models or families, or (Blend of resnet9) in one of the tables only.
+# Their modules are in the files of other models or families; or their joins and pools in the tables, and a ResNet in
+# tests/analysis/test_twelve.py.
 ALIKE = (
-    *("bronet", "convnet", "kwlarge", "lbdn", "lbdn_conv", "lipconvnet", "liresnet", "mlp", "resnet9", "sllnet"),
-    *("small", "wide_resnet", "wrn_plain"),
+    *("bronet", "convnet", "kwlarge", "lbdn", "lbdn_conv", "lipconvnet", "liresnet", "mlp", "resnet9"),
+    *("resnet_plain", "sllnet", "small", "wide_resnet", "wrn_plain"),
 )
 
 
@@ -336,8 +337,10 @@ def test_every_model_is_in_the_table() -> None:
 @pytest.mark.thorough
 def test_alike_models_have_no_module_of_their_own() -> None:
     others = [types(exported(name)) for name in MODELS if name not in ALIKE] + [types(family(k)) for k in KINDS]
+    residual = {(kind, "") for kind in (modules.Graph, nn.ModuleList, modules.Add, modules.Blend)}
+    pools = {(kind, "") for kind in (nn.AvgPool2d, nn.MaxPool2d)}
     for name in ALIKE:
-        assert types(exported(name)) <= set.union({(modules.Blend, "")}, *others), name
+        assert types(exported(name)) <= set.union(residual, pools, *others), name
 
 
 @pytest.mark.thorough
