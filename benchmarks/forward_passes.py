@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,73 +79,74 @@ def _conv(generator: torch.Generator) -> nn.Conv2d:
     return made
 
 
-class Odd(nn.Module):
-    """The network without its forward pass: each attribute that the source names."""
+# What a network may hold, by the name of the attribute.
+MAKERS: dict[str, Callable[[Any, torch.Generator], Any]] = {
+    "a": lambda s, g: _linear(g),
+    "b": lambda s, g: _linear(g),
+    "head": lambda s, g: _linear(g, 1),
+    "first": lambda s, g: s.a,
+    "w": lambda s, g: nn.Parameter(torch.randn(4, 4, generator=g) / 2),
+    "token": lambda s, g: nn.Parameter(torch.randn(1, 1, 4, generator=g)),
+    "act": lambda s, g: nn.ReLU(inplace=True),
+    "relu": lambda s, g: nn.ReLU(),
+    "same": lambda s, g: nn.Identity(),
+    "drop": lambda s, g: nn.Dropout(),
+    "norm": lambda s, g: _norm(g),
+    "ln": lambda s, g: nn.LayerNorm(4),
+    "conv": lambda s, g: _conv(g),
+    "parts": lambda s, g: nn.ModuleList([_linear(g), _linear(g)]),
+    "calls": lambda s, g: 0,
+    "number": lambda s, g: 2.5,
+    "flag": lambda s, g: False,
+    "word": lambda s, g: "",
+    "log": lambda s, g: [],
+    "table": lambda s, g: {},
+    "seen": lambda s, g: set(),
+    "bytes": lambda s, g: bytearray(),
+    "pair": lambda s, g: (0, 0),
+    "queue": lambda s, g: collections.deque(maxlen=99),
+    "nested": lambda s, g: ([0], {"n": 0}),
+    "deep": lambda s, g: {"a": [{"b": 0}]},
+    "tensors": lambda s, g: [torch.zeros(())],
+    "free": lambda s, g: torch.zeros(()),
+    "array": lambda s, g: np.zeros(1),
+    "box": lambda s, g: types.SimpleNamespace(n=0),
+    "later": lambda s, g: _later(s),
+    "counter": lambda s, g: itertools.count(),
+    "tick": lambda s, g: functools.partial(next, itertools.count()),
+    "iterator": lambda s, g: iter(range(10**6)).__next__,
+    "lru": lambda s, g: functools.lru_cache(lambda n: False),
+    "generator": lambda s, g: torch.Generator(),
+    "hidden": lambda s, g: [_linear(g)],
+    "bound": lambda s, g: _linear(g).forward,
+    "function": lambda s, g: lambda y: 5 * y,
+    "partial": lambda s, g: functools.partial(F.linear, weight=3 * torch.eye(4)),
+    "me": lambda s, g: id(s),
+    "mine": lambda s, g: id(s.a.weight),
+    "place": lambda s, g: s.w.data_ptr(),
+    "stats": lambda s, g: nn.BatchNorm1d(4, track_running_stats=False),
+    "soft0": lambda s, g: nn.Softmax(0),
+    "flat0": lambda s, g: nn.Flatten(0),
+    "unflat": lambda s, g: nn.Unflatten(0, (1, -1)),
+    "dropin": lambda s, g: nn.Dropout(inplace=True),
+    "celu": lambda s, g: nn.CELU(inplace=True),
+    "seq": lambda s, g: nn.Sequential(nn.ReLU(inplace=True), _linear(g)),
+    "instance": lambda s, g: nn.InstanceNorm1d(4),
+    "pool": lambda s, g: nn.AvgPool1d(2),
+}
 
-    MAKERS: ClassVar[dict[str, Callable[[Any, torch.Generator], Any]]] = {
-        "a": lambda s, g: _linear(g),
-        "b": lambda s, g: _linear(g),
-        "head": lambda s, g: _linear(g, 1),
-        "first": lambda s, g: s.a,
-        "w": lambda s, g: nn.Parameter(torch.randn(4, 4, generator=g) / 2),
-        "token": lambda s, g: nn.Parameter(torch.randn(1, 1, 4, generator=g)),
-        "act": lambda s, g: nn.ReLU(inplace=True),
-        "relu": lambda s, g: nn.ReLU(),
-        "same": lambda s, g: nn.Identity(),
-        "drop": lambda s, g: nn.Dropout(),
-        "norm": lambda s, g: _norm(g),
-        "ln": lambda s, g: nn.LayerNorm(4),
-        "conv": lambda s, g: _conv(g),
-        "parts": lambda s, g: nn.ModuleList([_linear(g), _linear(g)]),
-        "calls": lambda s, g: 0,
-        "number": lambda s, g: 2.5,
-        "flag": lambda s, g: False,
-        "word": lambda s, g: "",
-        "log": lambda s, g: [],
-        "table": lambda s, g: {},
-        "seen": lambda s, g: set(),
-        "bytes": lambda s, g: bytearray(),
-        "pair": lambda s, g: (0, 0),
-        "queue": lambda s, g: collections.deque(maxlen=99),
-        "nested": lambda s, g: ([0], {"n": 0}),
-        "deep": lambda s, g: {"a": [{"b": 0}]},
-        "tensors": lambda s, g: [torch.zeros(())],
-        "free": lambda s, g: torch.zeros(()),
-        "array": lambda s, g: np.zeros(1),
-        "box": lambda s, g: types.SimpleNamespace(n=0),
-        "later": lambda s, g: _later(s),
-        "counter": lambda s, g: itertools.count(),
-        "tick": lambda s, g: functools.partial(next, itertools.count()),
-        "iterator": lambda s, g: iter(range(10**6)).__next__,
-        "lru": lambda s, g: functools.lru_cache(lambda n: False),
-        "generator": lambda s, g: torch.Generator(),
-        "hidden": lambda s, g: [_linear(g)],
-        "bound": lambda s, g: _linear(g).forward,
-        "function": lambda s, g: lambda y: 5 * y,
-        "partial": lambda s, g: functools.partial(F.linear, weight=3 * torch.eye(4)),
-        "me": lambda s, g: id(s),
-        "mine": lambda s, g: id(s.a.weight),
-        "place": lambda s, g: s.w.data_ptr(),
-        "stats": lambda s, g: nn.BatchNorm1d(4, track_running_stats=False),
-        "soft0": lambda s, g: nn.Softmax(0),
-        "flat0": lambda s, g: nn.Flatten(0),
-        "unflat": lambda s, g: nn.Unflatten(0, (1, -1)),
-        "dropin": lambda s, g: nn.Dropout(inplace=True),
-        "celu": lambda s, g: nn.CELU(inplace=True),
-        "seq": lambda s, g: nn.Sequential(nn.ReLU(inplace=True), _linear(g)),
-        "instance": lambda s, g: nn.InstanceNorm1d(4),
-        "pool": lambda s, g: nn.AvgPool1d(2),
-    }
 
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.register_buffer("mid", torch.tensor([0.5, -1.0, 2.0, 1.5]))
-        self.register_buffer("count", torch.zeros(()))
-        named = set(re.findall(r"\bs\.(\w+)", source)) | set(re.findall(r"\(s, '(\w+)'", source))
-        for name, make in self.MAKERS.items():
-            if name in named or (name == "a" and "first" in named) or (name == "box" and "later" in named):
-                setattr(self, name, make(self, generator))
+def _network(kind: type[nn.Module], source: str) -> nn.Module:
+    """A network with each attribute that the source names; its class holds its forward pass alone."""
+    made = kind()
+    generator = torch.Generator().manual_seed(0)
+    made.register_buffer("mid", torch.tensor([0.5, -1.0, 2.0, 1.5]))
+    made.register_buffer("count", torch.zeros(()))
+    named = set(re.findall(r"\bs\.(\w+)", source)) | set(re.findall(r"\(s, '(\w+)'", source))
+    for name, make in MAKERS.items():
+        if name in named or (name == "a" and "first" in named) or (name == "box" and "later" in named):
+            setattr(made, name, make(made, generator))
+    return made
 
 
 def _later(network: Any) -> Callable[[], None]:
@@ -171,8 +172,8 @@ def build(source: str) -> nn.Module:
     space |= {"CONSTANT": 5.0, "KEPT": [], "CELL": {}, "TABLE": 3 * torch.eye(4), "OUTSIDE": lambda y: 5 * y}
     space["TICKS"] = functools.partial(next, itertools.count())
     exec(_compiled(source), space)
-    kind = type("Body", (Odd,), {"forward": space["forward"], "__module__": __name__})
-    return kind(source).eval()  # type: ignore[no-any-return]
+    kind = type("Body", (nn.Module,), {"forward": space["forward"], "__module__": __name__})
+    return _network(kind, source).eval()
 
 
 @dataclass(frozen=True)

@@ -115,16 +115,30 @@ def spend(count, what, work=0):
     need(count <= LIMIT and ops.left >= 0, f"{what}: more than the stored numbers pay for")
 
 
+def counts(x):
+    """How many steps of the grid x is, rounded up."""
+    return -(-x.numerator * GRID // x.denominator)  # the ceiling: minus the floor of -x
+
+
 def up(x):
     """x rounded up to the grid."""
-    return Fraction(-(-x.numerator * GRID // x.denominator), GRID)  # the ceiling: minus the floor of -x
+    return Fraction(counts(x), GRID)
+
+
+def halved(v, k):
+    """An integer v / 2^k, rounded up."""
+    return -(-v >> k) if k >= 0 else v << -k
+
+
+def isqrt(n):
+    """The square root of an integer, rounded up."""
+    r = math.isqrt(n)  # rounded down, so one more unless it is exact
+    return r + (r * r < n)
 
 
 def root(x):
     """A square root, rounded up."""
-    n = -(-x.numerator * GRID * GRID // x.denominator)
-    r = math.isqrt(n)  # rounded down, so one more unless it is exact
-    return Fraction(r + (r * r < n), GRID)
+    return Fraction(isqrt(-(-x.numerator * GRID * GRID // x.denominator)), GRID)
 
 
 def ones(*shape):
@@ -298,28 +312,30 @@ def _powers(a):
     p, start = symmetric(ops.dot(columns, columns)), n * ops.unit
     square = ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))
     start += ops.rounding(m) * square
-    steps = []  # (s_j, t_j, rounding of the next product)
+    steps = []  # (exponent of s_j, t_j, rounding of the next product), the last two and all below in steps of the grid
     for _ in range(ops.steps):
         s = _exponent(ops.rowsum(p))
         p = ops.shift(p, -s)
         t = ops.rowsum(p)
-        steps.append((Fraction(2) ** s, t, ops.rounding(n) * t * t + n * ops.unit))
+        steps.append((s, counts(t), counts(ops.rounding(n) * t * t + n * ops.unit)))
         p = symmetric(ops.dot(p, p))
-    best = root(square)  # ||A||^2 <= ||A||_1 ||A||_inf
+    places = GRID.bit_length() - 1  # a product of two counts is that many binary places too long
+    best, start, lost = counts(root(square)), counts(start), counts(n * ops.unit)  # ||A||^2 <= ||A||_1 ||A||_inf
     for _ in range(5):  # a bound of ||A|| bounds every ||M_j||, and so every e_j better
-        b, e, scales = best * best, start, []
+        b, e, scales = halved(best * best, places), start, []
         for s, t, rounding in steps:
-            b, e = up(b / s), up(e / s + n * ops.unit)
-            if e > 1:  # M_j has a norm of about 1: nothing is left to be found, and e would square from here on
+            b, e = halved(b, s), halved(e, s) + lost
+            if e > GRID:  # M_j has a norm of about 1: nothing is left to be found, and e would square from here on
                 break
             scales.append(s)
             if t + e < b:
                 b = bound = t + e
                 for scale in reversed(scales):
-                    bound = root(bound * scale)
+                    bound = isqrt(halved(bound * GRID, -scale))
                 best = min(best, bound)
-            b, e = b * b, e * (2 * b + e) + rounding  # (M + E)^2 - M^2, and the rounding of the product
-    return best * Fraction(2) ** first
+            # (M + E)^2 - M^2, and the rounding of the product.
+            b, e = halved(b * b, places), halved(e * (2 * b + e), places) + rounding
+    return Fraction(best, GRID) * Fraction(2) ** first
 
 
 def symmetric(p):

@@ -42,7 +42,7 @@ def diabetes() -> LipschitzRegressor:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [LipschitzClassifier, LipschitzRegressor])
+@pytest.mark.parametrize("kind", [LipschitzClassifier, pytest.param(LipschitzRegressor, marks=pytest.mark.slow)])
 def test_scikit_learns_checks_pass_without_exemptions(kind: type) -> None:
     check_estimator(kind(**SMALL), on_skip=None)
 

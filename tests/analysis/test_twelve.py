@@ -87,12 +87,12 @@ def test_onnx_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 OTHERS = ["ConvNeXt", "MobileNetV2", "DenseNet", "SqueezeNet", "U-Net", *ON_A_BOX]
-REST = [*itertools.product(OTHERS, [17, 18, 20, 21])]
+REST = [("LeNet", 17), *itertools.product(OTHERS, [17, 18, 20, 21])]
 LATE = [pytest.param(*one, marks=pytest.mark.slow) for one in REST]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "opset"), [("LeNet", 17), ("LeNet", 20), *LATE])
+@pytest.mark.parametrize(("name", "opset"), [("LeNet", 20), *LATE])
 def test_files_of_plain_pytorch(name: str, opset: int, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     model, shape = network(name)
@@ -120,7 +120,7 @@ def test_files_of_plain_pytorch(name: str, opset: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["LeNet", "DenseNet"])
+@pytest.mark.parametrize("name", ["LeNet", pytest.param("DenseNet", marks=pytest.mark.slow)])
 def test_attacks_find_nothing_inside_radii(name: str) -> None:
     model, shape = network(name)
     plain = export(model, shape)

@@ -291,7 +291,7 @@ def _check_float32(network: modules.Network, shape: tuple[int, ...], sizes: list
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_over_the_whole_range(name: str) -> None:
-    check_tensors(name, [1e-50, 1e-42, 1e20, 1e39], [1e-40, 1.0, 1e19, 1e38])
+    check_tensors(name, [1e-42, 1e20, 1e39], [1e-40, 1.0, 1e19, 1e38])
 
 
 @pytest.mark.slow

@@ -25,8 +25,9 @@ FILES = {
 MUTATIONS = [(first, old, new) for first, changes in {
     # scalars
     "arithmetic: scalars or gamma": [
-    ("Fraction(-(-x.numerator * GRID // x.denominator), GRID)", "Fraction(x.numerator * GRID // x.denominator, GRID)"),
-    ("Fraction(r + (r * r < n), GRID)", "Fraction(r, GRID)"),
+    ("return -(-x.numerator * GRID // x.denominator)", "return x.numerator * GRID // x.denominator"),
+    ("-(-v >> k)", "(v >> k)"),
+    ("return r + (r * r < n)", "return r"),
     ("Fraction(n, (1 << 53) - n)", "Fraction(n, (1 << 54) - n)"),
     ],
     # arithmetic
@@ -53,15 +54,15 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("norm = max(_powers(a[i : i + step])", "norm = min(_powers(a[i : i + step])"),
     ("    start += ops.rounding(m) * square\n", ""),
     ("t * t + n * ops.unit))", "t * t))"),
-    ("up(e / s + n * ops.unit)", "up(e / s)"),
+    ("halved(e, s) + lost", "halved(e, s)"),
     ("symmetric(ops.dot(columns, columns)), n * ops.unit", "symmetric(ops.dot(columns, columns)), Fraction(0)"),
-    ("if e > 1:", "if e > 2:"),
+    ("if e > GRID:", "if e > 2 * GRID:"),
     ("if t + e < b:", "if t < b:"),
     ("ops.rounding(n) * t * t + n * ops.unit))", "Fraction(0)))"),
     ("b = bound = t + e\n", "b = bound = t\n"),
-    ("bound = root(bound * scale)", "bound = root(bound)"),
-    ("e * (2 * b + e) + rounding", "rounding"),
-    ("return best * Fraction(2) ** first", "return best"),
+    ("isqrt(halved(bound * GRID, -scale))", "isqrt(bound * GRID)"),
+    ("halved(e * (2 * b + e), places) + rounding", "rounding"),
+    ("Fraction(best, GRID) * Fraction(2) ** first", "Fraction(best, GRID)"),
     ("np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)", "np.tril(p) + np.tril(p).swapaxes(-1, -2)"),
     ],
     # transforms
@@ -223,7 +224,7 @@ HARMLESS = {
         "need(len(shape) == 3 and all(len(sizes) == 2 for sizes in found),",
         "need(True,",
     ): "sizes that do not go together raise where they are paired, or where windows are taken",
-    ("if e > 1:", "if e > 2:"): "it only ends the search: a larger error is in the bound that it proves",
+    ("if e > GRID:", "if e > 2 * GRID:"): "it only ends the search: a larger error is in the bound that it proves",
     (
         "-(1 << 31) if key in SIGNED else 1, isinstance",
         "-(1 << 31), isinstance",

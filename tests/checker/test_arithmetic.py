@@ -39,6 +39,8 @@ def test_scalars_are_rounded_up_by_less_than_a_place(x: Fraction) -> None:
     r = k.root(x)
     assert r * r >= x
     assert r == 0 or (r - Fraction(1, k.GRID)) ** 2 < x
+    for places in (3, 0, -2):
+        assert 0 <= k.halved(k.counts(x), places) - k.counts(x) * Fraction(1, 2) ** places < 1
 
 
 def test_gamma_is_that_of_the_textbook() -> None:

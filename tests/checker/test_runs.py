@@ -190,7 +190,7 @@ def test_models(model: Any, tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options", "side"), [
-    ("resnet9", {"width": 8}, 16), ("wide_resnet", {"widen": 1}, 16),
+    ("resnet9", {"width": 8}, 16), pytest.param("wide_resnet", {"widen": 1}, 16, marks=pytest.mark.slow),
     ("lipconvnet", {"width": 0.25, "first_blocks": "soc", "last_blocks": "soc"}, 24),
 ])  # fmt: skip
 def test_larger_models(name: str, options: dict[str, Any], side: int, tmp_path: Path, capsys: Any) -> None:

@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from tests.interop.test_read_back import comes_back
+from tests.interop.test_read_back import claimed
 from tests.interop.test_read_back import written as written_program
 from tests.interop.test_runtimes import KINDS
 from tests.interop.test_runtimes import network as family
@@ -310,10 +310,11 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-# Their modules are in the files of other models or families: the same graphs with other numbers.
+# Their modules are in the files of other models or families; or their joins and pools in the tables, and a ResNet in
+# tests/analysis/test_twelve.py.
 ALIKE = (
-    *("bronet", "convnet", "kwlarge", "lbdn", "lbdn_conv", "lipconvnet", "liresnet", "mlp", "sllnet", "small"),
-    *("wide_resnet", "wrn_plain"),
+    *("bronet", "convnet", "kwlarge", "lbdn", "lbdn_conv", "lipconvnet", "liresnet", "mlp", "resnet9"),
+    *("resnet_plain", "sllnet", "small", "wide_resnet", "wrn_plain"),
 )
 
 
@@ -336,8 +337,10 @@ def test_every_model_is_in_the_table() -> None:
 @pytest.mark.thorough
 def test_alike_models_have_no_module_of_their_own() -> None:
     others = [types(exported(name)) for name in MODELS if name not in ALIKE] + [types(family(k)) for k in KINDS]
+    residual = {(kind, "") for kind in (modules.Graph, nn.ModuleList, modules.Add, modules.Blend)}
+    pools = {(kind, "") for kind in (nn.AvgPool2d, nn.MaxPool2d)}
     for name in ALIKE:
-        assert types(exported(name)) <= set.union(*others), name
+        assert types(exported(name)) <= set.union(residual, pools, *others), name
 
 
 @pytest.mark.thorough
@@ -348,7 +351,7 @@ def test_every_model_is_the_same_in_both_files(name: str, tmp_path: Path) -> Non
     others = [interop.onnx_runtime(path), reference(path)]
     program, runtime = written_program(network, tmp_path / "network.pt2")
     others.append(runtime)
-    comes_back(network, path, program)
+    claimed(network, path, program)
     if importlib.util.find_spec("openvino") and b"wrap" not in path.read_bytes():
         others.append(openvino(path))
     x = torch.rand(5, *shape)

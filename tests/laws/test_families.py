@@ -68,6 +68,7 @@ each_dtype = pytest.mark.parametrize(
 )
 # pytest -m fast: a closed form, an iteration, phases, and a block that is more than a linear map.
 CORE = {"cayley", "rko", "eco", "sandwich"}
+COMPILED_CONV = "aol"
 COMPILED_BY_DEFAULT = {"cayley", "sandwich"}  # a linear map, and (of dense layers) more than one
 each_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in CORE else pytest.mark.thorough) for name in FAMILIES]
@@ -117,7 +118,7 @@ DENSE_OPTIONS: dict[Any, dict[str, tuple[Any, ...]]] = {
 @each_family
 def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
     family = FAMILIES[name]
-    shapes = inputs(family, 3, 3, 1, IMAGES, 3)
+    shapes = inputs(family, 3, 3, 1, IMAGES, 3)[:: 2 if dtype == torch.float32 else 1]
     fewer = FEWER.get(name, {}) if number == 12 else {}
     check_layer(
         partial(family.conv, in_channels=3, out_channels=5, kernel_size=3, **fewer),
@@ -127,13 +128,13 @@ def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
         options={**conv_options(), **family.options},
         refusals=conv_refusals(*shapes[0]),
         # Compiling is the dearest part of the suite: here one family, below the others.
-        backends=("aot_eager",) if name == "cayley" else (),
+        backends=("aot_eager",) if name == COMPILED_CONV else (),
         **promises(family),
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in GRAPH_BREAKS | {"cayley"}])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in GRAPH_BREAKS | {COMPILED_CONV}])
 def test_compiled_convolution(name: str) -> None:
     family = FAMILIES[name]
     make = partial(family.conv, in_channels=3, out_channels=5, kernel_size=3, **FEWER.get(name, {}))
@@ -199,8 +200,11 @@ def test_bounds_of_other_shapes(name: str, what: str) -> None:
             family.conv(cin, cout, kernel, stride)(torch.zeros(1, cin, h, w))
         return
     make = partial(family.conv, cin, cout, kernel, stride)
-    check_layer(make, input_shape=shapes, dtype=torch.float64, laws=(1, 2, 3, 11), **promises(family))
-    if stride > 1:  # float32 without a stride: test_convolution
+    # Every layer is sound and attains its bound; of exports, sizes and float32 every second one, in turns.
+    every_second = (list(FAMILIES).index(name) + list(EXTRA).index(what)) % 2 == 0
+    laws = (1, 2, 3, 11) if every_second else (1, 2)
+    check_layer(make, input_shape=shapes, dtype=torch.float64, laws=laws, **promises(family))
+    if stride > 1 and every_second:  # float32 without a stride: test_convolution
         check_layer(make, input_shape=shapes[:1], dtype=torch.float32, laws=(1, 2), **promises(family))
 
 

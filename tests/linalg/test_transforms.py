@@ -205,7 +205,7 @@ def private_names(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             path = [*str(node.module).split("."), *(alias.name for alias in node.names)]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             path = ast.unparse(node).split(".")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
             path = [*ast.unparse(node.args[0]).split("."), ast.unparse(node.args[1]).strip("'")]

@@ -314,8 +314,15 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
 }
 
 
-@pytest.mark.parametrize("function", [export, lipschitz, lambda model, shape, **box: analyze(model, shape, restarts=0)])
-@pytest.mark.parametrize("name", MIXED)
+def analyzed(model: nn.Module, shape: tuple[int, ...]) -> Any:
+    return analyze(model, shape, restarts=0)
+
+
+# The constant of a network is that of its export: by itself it is asked of every third.
+ASKED = [(name, f) for i, name in enumerate(MIXED) for f in (export, analyzed, lipschitz)[: 2 + (i % 3 == 0)]]
+
+
+@pytest.mark.parametrize(("name", "function"), ASKED)
 def test_refused_where_samples_meet(name: str, function: Callable[..., Any]) -> None:
     shape, forward = MIXED[name]
     assert meets(forward, shape), name

@@ -125,7 +125,9 @@ def train(model: nn.Module | None = None, **options: Any) -> Run:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{}, {"optimizer": "riemannian_adam"}, {"manifold_lr": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": "riemannian_adam"}, pytest.param({"manifold_lr": 0.1}, marks=pytest.mark.slow)]
+)
 def test_fit_learns_and_stays_on_the_manifold(options: dict[str, Any]) -> None:
     run = train(**options)
     assert run.history[-1]["accuracy"] > 0.85

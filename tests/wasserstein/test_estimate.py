@@ -40,7 +40,9 @@ def quick(x, y, **options) -> Estimate:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("d", "family"), [(2, "cayley"), (2, "sandwich"), (16, "cayley")])
+@pytest.mark.parametrize(
+    ("d", "family"), [(2, "cayley"), pytest.param(2, "sandwich", marks=pytest.mark.slow), (16, "cayley")]
+)
 def test_shifted_gaussians(d, family):
     x, y = normal(1, 4000, d), normal(2, 4000, d, 1.0)
     found = quick(x, y, critic=family, steps=80, batch_size=128)

@@ -219,9 +219,8 @@ def function_name(target: Any) -> str:
     if isinstance(target, str):
         return f"Tensor.{target}"
     for home in (F, torch, torch.special, torch.linalg, torch.fft):
-        for name in dir(home):
-            if not name.startswith("_") and getattr(home, name, None) is target:
-                return f"{home.__name__}.{name}"
+        if names := [name for name, value in vars(home).items() if value is target and not name.startswith("_")]:
+            return f"{home.__name__}.{min(names)}"
     where = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
     return f"{where}.{getattr(target, '__qualname__', target)}".lstrip(".")
 

@@ -106,10 +106,10 @@ def options_of_python(module: nn.Module) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in vars(module).items():
-        items = value if type(value) in (tuple, list) else (value,)
-        if any(isinstance(item, np.generic) for item in items):
-            plain = [item.item() if isinstance(item, np.generic) else item for item in items]
-            found[key] = plain[0] if items is not value else tuple(plain) if isinstance(value, tuple) else plain
+        if isinstance(value, np.generic):
+            found[key] = value.item()
+        elif type(value) in (tuple, list) and any(isinstance(item, np.generic) for item in value):
+            found[key] = type(value)(item.item() if isinstance(item, np.generic) else item for item in value)
     return found
 
 
