@@ -578,7 +578,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     if all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         return call.add(nn.Hardtanh(float(ends[0]), float(ends[1])), call.broadcast(x))
     for sign, end in zip((1, -1), ends, strict=True):
-        x = x if end is None else replace(call.results[0], number=_limited(call, sign, x, end))
+        x = x if end is None else replace(call.results[0], number=_larger(call, sign, x, end))
     return x.number
 
 
