@@ -149,6 +149,15 @@ def test_ranges_count_what_float64_loses_in_them(moving: bool) -> None:
     assert torch.equal(export(Square(), (1,), box=(0.2, 1.2))(x), Square()(x))  # no limit is in the way
 
 
+@pytest.mark.parametrize("high", [1e-50, 1e-44, 1e-30])
+def test_limits_are_not_lost_below_the_range_of_float32(high: float) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    assert 2 * high <= analyze(Square(), (1,), box=(0.0, high), restarts=0).upper <= 1e-29
+
+
 def test_the_smallest_norm_in_a_range_counts_what_float64_loses() -> None:
     class Direction(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

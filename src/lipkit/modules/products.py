@@ -140,8 +140,8 @@ _sizes = Stored(
 add_plain(Plain(Product, stored=_empty, join=_joining(lambda product: 3)))
 add_plain(Plain(MatrixProduct, stored=_sizes, join=_joining(lambda product: product.inner + 3)))
 
-# Relative allowance for the rounding of limits.
-_SLACK = 1e-6
+# Relative allowance for the rounding of limits, none of which is subnormal.
+_SLACK, _LEAST = 1e-6, 2.0**-100
 
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
@@ -178,7 +178,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
     for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
         parts = [values[value] for value in read]
         if isinstance(node, Limited):
-            largest = torch.tensor([part.largest for part in parts], dtype=torch.float64) * (1 + _SLACK)
+            largest = torch.tensor([max(part.largest, _LEAST) for part in parts], dtype=torch.float64) * (1 + _SLACK)
             if not bool(largest.isfinite().all()):
                 name = node.where or type(node).__name__
                 raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
