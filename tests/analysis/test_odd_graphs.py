@@ -167,7 +167,7 @@ REFUSED = {
     "data replaced": (lambda s, x: (setattr(x, "data", 9 * x), x)[1], "changes the network"),
     "memory replaced": (lambda s, x: x.set_(9 * x), "Tensor.set_"),
     "strides": (lambda s, x: x.as_strided((x.size(0), 4), (4, 0)), "Tensor.as_strided"),
-    "windows": (lambda s, x: x.unfold(1, 2, 1).flatten(1), "Tensor.unfold"),
+    "windows of the batch": (lambda s, x: x.unfold(0, 1, 1).flatten(1), "Tensor.unfold.*mixes samples"),
     "copied into": (into(lambda y, x: y.copy_(9 * x)), "Tensor.copy_"),
     "item written": (written_item, "in-place|setitem"),
     "row written": (into(lambda y, x: y[:, 1:].add_(x[:, 1:])), "in-place"),

@@ -23,7 +23,7 @@ SHAPE = (3, 6)
 class Net(nn.Module):
     def __init__(self, f: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.f, self.linear = f, nn.Linear(6, 6)
+        self.f, self.linear, self.columns = f, nn.Linear(6, 6), nn.Unfold(2, padding=1, stride=2)
         self.w, self.m = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +68,10 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "subtracted from": lambda s, x: torch.rsub(x, s.w, alpha=2) + (1 - x).double().to(x.dtype),
     "signs": lambda s, x: torch.negative(torch.positive(x)),
     "a pool without strides": lambda s, x: F.avg_pool1d(x, 2, ()),
+    "windows that overlap": lambda s, x: x.unfold(1, 2, 1).unfold(dimension=-2, size=3, step=2) @ s.m,
+    "patches": lambda s, x: x.transpose(0, 2).unfold(0, 2, 2).transpose(0, 2),
+    "columns": lambda s, x: F.unfold(x[:, None], (2, 3), (1, 2), (1, 0), 2),
+    "columns of a module": lambda s, x: s.columns(torch.stack((x, x.tanh()), 1)),
     "products by name": lambda s, x: torch.addmm(s.w, mat1=x.mean(1), mat2=s.linear.weight),
 }
 
