@@ -149,9 +149,11 @@ KNOWN: dict[str, Known] = {
     "Tanh": _steepest(nn.Tanh, "1"),
     "Tanhshrink": Known(nn.Tanhshrink, (3,), "1", 1.0),
     "Unflatten": _one(lambda: nn.Unflatten(1, (1, 3))),
+    "Unfold": _linear(lambda: nn.Unfold(2, padding=1), (2, 3, 4), _EXACT),
     "Upsample": _linear(lambda: nn.Upsample(scale_factor=2.5, mode="bilinear"), (1, 2, 2), _EXACT),
     "UpsamplingBilinear2d": _linear(lambda: nn.UpsamplingBilinear2d(scale_factor=2), (1, 2, 3), _EXACT),
     "UpsamplingNearest2d": _linear(lambda: nn.UpsamplingNearest2d(size=(4, 3)), (1, 2, 2), _EXACT),
+    "ZeroPad1d": _one(lambda: nn.ZeroPad1d(1), 2, 3),
     "ZeroPad2d": _one(lambda: nn.ZeroPad2d(1), 1, 2, 2),
 }
 for _n in (1, 2):
@@ -187,13 +189,12 @@ REFUSED: dict[str, str] = {
     "draws slopes in training; in evaluation it is an `nn.LeakyReLU`": "RReLU",
     "of volumes there are no rules": "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d Conv3d ConvTranspose3d LPPool3d "
     "MaxPool3d CircularPad3d ConstantPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
-    "no rule: `nn.ZeroPad2d`, or `padding` of the layer behind it": "ZeroPad1d",
     "no rule: pooling by norms is `lipkit.modules.L2NormPool2d`": "LPPool1d LPPool2d",
     "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d LocalResponseNorm",
     "no rule: its constant would be the root of the number of classes; leave it to the loss": "LogSoftmax",
     "no rule: `nn.Softmax(1)`": "Softmax2d",
     "no rule: `nn.Softmax` of the negative": "Softmin",
-    "no rule: a convolution of matrices reads overlapping windows": "Fold Unfold",
+    "no rule: an `nn.ConvTranspose2d` whose kernels are one-hot does the same": "Fold",
     "of several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
     "wraps a network: pass its `.module`": "DataParallel",
 }
@@ -224,7 +225,6 @@ MADE: dict[str, Callable[[], nn.Module]] = {
         nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False
     ),
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(4, 2, 4),
-    "Unfold": lambda: nn.Unfold(2),
 }
 for _pad in ("Circular", "Reflection", "Replication", "Zero"):
     for _n in (1, 3):

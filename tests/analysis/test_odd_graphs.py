@@ -167,7 +167,7 @@ REFUSED = {
     "data replaced": (lambda s, x: (setattr(x, "data", 9 * x), x)[1], "changes the network"),
     "memory replaced": (lambda s, x: x.set_(9 * x), "Tensor.set_"),
     "strides": (lambda s, x: x.as_strided((x.size(0), 4), (4, 0)), "Tensor.as_strided"),
-    "windows": (lambda s, x: x.unfold(1, 2, 1).flatten(1), "Tensor.unfold"),
+    "windows of the batch": (lambda s, x: x.unfold(0, 1, 1).flatten(1), "Tensor.unfold.*mixes samples"),
     "copied into": (into(lambda y, x: y.copy_(9 * x)), "Tensor.copy_"),
     "item written": (written_item, "in-place|setitem"),
     "row written": (into(lambda y, x: y[:, 1:].add_(x[:, 1:])), "in-place"),
@@ -241,8 +241,11 @@ BOUNDED = {
     "wider at the end": lambda s, x: s.a(x).to(torch.float64),
     "softmax in float64": lambda s, x: torch.softmax(3 * x, 1, dtype=torch.float64).float(),
     "rows beside values": lambda s, x: torch.cat([s.mid[None].repeat(x.shape[0], 1), x.new_ones(x.size(0), 2), x], 1),
+    "a layer of equal rows": lambda s, x: torch.tanh(s.a(x) + F.linear(s.a(x.new_zeros(x.size(0), 4)), s.w)),
+    "in the format of a value": lambda s, x: s.a(x) * torch.arange(4).to(x) + torch.ones(x.size(1)).type_as(x),
+    "equal rows in its format": lambda s, x: s.a(x) + torch.eye(2).view(1, 4).repeat(x.size(0), 1).to(x),
     "detached": lambda s, x: s.a(x.detach()) + x,
-    "limit from the input": lambda s, x: (2 * x).clamp(max=x),
+    "limit from the input": lambda s, x: x.clamp(max=3 * x.flip(1)),
     "clamped by tensors": lambda s, x: (2 * x).clamp(-9 * s.mid, 9 * s.mid),
     "mask of stored numbers": lambda s, x: x * (s.mid > 0),
     "stored whole numbers": lambda s, x: x * torch.arange(4) + torch.tensor([True, False, True, False]),
@@ -276,6 +279,29 @@ def test_bounded(name: str) -> None:
         best = max(best, float((rise / (x - y).double().norm(dim=1)).max()))
     assert best <= found.upper * (1 + 1e-3) <= 4 * best
     assert 0 < found.lower <= found.upper
+
+
+def test_a_loop_over_time_starts_from_rows_of_zeros() -> None:
+    class Loop(nn.Module):
+        def __init__(self, rows: nn.Module) -> None:
+            super().__init__()
+            self.inputs, self.states, self.rows = nn.Linear(3, 4), nn.Linear(4, 4), rows
+
+        def forward(self, x):
+            state = self.rows(x.new_ones(x.size(0), 4)) - 1
+            for t in range(x.size(1)):
+                state = torch.tanh(self.inputs(x[:, t]) + self.states(state))
+            return state
+
+    torch.manual_seed(0)
+    loop, x = Loop(nn.Hardtanh(0, 1)), torch.randn(9, 5, 3)
+    plain = export(loop, (5, 3))
+    assert torch.allclose(plain(x), loop(x), atol=1e-6)
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda one: loop(one[None])[0]))(x).detach().flatten(2)
+    steepest = float(torch.linalg.matrix_norm(jacobians, 2).max())
+    assert steepest <= analyze(loop, (5, 3), restarts=2).upper <= 3 * steepest
+    with pytest.raises(NoRuleError, match="depends on the size of the batch"):
+        export(Loop(nn.Softmax(0)), (5, 3))
 
 
 def test_a_network_of_halves_keeps_to_halves() -> None:

@@ -18,7 +18,7 @@ from lipkit.bounds.lmi import proves_gain
 from lipkit.certificates import gain_matrix, gains, local_gain, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Affine, Network
+from lipkit.modules import Affine, Network, Reshape
 
 
 def mlp(
@@ -216,6 +216,14 @@ def test_a_policy_has_less_than_half_of_its_product_and_less_on_a_box() -> None:
     network = lipkit.export(nn.Sequential(*layers), (5,))
     product, found = float(lipschitz(network)), float(lipschitz(tight(network)))
     assert local_gain(network, (-0.1, 0.1)) < 0.6 * found < 0.3 * product
+
+
+@pytest.mark.parametrize("box", [None, (-1.0, 1.0)])
+def test_an_output_without_dimensions_is_a_vector_of_one_entry(box: tuple[float, float] | None) -> None:
+    number = Network([*(vector := mlp([3, 8, 8, 1])), Reshape()], (3,))
+    found, expected = (lipkit.analyze(net, (3,), restarts=0, tight=True, box=box) for net in (number, vector))
+    assert found.upper == expected.upper < expected.product
+    assert found.how == expected.how
 
 
 def test_broken_proofs_are_found() -> None:

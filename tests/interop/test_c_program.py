@@ -213,7 +213,7 @@ def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Pa
 
 
 @needs_compiler
-@pytest.mark.parametrize("box", [(0.0, 0.9), (0.0, 0.001), (-1.0, -0.5), (0.0, 1e-12), (0.0, 255.0)])
+@pytest.mark.parametrize("box", [(0, 0.9), (0, 0.001), (-1, -0.5), (0, 1e-12), (0, 255), (0, 2**31), (-1e12, 1e30)])
 def test_pixels_above_the_box_become_numbers_above_it(box: tuple[float, float], tmp_path: Path) -> None:
     network = modules.Network([nn.Linear(1, 2)], (1,))
     network.input_range = box
@@ -223,7 +223,7 @@ def test_pixels_above_the_box_become_numbers_above_it(box: tuple[float, float], 
         ' printf("%ld %ld\\n", (long)lipkit_input(i, 10), (long)lipkit_input(INT32_MAX / 10 * i, INT32_MAX));'
         " return 0; }\n"
     )
-    flags = ["-std=c99", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    flags = ["-std=c99", *STRICT, "-fsanitize=undefined", "-fno-sanitize-recover=all"]
     subprocess.run([COMPILERS[0], *flags, str(main), "-o", str(tmp_path / "main")], check=True)
     out = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, check=True).stdout
     program, _ = integer_program(network)

@@ -23,7 +23,7 @@ SHAPE = (3, 6)
 class Net(nn.Module):
     def __init__(self, f: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.f, self.linear = f, nn.Linear(6, 6)
+        self.f, self.linear, self.columns = f, nn.Linear(6, 6), nn.Unfold(2, padding=1, stride=2)
         self.w, self.m = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,6 +46,8 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "limits that are tensors": lambda s, x: x.clamp(min=s.w, max=s.w + 1),
     "limits that are tensors and numbers": lambda s, x: torch.clamp(x, -1.0).clamp(max=s.m),
     "a limit without dimensions": lambda s, x: x.clamp(torch.tensor(-0.5), torch.tensor(1.0)),
+    "limits that move": lambda s, x: x.clamp(-5 * x.flip(2), 3 * x.amax(2, keepdim=True)),
+    "a limit that moves": lambda s, x: s.linear(x).clamp_max(4 * x),
     "crossed limits": lambda s, x: x + x.clamp(s.w + 1, s.w),
     "absolute values": lambda s, x: s.linear(x).abs() - torch.abs(x),
     "repeated": lambda s, x: x.repeat(1, 2, 3),
@@ -66,6 +68,10 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "subtracted from": lambda s, x: torch.rsub(x, s.w, alpha=2) + (1 - x).double().to(x.dtype),
     "signs": lambda s, x: torch.negative(torch.positive(x)),
     "a pool without strides": lambda s, x: F.avg_pool1d(x, 2, ()),
+    "windows that overlap": lambda s, x: x.unfold(1, 2, 1).unfold(dimension=-2, size=3, step=2) @ s.m,
+    "patches": lambda s, x: x.transpose(0, 2).unfold(0, 2, 2).transpose(0, 2),
+    "columns": lambda s, x: F.unfold(x[:, None], (2, 3), (1, 2), (1, 0), 2),
+    "columns of a module": lambda s, x: s.columns(torch.stack((x, x.tanh()), 1)),
     "products by name": lambda s, x: torch.addmm(s.w, mat1=x.mean(1), mat2=s.linear.weight),
 }
 
@@ -97,7 +103,6 @@ def test_the_same_numbers_and_no_jacobian_above_the_constant(name: str) -> None:
         (lambda s, x: x.max(0)[0], "mixes the batch with other dimensions"),
         (lambda s, x: x.transpose(0, 1).amax(1), "mixes the batch with other dimensions"),
         (lambda s, x: x.repeat(2, 1, 1), "mixes the batch with other dimensions"),
-        (lambda s, x: x.clamp(min=x.tanh()), "expected a constant limit"),
         (lambda s, x: x.topk(2, -1)[0], r"Tensor\.topk .*: it has no plain form"),
         (lambda s, x: torch.where(x > 0, x, -x), "whole numbers, bits and truth values jump"),
     ],

@@ -612,7 +612,6 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
     "overlapping windows": (I, lambda s, x: F.adaptive_max_pool2d(x, 4), "AdaptiveMaxPool2d.*divides"),
     "grid": (I, lambda s, x: F.grid_sample(x, x.new_zeros(x.shape[0], 2, 2, 2)), "grid_sample"),
-    "windows as columns": (I, lambda s, x: F.unfold(x, 3), "functional.unfold"),
     "weights from the input": (I, lambda s, x: F.conv2d(x, x[:1, :, :3, :3]), "getitem|constant weight"),
     "weights of a linear layer": (V, lambda s, x: F.linear(x, x.mean(0, keepdim=True)), "mean|constant weight"),
     "input as weights": (I, lambda s, x: F.conv2d(torch.ones(2, 2, 6, 6), x), "conv2d.*row per sample"),

@@ -137,6 +137,36 @@ def test_ranges_behind_an_average_of_negative_divisor_add_up() -> None:
     assert torch.allclose(export(Contrast(), (2, 2, 2), box=(0.0, 1.0))(x), Contrast()(x), atol=1e-6)
 
 
+@pytest.mark.parametrize("moving", [False, True], ids=["a constant", "a sum"])
+def test_ranges_count_what_float64_loses_in_them(moving: bool) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + (0 * x + 1e16 if moving else 1e16)
+            return (y - 1e16) ** 2  # x^2 in exact arithmetic, with slopes up to 2.4 on the box
+
+    assert analyze(Square(), (1,), box=(0.2, 1.2), restarts=0).upper >= 2.4
+    x = torch.linspace(0.2, 1.2, 99, dtype=torch.float64)[:, None]
+    assert torch.equal(export(Square(), (1,), box=(0.2, 1.2))(x), Square()(x))  # no limit is in the way
+
+
+@pytest.mark.parametrize("high", [1e-50, 1e-44, 1e-30])
+def test_limits_are_not_lost_below_the_range_of_float32(high: float) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    assert 2 * high <= analyze(Square(), (1,), box=(0.0, high), restarts=0).upper <= 1e-29
+
+
+def test_the_smallest_norm_in_a_range_counts_what_float64_loses() -> None:
+    class Direction(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.normalize((x + 1e16) - 1e16, dim=1, eps=0.1)
+
+    # In float64 the centre 1.5 becomes 2. The gradient at (1.1, 1.1) is 1 / norm.
+    assert analyze(Direction(), (2,), box=(1.1, 1.9), restarts=0).upper >= 1 / math.hypot(1.1, 1.1)
+
+
 @pytest.mark.parametrize("limits", [(1.0, 2.0), (0.0, 3.0), (100.0, 0.01)])
 def test_rounding_is_covered(limits: tuple[float, float]) -> None:
     torch.manual_seed(1)

@@ -27,6 +27,7 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.normalization import LINEAR, NORMS, foldable, running_affine, scaled_layer
 from lipkit.modules.products import Limited, limited
 from lipkit.modules.registry import output_shape
+from lipkit.modules.views import Reshape
 from lipkit.proof.roundoff import gamma, up
 
 
@@ -177,7 +178,7 @@ class Constants:
         """The modules, with limits on products that inputs in the box do not exceed."""
         nodes: list[nn.Module] = []
         for m, read in zip(self._modules, self._sources, strict=True):
-            chain = [] if isinstance(m, Join) else list(export(m, self._shape(read[0]))) or [nn.Identity()]
+            chain = [] if isinstance(m, Join) else list(export(m, shape := self._shape(read[0]))) or [Reshape(*shape)]
             nodes.append(Graph(chain, [[i] for i in range(len(chain))]) if chain else m)  # one node, with its ranges
         found = limited(Network([Graph(nodes, self._sources)], self._shape(0)), box)[0].nodes
         return [new if isinstance(new, Limited) else m for new, m in zip(found, self._modules, strict=True)]

@@ -166,15 +166,17 @@ int64_t {p}radius(const int32_t *logits, int label);
 _API = """\
 int32_t {p}input(int32_t value, int32_t full)
 {{
-    if (value > (int64_t)full * ((int64_t){P}INPUT_HIGH + 1) / ((int64_t)1 << {P}INPUT_FRACTION))
+    const int64_t unit = (int64_t)full << {down};
+    if (value > (int64_t)full * ((int64_t){P}INPUT_HIGH + 1) / ((int64_t)1 << {up}))
         return INT32_MAX;
-    return (int32_t)((((int64_t)value << {P}INPUT_FRACTION) + full / 2) / full);
+    return (int32_t)((((int64_t)value << {up}) + unit / 2) / unit);
 }}
 
 int {p}classify(const int32_t *x, int32_t *logits, int32_t *work)
 {{
     int32_t i;
     int best = 0;
+    (void)work; /* a single layer needs none */
     for (i = 0; i < {P}INPUTS; i++)
         if (x[i] < {P}INPUT_LOW || x[i] > {P}INPUT_HIGH)
             return -1;
@@ -288,6 +290,8 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
         "shape": " x ".join(map(str, program.input_shape)),
         "inputs": entries(program.input_shape),
         "program": program,
+        "up": max(program.input_fraction, 0),
+        "down": min(max(-program.input_fraction, 0), 30),  # the quotient is 0 from 2 on
         "radii": radii,
         "radius_fraction": RADIUS_FRACTION,
         "work": max(work, 1),

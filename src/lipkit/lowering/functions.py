@@ -184,6 +184,35 @@ def _mapped(call: Build, x: Operand, value: int, at: int, function: Callable[[Te
     return value if same else _along(call, linear(matrix), value, at, x.ndim, x.ndim - 1)
 
 
+def _windows(call: Build, x: Operand, value: int, at: int, count: int, size: int, by: int, d: int, p: int) -> int:
+    """Windows along dimension ``at`` as ``size * count`` entries: the first entry of each, then the second, ..."""
+    taken = (d * torch.arange(size)[:, None] + by * torch.arange(count)).flatten()
+    return _mapped(call, x, value, at, lambda units: F.pad(units, (p, p))[:, taken])
+
+
+@plain("unfold", place=along(1, "dimension"))
+def _unfold(call: Build, x: Operand, dimension: int, size: int, step: int) -> int:
+    (at,) = call.dims(call.same_format(x), dimension)
+    before, count, after = x.shape[: at - 1], call.shape[at - 1], x.shape[at:]
+    value = _windows(call, x, x.number, at, count, size, step, 1, 0)
+    value = call.reshaped(value, (*before, size * count, *after), (*before, size, count, *after))
+    return call.add(Permute(*(d for d in range(1, x.ndim + 1) if d != at), at), value)
+
+
+@plain(F.unfold)
+def _columns(call: Build, input: Operand, *given: Any, **named: Any) -> int:
+    order = ("kernel_size", "dilation", "padding", "stride")
+    options = dict(zip(order[1:], (1, 0, 1), strict=True)) | dict(zip(order, given, strict=False)) | named
+    call.require(input.ndim == 4, "expected images (N, C, H, W)")
+    value, channels, sizes = call.same_format(input).number, input.shape[0], list[int]()
+    for at in (2, 3):
+        size, d, p, by = ((*flat(options[name]), *flat(options[name]))[at - 2] for name in order)
+        sizes += [size, (input.shape[at - 1] + 2 * p - d * (size - 1) - 1) // by + 1]
+        value = _windows(call, input, value, at, sizes[-1], size, by, d, p)
+    value = call.reshaped(value, (channels, sizes[0] * sizes[1], sizes[2] * sizes[3]), (channels, *sizes))
+    return call.reshaped(call.add(Permute(1, 2, 4, 3, 5), value), (channels, *sizes), call.shape)
+
+
 @plain(F.interpolate)
 def _interpolate(
     call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
@@ -578,7 +607,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     if all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         return call.add(nn.Hardtanh(float(ends[0]), float(ends[1])), call.broadcast(x))
     for sign, end in zip((1, -1), ends, strict=True):
-        x = x if end is None else replace(call.results[0], number=_limited(call, sign, x, end))
+        x = x if end is None else replace(call.results[0], number=_larger(call, sign, x, end))
     return x.number
 
 

@@ -21,6 +21,7 @@ from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
@@ -46,7 +47,8 @@ VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
 # Functions that make a given number of equal rows, and functions that keep rows equal, also beside constants.
 _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
 _ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
-            operator.add, operator.sub, operator.mul, operator.truediv, torch.cat)  # fmt: skip
+            operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
+            operator.matmul, torch.matmul, F.linear)  # fmt: skip
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
@@ -66,14 +68,15 @@ def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
     """Add the dependence of ``node`` to ``found``, which holds all earlier nodes."""
-    given = flat((node.args, node.kwargs))
+    # Of a tensor y, x.to(y) and x.type_as(y) read the format.
+    given = flat(node.args[:1] if node.target in ("to", "type_as") else (node.args, node.kwargs))
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
     # x.new_tensor(y) holds the values of y.
     if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:  # True drops the first argument
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
-    elif node.target in _ROWWISE and {*hows} <= {ROWS, None}:
+    elif (node.target in _ROWWISE or node.op == "call_module") and {*hows} <= {ROWS, None}:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
         if (given[1] if node.target is getattr else node.target) not in (*_STATIC, *_STATIC_METHODS):

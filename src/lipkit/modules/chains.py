@@ -65,7 +65,7 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
-        vectors = math.prod(before) == before[-1] and math.prod(shape) == shape[-1]  # one row, in any shape
+        vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
         linear = _linear_map(module, before, vectors)
         if linear is not None and (parts or part or linear.ndim == 2):
             if not (parts or part):

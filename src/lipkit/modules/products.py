@@ -23,13 +23,14 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.forms import Form, added
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, check_alike
+from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import UnitNorm
 from lipkit.modules.plain import Plain, Stored, add_plain, row_of
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import LATER, lipschitz
-from lipkit.proof.arithmetic import Line, grow
-from lipkit.proof.roundoff import root, to_double
+from lipkit.proof.arithmetic import FLOAT64, Line, grow, size
+from lipkit.proof.roundoff import gamma, root, to_double
 
 
 class Limited(Join):
@@ -139,8 +140,8 @@ _sizes = Stored(
 add_plain(Plain(Product, stored=_empty, join=_joining(lambda product: 3)))
 add_plain(Plain(MatrixProduct, stored=_sizes, join=_joining(lambda product: product.inner + 3)))
 
-# Relative allowance for float64 rounding of a range.
-_SLACK = 1e-6
+# Relative allowance for the rounding of limits, none of which is subnormal.
+_SLACK, _LEAST = 1e-6, 2.0**-100
 
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
@@ -169,25 +170,38 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
 def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
     """The range of a module's output, and the module with limits on its products."""
     if isinstance(plain, UnitNorm):
-        return _range_of(double, given), plain.within(given)
+        return _rounded(double, [given]), plain.within(given)
     if type(plain) is not Graph:
-        return _range_of(double, given), plain
+        return _rounded(double, [given]), plain
     assert isinstance(double, Graph)
     values, nodes = [given], list[nn.Module]()
     for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
         parts = [values[value] for value in read]
         if isinstance(node, Limited):
-            largest = torch.tensor([part.largest for part in parts], dtype=torch.float64) * (1 + _SLACK)
+            largest = torch.tensor([max(part.largest, _LEAST) for part in parts], dtype=torch.float64) * (1 + _SLACK)
             if not bool(largest.isfinite().all()):
                 name = node.where or type(node).__name__
                 raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
             node = node.limited(torch.minimum(largest, node.limits.double()).to(node.limits))  # smaller ones stay
             assert isinstance(twin, Limited)
             twin = twin.limited(node.limits.double())  # as rounded to the network's format
-        found, node = (_joined(twin, parts), node) if isinstance(node, Join) else _through(node, twin, parts[0])
+        found, node = (_rounded(twin, parts), node) if isinstance(node, Join) else _through(node, twin, parts[0])
         values.append(found)
         nodes.append(node)
     return values[-1], Graph(nodes, plain.sources)
+
+
+def _rounded(module: nn.Module, parts: list[Range]) -> Range:
+    """The range of a module's output, with room for rounding: of its computation, and of the next centre and radius."""
+    if isinstance(module, Join):
+        found, joining = _joined(module, parts), row_of(type(module)).join
+        most = [Line(size(torch.maximum(part.low.abs(), part.high.abs())), 0.0) for part in parts]
+        own = joining.error(module, most).times(gamma(joining.operations(module) + 8))
+    else:
+        found, (x,) = _range_of(module, *parts), parts
+        own = local_error(module, tuple(x.low.shape[1:]), FLOAT64)(x.centre).error.below(Line(size(x.radius), 0.0))
+    room = 4 * float(own.at) + 2.0**-48 * torch.maximum(found.low.abs(), found.high.abs())
+    return Range(found.low - room, found.high + room)
 
 
 def _range_of(module: nn.Module, x: Range) -> Range:
