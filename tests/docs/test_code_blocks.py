@@ -52,8 +52,6 @@ def blocks_of(text: str) -> list[Block]:
 
 
 WITH_CODE = [page for page in PAGES if page not in ELSEWHERE and blocks_of((ROOT / page).read_text())]
-# It trains for long; what it calls, docs/wasserstein.md, docstrings and tests/wasserstein call too.
-LONG = "docs/tutorials/wasserstein.md"
 
 
 def differences(printed: str, stated: str) -> list[str]:
@@ -75,7 +73,7 @@ def differences(printed: str, stated: str) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p == LONG)) for p in WITH_CODE])
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_a_page_runs_and_prints_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Classes of a page are found again by pickle, and their rules end with the page.
     module = types.ModuleType("page_" + re.sub(r"\W", "_", page))
