@@ -319,6 +319,16 @@ def test_corruptions_are_refused(kind: int, run: Path, tmp_path: Path, capsys: A
         assert "MemoryError" not in said
 
 
+@pytest.mark.parametrize("one", [True, 1.0])
+def test_what_equals_a_size_is_not_taken_for_it(one: object, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    forged = Run(tmp_path / "run")
+    assert forged.header["input_shape"][0] == one
+    forged.header["input_shape"][0] = one
+    forged.write(rehash=False)
+    assert verdict(tmp_path / "run") == 1
+
+
 def test_radii_by_hand() -> None:
     k.ops = k.Floats()
     two, one = Fraction(2), Fraction(1)

@@ -270,6 +270,7 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
         ("data=nothing", OptionError, "expected a data set"),
         (f"data={mine}:line", RecipeError, "expected data for task classification, got .* which is for regression"),
         (f"data={mine}:points", RecipeError, r"expected images \(C, H, W\) to augment, got samples of shape \(2,\)"),
+        ("augment.crop=8", RecipeError, "augment.crop: expected less than the shorter side of the images, 8, got 8"),
     ):
         with pytest.raises(error, match=message):
             pipeline.train(quick(override, f"data.root={tmp_path}", "augment.flip=true"), out=tmp_path / "runs")

@@ -130,11 +130,13 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment."""
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment, or too small."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     moved = functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None
     if moved is not None and len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
+    if change.crop and change.crop >= (side := min(data.input_shape[1:])):
+        raise RecipeError(f"augment.crop: expected less than the shorter side of the images, {side}, got {change.crop}")
     split = data.test.take(section.evaluate_samples)
 
     def measure(model: nn.Module) -> Mapping[str, float]:  # without attack
