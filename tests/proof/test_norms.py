@@ -127,8 +127,12 @@ def test_what_is_not_finite_is_infinite_and_does_not_spread(bad: float, dtype: t
 def test_zero_is_exactly_zero() -> None:
     assert spectral_norms(torch.zeros(2, 3, 4)).tolist() == [0.0, 0.0]
     assert spectral_norms(torch.zeros(2, 2, dtype=torch.complex64)).item() == 0.0
-    zero = torch.zeros(2, 2, requires_grad=True)
-    assert spectral_norm(zero).item() == 0.0
+    for dtype in (torch.float32, torch.complex64):
+        zero = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
+        bound = spectral_norm(zero)
+        bound.backward()
+        assert (bound.item(), bound.dtype) == (0.0, torch.float64)
+        assert zero.grad is not None and not zero.grad.any()  # noqa: PT018
 
 
 @pytest.mark.thorough
