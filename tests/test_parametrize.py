@@ -74,7 +74,8 @@ def test_norms_are_proved_and_reached(name: str) -> None:
     assert found <= float(lipkit.lipschitz(lipkit.export(bounded, shape))) <= 1 + 1e-5
     limited = norm_at_most(copy.deepcopy(layer), 1.5).eval()
     assert 1.5 * share <= norm(limited, shape) <= 1.5
-    assert torch.equal(norm_at_most(copy.deepcopy(layer), 1e4).eval().weight, layer.weight)
+    large = norm_at_most(copy.deepcopy(layer), 1e4)
+    assert all(torch.equal(large.train(mode).weight, layer.weight) for mode in (True, False))
 
 
 @pytest.mark.parametrize(("options", "size"), [({}, 5), ({"groups": 2}, 8), ({"stride": 2}, 6), ({}, 3)])
@@ -88,6 +89,14 @@ def test_circular_norms_of_one_size_are_exact(options: dict[str, int], size: int
     for _ in range(300):
         trained = exact.weight
     assert torch.allclose(trained, exact.eval().weight, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("options", "size"), [({"stride": 2}, 5), ({"dilation": 2, "padding": 2}, 8), ({}, 2)])
+def test_circular_norms_of_sizes_that_do_not_fit_are_those_of_every_size(options: dict[str, int], size: int) -> None:
+    layer = nn.Conv2d(4, 6, 3, **{"padding": 1, **options}, padding_mode="circular")  # type: ignore[arg-type]
+    made = spectral_norm(layer, input_shape=(4, size, size)).eval()
+    assert made.parametrizations["weight"][0].input_shape is None
+    assert 0.3 < norm(made, (4, size, size)) <= 1
 
 
 def test_what_torch_takes_for_the_norm_of_a_convolution_is_not() -> None:

@@ -83,6 +83,20 @@ def test_shares_hold_for_every_pair_of_frequencies() -> None:
         assert (found >= level * (1 - 2 * phi**2 * symbol.curvature / level) - 0.04 * level).all()
 
 
+@pytest.mark.parametrize("channels", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("taps", [(3, 3), (2, 4), (5, 1), (1, 5)])
+def test_curvature_lies_between_spectral_and_frobenius_norms(channels: tuple[int, int], taps: tuple[int, int]) -> None:
+    for part in (np.s_[:, :], np.s_[:1, :], np.s_[:, :1]):  # the last two depend on one frequency alone
+        kernel = torch.zeros(1, *channels, *taps, dtype=torch.float64)
+        kernel[..., *part] = symbol_of(*kernel.shape)[1][..., *part]
+        f = np.fft.fft2(kernel[0].numpy(), [2 * n - 1 for n in taps])
+        a = np.fft.ifft2(np.einsum("oixy,ojxy->xyij", f, f.conj()), axes=(0, 1))
+        lags = np.meshgrid(*(np.fft.fftfreq(2 * n - 1, 1 / (2 * n - 1)) for n in taps), indexing="ij")
+        reach = np.max([(lag / max(n - 1, 1)) ** 2 for lag, n in zip(lags, taps, strict=True)], 0)
+        exact, above = ((reach * np.linalg.norm(a, kind, axis=(2, 3))).sum() for kind in (2, "fro"))
+        assert exact * (1 - 1e-12) <= GramSymbol(kernel).curvature <= above * (1 + 1e-12) + 1e-11
+
+
 def test_the_share_is_sharp() -> None:
     # |F|^2 = 2 + 2 cos 2w for the taps 1, 0, 1: cos^2 of the angle itself.
     kernel = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64).reshape(1, 1, 1, 1, 3)

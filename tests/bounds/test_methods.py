@@ -12,7 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit.bounds import METHODS, circular, gram, grid_correction, lipbound, lipbound_estimate, reshaped, symbol_sup
+from lipkit.bounds import METHODS, circular, gram, grid_correction, lipbound, lipbound_estimate, symbol_sup
+from lipkit.bounds.aol import aol
+from lipkit.bounds.reshaped import fantastic_four, reshaped
 from lipkit.errors import OptionError, ShapeError
 
 from .reference import conv_matrix, norm, supremum, symbol_norm
@@ -184,9 +186,9 @@ def test_extreme_kernels(name: str) -> None:
     method = (METHODS | SIZED)[name]
     zero = torch.zeros(2, 2, 3, 3, requires_grad=True)
     bound = method(zero)
-    bound.backward() if bound.requires_grad else None
-    assert bound.item() == 0
-    assert zero.grad is None or bool(torch.isfinite(zero.grad).all())
+    bound.backward()
+    assert (bound.item(), bound.dtype) == (0, torch.float64)
+    assert zero.grad is not None and not zero.grad.any()  # noqa: PT018
     kernel = kernel_of("random", 2, 4, 3, 3, seed=7)
     value = float(method(kernel))
     for scale in (2.0**-900, 2.0**-300, 2.0**400, 2.0**900):
@@ -196,10 +198,17 @@ def test_extreme_kernels(name: str) -> None:
     for bad in (math.nan, math.inf):
         broken = kernel.clone()
         broken[1, 2, 0, 1] = bad
-        assert float(method(broken)) == math.inf
+        assert (float(method(broken)), method(broken).dtype) == (math.inf, torch.float64)
         assert float(method(broken, groups=2)) == math.inf
     half = kernel.to(torch.bfloat16)
     assert float(method(half)) == float(method(half.double()))
+
+
+def test_a_symbol_that_vanishes_has_a_gradient_of_zeros() -> None:
+    kernel = torch.tensor([[[[1.0, -1.0]]]], requires_grad=True)  # on one pixel both taps meet
+    for bound in (circular(kernel, 1, 1), gram(kernel, size=(1, 1)), reshaped(0 * kernel)):
+        assert bound < 1e-13
+        assert not torch.autograd.grad(bound, kernel)[0].any()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -252,6 +261,40 @@ def test_reshaped_is_exact_for_windows_that_do_not_overlap() -> None:
     assert truth * EXACT <= float(reshaped(kernel, stride=2)) <= truth * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("stride", "windows"), [(1, 15), (2, 6), ((1, 4), 6), ([2, 3], 4), (7, 1)])
+def test_reshaped_counts_the_windows_over_a_pixel(stride: object, windows: int) -> None:
+    kernel = kernel_of("random", 4, 2, 3, 5, seed=11)
+    norms = [np.linalg.norm(half.flatten(1).numpy(), 2) for half in kernel.split(2)]
+    expected = max(norms) * math.sqrt(windows)
+    assert float(reshaped(kernel, groups=2, stride=stride)) == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
+
+
+def test_fantastic_four_is_the_smallest_of_four_norms() -> None:
+    smallest = set()
+    for seed, (o, i, h, w) in enumerate([(2, 6, 4, 12), (12, 1, 3, 4), (1, 12, 3, 4), (6, 2, 4, 12)]):
+        kernel = kernel_of("random", o, i, h, w, seed=seed)
+        k = kernel.numpy()
+        four = [k.transpose(0, 2, 1, 3).reshape(o * h, i * w), k.transpose(0, 3, 1, 2).reshape(o * w, i * h)]
+        four += [k.reshape(o, i * h * w), k.transpose(0, 2, 3, 1).reshape(o * h * w, i)]
+        norms = [np.linalg.norm(one, 2) for one in four]
+        smallest.add(int(np.argmin(norms)))
+        assert float(fantastic_four(kernel)) == pytest.approx(min(norms) * math.sqrt(h * w), rel=1e-12)
+    assert smallest == {0, 1, 2, 3}
+
+
+def test_aol_is_the_largest_row_sum_of_the_gram_matrix() -> None:
+    kernels = [kernel_of("random", o, i, 3, 2, seed=12) for o, i in ((2, 4), (4, 2), (3, 3))]
+    for kernel in [*kernels, 3 * kernels[0]]:
+        t = conv_matrix(kernel, 7, padding=2).toarray()
+        sums = [np.abs(gram).sum(1).max() for gram in (t.T @ t, t @ t.T)]
+        assert float(aol(kernel)) == pytest.approx(math.sqrt(min(sums)), rel=1e-12)
+    together = torch.cat((kernels[0], 3 * kernels[0].flip(0)))
+    assert float(aol(together, groups=2)) == pytest.approx(3 * float(aol(kernels[0])), rel=1e-12)
+
+
+BAD_STRIDES = (0, (1,), (1, 1, 1), (1, 0), (1, 1.0), (1, True))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -266,7 +309,9 @@ def test_reshaped_is_exact_for_windows_that_do_not_overlap() -> None:
         (lambda k: lipbound(k, points=2, correction="paper"), "points: expected more than 2 d = 2"),
         (lambda k: gram(k, iterations=-1), "iterations: expected an integer of at least 0, got -1"),
         (lambda k: gram(k, size=(0, 3)), "size: expected"),
-        (lambda k: reshaped(k, stride=0), "stride: expected one or two integers"),
+        *((lambda k, s=s: reshaped(k, stride=s), "stride: expected one or two integers") for s in BAD_STRIDES),
+        (lambda k: reshaped(k, groups=True), "groups: expected a divisor of the 2 output channels, got True"),
+        (lambda k: gram(k, size=(3,)), "size: expected"),
     ],
 )
 def test_refusals(call: object, message: str) -> None:

@@ -225,14 +225,22 @@ def test_known_values() -> None:
     assert truth * (1 - 1e-13) <= float(symbol_sup(one_by_one)) <= truth * (1 + 1e-10)
 
 
-def test_a_search_that_finds_a_zero_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = torch.tensor([1.0, 2.0, 1.0]).reshape(1, 1, 1, 3)  # 4 at the frequency 0, 0 at pi
+@pytest.mark.parametrize("taps", [(1, 2, 1), (1, 1, 1), (3, 2, 1), (5, 3, 7), (1, 4, 1), (1, 9, 7)])
+def test_a_search_that_finds_a_low_point_costs_time_alone(
+    taps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = torch.tensor([[0.1 * tap for tap in taps], taps]).reshape(2, 1, 1, 3)  # largest in the second group, at 0
     room = sys.modules[symbol_sup.__module__]
-    peak = room.find_peak(kernel[None].double())
-    at_pi = peak._replace(point=(0, peak.periods[1] // 2))
+    peak = room.find_peak(kernel[:, None].double())
+    at_pi = peak._replace(group=0, point=(0, peak.periods[1] // 2))
     monkeypatch.setattr(room, "find_peak", lambda kernels: at_pi)
-    for finer in (True, False):
-        assert 4 <= float(symbol_sup(kernel, finer=finer)) <= 4 * 1.011
+    for tolerance in (0.01, 0.1):
+        for finer in (True, False):
+            bound = symbol_sup(kernel.requires_grad_(), groups=2, finer=finer, tolerance=tolerance)
+            assert sum(taps) <= bound.item() <= sum(taps) * (1 + tolerance)
+            if taps != (1, 2, 1):  # 0 at pi, without a gradient
+                first, second = torch.autograd.grad(bound, kernel)[0]
+                assert not first.any() and bool((second > 0.5).all())  # noqa: PT018
 
 
 def test_an_estimate_is_the_number_proved_first() -> None:

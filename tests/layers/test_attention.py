@@ -222,3 +222,12 @@ def test_a_certificate_holds_and_loses_little_to_rounding() -> None:
         radius = lipkit.certify(plain, x, y, evaluator=evaluator).radius
         assert bool((radius <= exact).all())
         assert bool((radius >= exact - lost).all())
+
+
+def test_the_step_is_rounded_down() -> None:
+    for _ in range(20):
+        for layer in (MemoryAttention(3, 1), TokenAttention(3, 1)):  # of one row, whose norm is not enlarged
+            torch.nn.init.normal_(layer.free)
+            weight, step = layer.matrix_and_step()
+            product = step.item() * float(weight.detach().double().square().sum()) * layer.slope
+            assert 2 * (1 - 1e-6) <= product <= 2

@@ -204,6 +204,10 @@ def test_the_factor_of_rko_is_attained(stride: int, dilation: int) -> None:
     copies = patches.square().sum(1).max().sqrt()
     factor = rko_factor((1, kernel), period((1, stride), (1, dilation)))
     assert float(copies) == pytest.approx(factor, rel=1e-12)
+    for constraint in ("rko", "aol"):  # divided by that factor, the same taps have the norm 1
+        layer = NativeConv1d(1, kernel, kernel, stride, 0, dilation, bias=False, dtype=x.dtype, constraint=constraint)
+        layer.construction.free.detach().copy_(7 * taps[:, 0])
+        assert torch.linalg.matrix_norm(dense(layer, (1, side * 4)), 2) == pytest.approx(1.0, rel=1e-9)
 
 
 def test_aol_of_stride_one_is_the_published_one() -> None:
@@ -240,6 +244,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"groups": 2}, "expected arguments of nn.Conv2d"),
     ({"padding": "same", "stride": 2}, "expected arguments of nn.Conv2d"),
     ({"padding": 2, "padding_mode": "circular"}, "outputs beyond one period"),
+    ({"kernel_size": 2, "padding": 1, "padding_mode": "circular"}, "outputs beyond one period"),
     ({"padding_mode": "mirror"}, "expected arguments of nn.Conv2d"),
     ({"dtype": torch.float16}, "float16"),
 ]
@@ -271,6 +276,7 @@ def test_refusals_of_transposed_layers(change: dict[str, Any], words: str) -> No
         ({}, (4, 6, 6)),
         ({}, (3, 6)),
         ({}, (3, 2, 6)),
+        ({"padding": 1, "dilation": 2}, (3, 2, 6)),
         ({"padding": 1, "padding_mode": "circular", "stride": 2}, (3, 6, 5)),
         ({"padding": 3, "padding_mode": "reflect"}, (3, 3, 6)),
         ({"padding": 2, "padding_mode": "circular", "dilation": 2}, (3, 1, 6)),

@@ -136,6 +136,9 @@ def test_reshaped_norm_is_an_upper_bound() -> None:
         symbols = np.einsum("fs,mns->fmn", waves, kernel.flatten(2).numpy())
         truth = np.linalg.norm(symbols, 2, axis=(1, 2)).max()
         assert truth <= float(reshaped_norm(kernel)) <= 4 * truth
+    one = torch.einsum("oi,st->oist", torch.eye(2), torch.eye(3))  # with rows (o, s), the identity
+    other = torch.eye(18)[[0, 3]].reshape(2, 2, 3, 3)  # with rows o, orthonormal; with rows (o, s), two equal ones
+    assert all(3 <= float(reshaped_norm(kernel)) <= 3 * 1.03 for kernel in (one, other))
 
 
 @each_mode

@@ -16,7 +16,7 @@ from torch import Tensor
 from lipkit.bounds import spectral_norm, spectral_norms
 from lipkit.errors import ShapeError
 from lipkit.proof import norms
-from lipkit.proof.norms import power_of_two, quick_spectral_norm, scale_to
+from lipkit.proof.norms import power_of_two, quick_norm_estimate, quick_spectral_norm, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, multiply_up, reciprocal_up, to_double, up
 
 
@@ -121,14 +121,18 @@ def test_what_is_not_finite_is_infinite_and_does_not_spread(bad: float, dtype: t
     norms = spectral_norms(a)
     assert norms[1] == math.inf
     assert torch.equal(norms[[0, 2]], alone[[0, 2]])
-    assert float(spectral_norm(a)) == math.inf
+    assert spectral_norm(a.requires_grad_()).item() == math.inf
 
 
 def test_zero_is_exactly_zero() -> None:
     assert spectral_norms(torch.zeros(2, 3, 4)).tolist() == [0.0, 0.0]
     assert spectral_norms(torch.zeros(2, 2, dtype=torch.complex64)).item() == 0.0
-    zero = torch.zeros(2, 2, requires_grad=True)
-    assert spectral_norm(zero).item() == 0.0
+    for dtype in (torch.float32, torch.complex64):
+        zero = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
+        bound = spectral_norm(zero)
+        bound.backward()
+        assert (bound.item(), bound.dtype) == (0.0, torch.float64)
+        assert zero.grad is not None and not zero.grad.any()  # noqa: PT018
 
 
 @pytest.mark.thorough
@@ -171,7 +175,8 @@ def test_batches_chunks_and_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(spectral_norms(a), whole, rtol=1e-11)
     assert torch.allclose(spectral_norms(a.mT), whole, rtol=1e-11)
     assert torch.allclose(spectral_norms(torch.complex(a, a).conj()), whole * math.sqrt(2), rtol=1e-11)
-    assert spectral_norms(torch.zeros(0, 2, 2)).shape == (0,)
+    empty = spectral_norms(torch.zeros(0, 2, 2))
+    assert (empty.shape, empty.dtype) == ((0,), torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +245,8 @@ def test_quick_norm_of_zero_and_of_what_is_not_finite(bad: float) -> None:
     wrong = random((20, 30), torch.float32)
     wrong[3, 4] = bad
     for matrix, bound in ((torch.zeros(20, 30), 0.0), (wrong, math.inf)):
-        found = quick_spectral_norm(matrix)
-        assert (float(found.bound), float(found.ratio)) == (bound, 0.0)
+        for found in (quick_spectral_norm(matrix), quick_norm_estimate(matrix)):
+            assert (float(found.bound), float(found.ratio)) == (bound, 0.0)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30, 1e38])

@@ -293,8 +293,10 @@ def spectral_norm(a: Tensor) -> Tensor:
     """
     norms = spectral_norms(a).reshape(-1)
     bound = norms.max()
-    if not differentiated(a) or not torch.isfinite(bound) or bound == 0:
+    if not differentiated(a) or not torch.isfinite(bound):
         return bound
+    if bound == 0:
+        return to_double(a).abs().sum()  # with a gradient of zeros
     return scale_to(bound, largest_singular_value(to_double(a.reshape(-1, *a.shape[-2:])[int(norms.argmax())])))
 
 
