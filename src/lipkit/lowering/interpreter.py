@@ -26,6 +26,11 @@ from lipkit.modules.registry import what_is_missing
 
 # Functions that take the sizes of their result.
 SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
+# Functions whose values jump where the input moves.
+JUMPS = {
+    *("round", "floor", "ceil", "trunc", "fix", "frac", "fmod", "mod", "remainder", "floordiv", "floor_divide"),
+    *("heaviside", "sign", "sgn", "copysign", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
+}
 # Formats that torch computes in; the narrower ones only store numbers.
 FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -142,6 +147,8 @@ class Interpreter:
                 args, kwargs = (*args, kwargs[word]), {key: value for key, value in kwargs.items() if key != word}
         call = batch_first(Build(name, what, node.target, args, kwargs, results, self.wiring, like, self._bounding))
         row = FUNCTIONS.get(call.target, Function())
+        if row.rule is None and name.rpartition(".")[2].rstrip("_") in JUMPS:
+            raise call.refuse("it jumps where the input moves, so no Lipschitz constant exists: leave it out")
         if row.rule is None and self._bounding:
             raise call.refuse(
                 "it has no rule, and nothing is assumed to be 1-Lipschitz; register one with "
