@@ -246,6 +246,7 @@ BOUNDED = {
     "equal rows in its format": lambda s, x: s.a(x) + torch.eye(2).view(1, 4).repeat(x.size(0), 1).to(x),
     "detached": lambda s, x: s.a(x.detach()) + x,
     "limit from the input": lambda s, x: x.clamp(max=3 * x.flip(1)),
+    "one limit moves": lambda s, x: x.clamp(s.mid, 3 * x.flip(1)) + torch.clamp(s.mid, 2 * x, x.flip(1)),
     "clamped by tensors": lambda s, x: (2 * x).clamp(-9 * s.mid, 9 * s.mid),
     "mask of stored numbers": lambda s, x: x * (s.mid > 0),
     "stored whole numbers": lambda s, x: x * torch.arange(4) + torch.tensor([True, False, True, False]),

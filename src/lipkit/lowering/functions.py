@@ -526,7 +526,7 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
 
 def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        if sign > 0:
+        if sign > 0 or call.bounding:  # the bounds of min(x, y) are those of max(x, y)
             return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
         minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]  # min(x, y) = -max(-x, -y)
         return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
