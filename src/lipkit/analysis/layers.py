@@ -187,6 +187,8 @@ class Constants:
         """Shape of one sample of a value; for a value inside of a call, found by running zeros."""
         if value not in self._shapes:
             module, before = self._modules[value - 1], [self._shape(read) for read in self._sources[value - 1]]
+            if isinstance(module, Bounded) and module.shape is not None:
+                return module.shape
             joined = isinstance(module, Join)
             found = module(*(torch.zeros(1, *shape) for shape in before)).shape[1:] if joined else ()
             self._shapes[value] = tuple(found) if joined else output_shape(module, before[0])

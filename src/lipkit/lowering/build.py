@@ -28,11 +28,14 @@ Rule = Callable[..., Value]
 
 
 class Bounded(nn.Module):
-    """A leaf of a wiring with a known Lipschitz constant, and the method that found it, but without a plain form."""
+    """A leaf of a wiring with a known Lipschitz constant, and the method that found it, but without a plain form.
 
-    def __init__(self, constant: float | Tensor, method: str) -> None:
+    ``shape`` of one sample of its output is needed where the same call goes on with it.
+    """
+
+    def __init__(self, constant: float | Tensor, method: str, shape: Shape | None = None) -> None:
         super().__init__()
-        self.constant, self.method = torch.as_tensor(constant, dtype=torch.float64), method
+        self.constant, self.method, self.shape = torch.as_tensor(constant, dtype=torch.float64), method, shape
 
 
 @dataclass(frozen=True)

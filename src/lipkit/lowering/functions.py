@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
-from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
+from lipkit.lowering.build import FUNCTIONS, Bounded, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
@@ -526,7 +526,7 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
 
 def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        if sign > 0 or call.bounding:  # the bounds of min(x, y) are those of max(x, y)
+        if sign > 0:
             return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
         minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]  # min(x, y) = -max(-x, -y)
         return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
@@ -536,7 +536,7 @@ def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
 def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
     """max(x, limit) (sign 1) or min(x, limit) (sign -1), as limit + sign relu(sign (x - limit))."""
     if call.bounding:
-        return call.scale(call.broadcast(x), 1.0)
+        return call.add(Bounded(1.0, "closed form", call.shape), call.broadcast(x))
     limit, factor = call.number(constant, "limit"), call.like + sign
     call.require(all_finite(limit), f"expected finite numbers as limits, got {constant}")
     turned = call.add(nn.ReLU(), call.elementwise(x, scale=factor, shift=-factor * limit))
