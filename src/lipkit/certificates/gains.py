@@ -36,7 +36,7 @@ from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _composed, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
 from lipkit.modules.registry import LATER, Shape, output_shape
-from lipkit.proof.roundoff import UNIT, next_down, next_up, product, up
+from lipkit.proof.roundoff import UNIT, known, next_down, next_up, product, up
 
 Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
@@ -155,7 +155,7 @@ Part = tuple[Tensor, Tensor]
 
 def _moduli(part: Part) -> Tensor:
     """The largest modulus of each entry."""
-    return up(part[0].abs() + part[1], 2).nan_to_num(nan=math.inf, posinf=math.inf)
+    return known(up(part[0].abs() + part[1], 2))
 
 
 class _Run(NamedTuple):
@@ -371,7 +371,7 @@ def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
     """Centre and radius behind a linear layer, its rounding inside the radius."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
-    value, error = value[:, 0], error[:, 0].nan_to_num(nan=math.inf, posinf=math.inf)
+    value, error = value[:, 0], known(error[:, 0])
     moved = value + shift  # shift: the layer's output at 0
     return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 

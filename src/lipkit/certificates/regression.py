@@ -29,7 +29,7 @@ from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
 from lipkit.modules.chains import SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
-from lipkit.proof.roundoff import grow, product, up
+from lipkit.proof.roundoff import grow, known, product, up
 from lipkit.shown import Shown, upper
 from lipkit.text import csv_text
 
@@ -189,7 +189,7 @@ def certify_regression(
     if sensors is not None:
         with contextlib.suppress(NoRuleError):  # of a network that no matrix bounds
             terms = gain_matrix(measured.proof.network) * sensors.flatten() * chain.slack
-            terms = grow(terms).nan_to_num(nan=math.inf, posinf=math.inf)
+            terms = known(grow(terms))
             moved = torch.minimum(moved, up(terms.sum(1), terms.shape[1]))  # a sum of that many terms, in any order
     centre, machine = (error.expand_as(prediction) for error in measured.errors(delta))
     return RegressionCertificate(

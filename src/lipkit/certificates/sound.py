@@ -29,7 +29,7 @@ from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer, moduli_sizes
 from lipkit.modules.machine import ErrorBound, by_norms, norm_factors, through
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
-from lipkit.proof.roundoff import grow, next_down
+from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
@@ -151,8 +151,8 @@ def radii(
     room = arithmetic.room - logits.peak.at  # how far numbers may still grow
     cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
     finite = values.isfinite().all(dim=1)
-    known = finite & (room > 0)  # false for NaN, too
-    return torch.where(known, torch.minimum(radius, cap), 0.0), torch.where(finite, ignored, 0.0)
+    positive = finite & (room > 0)  # false for NaN, too
+    return torch.where(positive, torch.minimum(radius, cap), 0.0), torch.where(finite, ignored, 0.0)
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -192,11 +192,6 @@ def output_errors(
     centre = grow(own.at64 + norms * walk.centre_error[:, None])
     reached = grow(spread.at + spread.slope * distance)[:, None]
     return known(centre), known(grow(own.at + grow(own.slope * reached) + grow(norms * body)) + overflow)
-
-
-def known(errors: Tensor) -> Tensor:
-    """Errors, infinite where they are NaN: of an infinite factor times 0, say, nothing is known."""
-    return errors.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:

@@ -74,12 +74,13 @@ def command(
         x, y = data.test.batch(numbers)
         attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)
         show.note(f"certifying and attacking {len(x)} of {len(data.test)} test samples")
-        certificate = certify(network, x, y, batch_size=batch_size, device=device, progress=told(show))
+        progress = told(show)
+        certificate = certify(network, x, y, batch_size=batch_size, device=device, progress=progress)
         start = time.perf_counter()
         attempt = attack_samples(
             network, certificate, x, y, dataclasses.replace(attack, samples=None),  # x holds the chosen samples only
             batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
-            progress=told(show),
+            progress=progress,
         )  # fmt: skip
         path = save_attack(
             run, attempt, attack, certificate, numbers, x, data=data.name, classes=data.classes, images=images,

@@ -8,7 +8,6 @@ by their maximum, not by their sum, when they are put together again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import to_double, up
+from lipkit.proof.roundoff import known, to_double, up
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +114,13 @@ def stacked(forms: Sequence[Form]) -> Form:
 def _times(gains: Tensor, factor: Tensor) -> Tensor:
     if float(factor.detach()) == 1:
         return gains * factor
-    known = gains.detach()
+    values = gains.detach()
     # An infinite constant of a branch that a source does not reach leaves that source's gain at zero.
-    product = torch.where(known == 0, torch.zeros_like(gains), gains * factor).nan_to_num(nan=math.inf, posinf=math.inf)
-    if bool(((known == 0) | (known == 1)).all()) or float(factor.detach()) == 0:
+    product = known(torch.where(values == 0, torch.zeros_like(gains), gains * factor))
+    if bool(((values == 0) | (values == 1)).all()) or float(factor.detach()) == 0:
         return product
     # The smallest subnormal number covers a product below the normal range.
-    return torch.where(known == 0, product, up(product, 1) + 2.0**-1074)
+    return torch.where(values == 0, product, up(product, 1) + 2.0**-1074)
 
 
 def _common(forms: Sequence[Form]) -> tuple[Frame, Tensor]:

@@ -45,6 +45,11 @@ def grow(value: Values) -> Values:
     return up(value, 14) + 2.0**-1000 if moves else value
 
 
+def known(bound: Tensor) -> Tensor:
+    """A bound, infinite where it is NaN: of an infinite factor times 0, say, nothing is known."""
+    return bound.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
 def product(*factors: float) -> float:
     """The product of ``factors``, rounded up unless it is exact; 0 if one of them is 0."""
     if 0.0 in factors or not all(map(math.isfinite, factors)):
