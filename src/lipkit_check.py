@@ -68,8 +68,8 @@ Jacobian I - s A* H A, 0 <= H <= l, has its eigenvalues in [1 - s l ||A||^2, 1].
 0 <= D <= 1 and ||B||^2 = n, so l = 1; an error of gamma in a term counts |u_i| + |u_j|.
 
 **Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's,
-not FFT); exp, log1p, tanh and erf within 16 units in the last place (smooth activations only, which ``--exact``
-refuses); Python's integers, hashlib and json; this file.
+not FFT); exp, log, log1p, tanh, erf, sin and cos within 16 units in the last place (smooth activations only, which
+``--exact`` refuses); Python's integers, hashlib and json; this file.
 """
 
 from __future__ import annotations
@@ -764,12 +764,29 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1), _positive("alpha")),
     "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
                  lambda c, _: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
+    "Sine": (1, lambda c, _: np.sin(c)),
+    "Cosine": (1, lambda c, _: np.cos(c)),
     "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
                    lambda config, _: need(config["lambd"] >= 0, "Softshrink below 0") or 1),
 }  # fmt: skip
 RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
-FLOATING = {*SMOOTH, "Softmax", "Attraction", "LayerNorm", "LayerCenter", "UnitNorm", "EnlargeBilinear"}
+CURVES = {  # monotone functions, the modulus of their slopes, monotone too, and the intervals that they are smooth on
+    "exp": (np.exp, math.exp, lambda low, high: high <= 700),
+    "log": (np.log, lambda x: 1 / x, lambda low, high: low >= 2.0**-100),
+    "sqrt": (np.sqrt, lambda x: 0.5 / math.sqrt(x), lambda low, high: low >= 2.0**-100),
+    "reciprocal": (np.reciprocal, lambda x: 1 / x**2, lambda low, high: low >= 2.0**-100 or high <= -(2.0**-100)),
+}
+FLOATING = {*SMOOTH, "Elementary", "Softmax", "Attraction", "LayerNorm", "LayerCenter", "UnitNorm", "EnlargeBilinear"}
+
+
+def elementary(config, get, shape):
+    """A monotone function of numbers within two limits, at one of which it is steepest."""
+    (low, high), (function, slope, smooth) = get("limits", (2,)).tolist(), CURVES[config["function"]]
+    need(-math.inf < low <= high < math.inf and smooth(low, high), f"{config['function']} between {low} and {high}")
+    room = 1 + Fraction(1, 1 << 40)
+    steepest, largest = (max(abs(Fraction(float(f(v)))) for v in (low, high)) * room for f in (slope, function))
+    return Node(shape, steepest, lambda c: function(np.clip(c, low, high)), 0, ops.rounding(64) * largest)
 
 
 def group_sort(config, get, shape):
@@ -1398,7 +1415,7 @@ KINDS = {
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
     "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm, "LayerNorm": layer_norm,
-    "EnlargeBilinear": bilinear,
+    "EnlargeBilinear": bilinear, "Elementary": elementary,
     "Graph": graph, "SlopeResidual": slope_residual, "Attraction": attraction, "GradientStep": gradient_step,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Network": network,
     "ReLU": unary(1, lambda c, _: np.maximum(c, 0), exact=True),
@@ -1427,12 +1444,12 @@ ARGUMENTS = {
     "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
     "Pad": "padding*", "Flatten": "start_dim end_dim", "Reshape Expand": "shape*", "Piece": "dim start stop step",
-    "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "MatrixProduct": "rows inner cols", "Elementary": "function'", "Graph": "modules% sources%",
     "Recurrent": "in_features out_features states units% block phi! gain. rate.",
     "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
-WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh")}
+WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh"), "function": tuple(CURVES)}
 SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "start", "signs", "shift", "divisor_override"}
 
 

@@ -51,6 +51,7 @@ MORE: list[tuple[nn.Module, Shape]] = [
     (wired(Add(1, -1), Maximum(), Blend(torch.tensor(0.3)), Concatenate(1)), (4,)),
     (Graph([nn.ReLU(), Product(torch.tensor([0.5, 2.0]))], [[0], [0, 1]]), (4,)),
     (Graph([Permute(2, 1), MatrixProduct(2, 3, 2, torch.rand(2))], [[0], [0, 1]]), (2, 3)),
+    (modules.Sine(), (3,)), (modules.Cosine(), (3,)), (modules.Elementary("log", torch.tensor([0.5, 2.0])), (3,)),
     (modules.LayerCenter(2, 3), IMAGE), (modules.UnitNorm(1, 3, eps=0.5), IMAGE), (EnlargeBilinear(1, 2), IMAGE),
     (modules.FourierConv2d(2, 2, 4, 4, (2, 4), complex_pairs=False), IMAGE),
     (modules.TaylorConv2d(2, 3, (3, 1), 3), IMAGE), (block(modules.SandwichBlock), (3,)),

@@ -23,6 +23,7 @@ from lipkit import layers
 from lipkit.modules import HalfAbs, Householder, L2NormPool2d, Mean, NActivation
 from lipkit.modules.configuration import describe
 from lipkit.modules.dense import Affine
+from lipkit.modules.elementary import Elementary
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
@@ -270,6 +271,7 @@ class Worse(Bad):
     ({"type": "EnlargeBilinear", "rows": 3, "cols": 2}, (1, 2, 2), "powers of two"),
     ({"type": "EnlargeBilinear", "rows": 1 << 15, "cols": 1 << 15}, (1, 2, 2), "an activation"),
     ({"type": "Mean", "dims": [2], "keepdim": True}, (4,), "dimensions"),
+    ({"type": "Elementary", "function": "tan"}, (4,), "another value of function"),
 ])  # fmt: skip
 def test_refusals_name_the_reason(config: dict[str, Any], shape: tuple[int, ...], why: str) -> None:
     k.ops = k.Floats()
@@ -285,6 +287,28 @@ def test_limits_that_are_negative_or_values_that_are_not_finite() -> None:
     node = k.build(config, k.Tensors({"nodes.0.limits": np.array([1.0, 1.0])}), (2,))
     with pytest.raises(k.Refused, match="not finite"):
         node.run(np.array([[np.inf, 1.0]]), Fraction(0))
+
+
+def test_functions_within_limits_by_hand() -> None:
+    k.ops = k.Floats()
+    for name, ends, slope, largest in (
+        ("exp", (-1.0, 2.0), math.exp(2), math.exp(2)), ("log", (0.25, 3.0), 4, math.log(4)),
+        ("sqrt", (0.25, 9.0), 1, 3), ("reciprocal", (-4.0, -0.5), 4, 2),
+    ):  # fmt: skip
+        module = Elementary(name, torch.tensor(ends))
+        node = k.build({"type": "Elementary", "function": name}, k.Tensors({"limits": np.array(ends)}), (3,))
+        assert slope * (1 - 1e-12) <= float(node.norm) <= slope * (1 + 1e-9)
+        assert 16 * 2.0**-53 * largest * math.sqrt(3) <= float(node.b) <= 1e-13 * largest
+        x = np.array([[-9.0, 0.7, 9.0]])
+        got, lost = node.run(x, Fraction(1, 10))
+        np.testing.assert_allclose(got, module.double()(torch.from_numpy(x)).numpy(), rtol=1e-15)
+        assert float(lost) >= slope / 10
+    for name, ends in (
+        ("exp", (0.0, 701.0)), ("exp", (1.0, 0.0)), ("exp", (math.nan, 0.0)), ("exp", (-math.inf, 0.0)),
+        ("log", (0.0, 1.0)), ("sqrt", (-1.0, 1.0)), ("reciprocal", (-1.0, 1.0)), ("reciprocal", (0.5, math.inf)),
+    ):  # fmt: skip
+        with pytest.raises(k.Refused, match=f"{name} between"):
+            k.build({"type": "Elementary", "function": name}, k.Tensors({"limits": np.array(ends)}), (3,))
 
 
 def test_integers_refuse_sums_that_overflow() -> None:

@@ -23,6 +23,7 @@ from lipkit import interop, models, modules
 from lipkit.errors import CertificateViolation, DataError
 from lipkit.integer import c_source
 from lipkit.interop import runtimes
+from lipkit.modules.elementary import CURVES
 from lipkit.modules.plain import stored_types
 
 IMAGE = (2, 8, 8)
@@ -83,6 +84,9 @@ PLAIN: list[Case] = [
     (nn.Tanhshrink, (3,)),
     (modules.MaxMin, (4, 3)),
     (lambda: modules.GroupSort(3), (6, 2)),
+    (modules.Sine, (3,)),
+    (modules.Cosine, (3,)),
+    *((lambda name=name: modules.Elementary(name, torch.tensor([0.5, 1.5])), (3,)) for name in CURVES),
     (lambda: nn.Softmax(1), (3, 2)),
     (lambda: nn.Softmax(-2), (3, 4, 2)),
     (lambda: nn.Linear(3, 4, bias=False), (2, 5, 3)),

@@ -25,7 +25,7 @@ from lipkit.modules.forms import Form
 from lipkit.modules.graph import Graph, Join, forms_of
 from lipkit.modules.guarding import guard
 from lipkit.modules.normalization import LINEAR, NORMS, foldable, running_affine, scaled_layer
-from lipkit.modules.products import Limited, limited
+from lipkit.modules.products import ToLimit, limited
 from lipkit.modules.registry import output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.roundoff import gamma, up
@@ -154,7 +154,7 @@ class Constants:
         self._labels = [lowering.labels[value - 1] for value in values]
         shapes = lowering.shapes()
         self._shapes = {i: shapes[value] for i, value in enumerate((0, *values)) if value in shapes}
-        if box is not None and any(isinstance(module, Limited) for module in self._modules):
+        if box is not None and any(isinstance(module, ToLimit) for module in self._modules):
             self._modules = self._limited(box)
         self._readers: dict[int, list[int]] = collections.defaultdict(list)
         for i, read in enumerate(self._sources):
@@ -178,10 +178,12 @@ class Constants:
         """The modules, with limits on products that inputs in the box do not exceed."""
         nodes: list[nn.Module] = []
         for m, read in zip(self._modules, self._sources, strict=True):
-            chain = [] if isinstance(m, Join) else list(export(m, shape := self._shape(read[0]))) or [Reshape(*shape)]
+            chain: list[nn.Module] = []
+            if not isinstance(m, Join | ToLimit):
+                chain = list(export(m, shape := self._shape(read[0]))) or [Reshape(*shape)]
             nodes.append(Graph(chain, [[i] for i in range(len(chain))]) if chain else m)  # one node, with its ranges
         found = limited(Network([Graph(nodes, self._sources)], self._shape(0)), box)[0].nodes
-        return [new if isinstance(new, Limited) else m for new, m in zip(found, self._modules, strict=True)]
+        return [new if isinstance(new, ToLimit) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
         """Shape of one sample of a value; for a value inside of a call, found by running zeros."""

@@ -109,7 +109,7 @@ def _asked(
 
 
 # What no forward pass of exactly these types reads: its line in the code, the first value of a weight.
-_IDLE = {"where": (modules.Product, modules.MatrixProduct), "init": (torch.nn.PReLU,)}
+_IDLE = {"where": (modules.Product, modules.MatrixProduct, modules.Elementary), "init": (torch.nn.PReLU,)}
 
 # Attributes of every module that `guard` looks at, or that no forward pass reads.
 _NO_SWITCHES = vars(torch.nn.Module()).keys() - {"training"} | {"input_range"}

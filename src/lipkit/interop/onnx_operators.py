@@ -86,9 +86,9 @@ def _power(c: Call) -> Any:
     if not c.moving:
         return torch.pow(c.x, c.weight(1)).to(c.x.dtype)  # ONNX keeps the format of the base
     exponent = c.numbers("", 1)
-    if 0 not in c.moving or exponent not in (1, 2, 3):
-        raise c.refuse("the first, second or third power", f"{exponent}")
-    return reduce(torch.mul, [c.x] * int(exponent))
+    if 0 not in c.moving or exponent not in (-2, -1, -0.5, 0.5, 1, 2, 3):
+        raise c.refuse("one of the powers -2, -1, -0.5, 0.5, 1, 2 and 3", f"{exponent}")
+    return c.x ** float(exponent) if exponent not in (1, 2, 3) else reduce(torch.mul, [c.x] * int(exponent))
 
 
 def _equal(c: Call) -> Any:
@@ -348,14 +348,14 @@ _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lamb
 OPERATORS: dict[str, Row] = {
     **LAYERS,
     "Ceil": Row(_each(torch.ceil), (6, 13), moves=False),
-    "Cos": Row(_each(torch.cos), (7, 22), moves=False),
+    "Cos": Row(_each(torch.cos), (7, 22)),
     "Erf": Row(_each(torch.erf), (9, 13), moves=False),
-    "Exp": Row(_each(torch.exp), (6, 13), moves=False),
+    "Exp": Row(_each(torch.exp), (6, 13)),
     "Floor": Row(_each(torch.floor), (6, 13), moves=False),
-    "Log": Row(_each(torch.log), (6, 13), moves=False),
+    "Log": Row(_each(torch.log), (6, 13)),
     "Not": Row(_each(torch.logical_not), (1,), moves=False),
     "Reciprocal": Row(_each(torch.reciprocal), (6, 13)),
-    "Sin": Row(_each(torch.sin), (7, 22), moves=False),
+    "Sin": Row(_each(torch.sin), (7, 22)),
     "Sqrt": Row(_each(torch.sqrt), (6, 13)),
     "And": Row(partial(_elementwise, torch.logical_and), (7,), moves=False),
     "Greater": Row(partial(_elementwise, torch.gt), (7, 9, 13), moves=False),

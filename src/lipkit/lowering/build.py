@@ -17,7 +17,7 @@ from lipkit.lowering.tracing import flat
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Wiring
 from lipkit.modules.plain import Shape
-from lipkit.modules.products import Limited
+from lipkit.modules.products import ToLimit
 from lipkit.modules.views import Expand, Piece, reshaped
 from lipkit.proof.roundoff import to_double
 
@@ -181,16 +181,13 @@ class Build:
             full = [t.reshape(-1).expand(channels) for t in full]
         return self.add(Affine(*full), given)
 
-    def named(self, product: Limited) -> Limited:
-        """The product, with this call as its name in messages."""
+    def named(self, limited: ToLimit) -> ToLimit:
+        """The module, whose operands need limits, with this call as its name in messages."""
         if self.bounding:
-            raise self.refuse(
-                "expected one constant factor or constant matrix, got two that depend on the input: such a product has "
-                "no Lipschitz constant on all of space; analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it "
-                "for inputs in a box"
-            )
-        product.where = self.what
-        return product
+            bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
+            raise self.refuse(f"{limited.needs}; {bounds}")
+        limited.where = self.what
+        return limited
 
     def piece(self, x: Operand, dim: int, entries: range) -> int:
         """The ``entries`` of ``x`` along dimension ``dim``."""

@@ -22,6 +22,7 @@ from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, linear
+from lipkit.modules.elementary import Elementary
 from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
 from lipkit.modules.normalization import LayerCenter, UnitNorm
 from lipkit.modules.pooling import Mean
@@ -284,7 +285,10 @@ plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, valu
 
 
 @plain(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_", place=joined)
-def _div(call: Build, x: Any, y: Any) -> int:
+def _div(call: Build, x: Any, y: Any) -> Value:
+    if isinstance(y, Operand):
+        inverse: Any = call.add(call.named(Elementary("reciprocal")), call.broadcast(y))
+        return _mul(call, x, replace(call.results[0], number=inverse))
     if call.bounding:
         smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
         return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
@@ -360,10 +364,31 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
 @plain(operator.pow, torch.pow, torch.square, "pow", "square", place=viewed)
 def _power(call: Build, x: Operand, exponent: Any = 2) -> int:
     value, n = call.same_format(x).number, call.constant(exponent, "exponent")
-    call.require(isinstance(n, int | float) and n in (2, 3, 4), f"expected 2, 3 or 4 as exponent, got {n}")
-    for _ in range(int(n) - 1):
-        value = call.add(call.named(Product()), value, x)
+    known = isinstance(n, int | float) and n in (-2, -1, -0.5, 0.5, 2, 3, 4)
+    call.require(known, f"expected -2, -1, -0.5, 0.5, 2, 3 or 4 as exponent, got {n}")
+    names = ["sqrt"] * (n in (-0.5, 0.5)) + ["reciprocal"] * (n < 0)
+    for name in names:
+        value = call.add(call.named(Elementary(name)), value)
+    base = value
+    for _ in range(int(abs(n)) - 1):
+        value = call.add(call.named(Product()), value, base)
     return value
+
+
+def _elementary(*targets: Callable[..., Any] | str, names: Sequence[str]) -> None:
+    @plain(*targets, place=viewed)
+    def rule(call: Build, x: Operand) -> int:
+        value = call.same_format(x).number
+        for name in names:
+            value = call.add(call.named(Elementary(name)), value)
+        return value
+
+
+_elementary(torch.exp, "exp", "exp_", names=["exp"])
+_elementary(torch.log, "log", "log_", names=["log"])
+_elementary(torch.sqrt, "sqrt", "sqrt_", names=["sqrt"])
+_elementary(torch.rsqrt, "rsqrt", "rsqrt_", names=["sqrt", "reciprocal"])
+_elementary(torch.reciprocal, "reciprocal", "reciprocal_", names=["reciprocal"])
 
 
 @plain(F.glu, place=along(1, default=-1))
@@ -623,5 +648,5 @@ def _logsumexp(call: Build, x: Operand, dim: Any, keepdim: bool = False) -> int:
     return call.keep(x)  # its gradient is a softmax, of norm at most 1
 
 
-# Slopes of at most 1.
-function_rule(torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")(lambda call, x: call.keep(x))
+# A slope of at most 1.
+function_rule(torch.atan, "atan")(lambda call, x: call.keep(x))

@@ -1,9 +1,20 @@
 """Modules of certified networks, and what each must answer: constant, export, rounding, storage."""
 
 from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
-from lipkit.modules.activations import Activation, GroupSort, MaxMin, MaxMinShift2d, add_activation, group_sort, maxmin
+from lipkit.modules.activations import (
+    Activation,
+    Cosine,
+    GroupSort,
+    MaxMin,
+    MaxMinShift2d,
+    Sine,
+    add_activation,
+    group_sort,
+    maxmin,
+)
 from lipkit.modules.attention import Attraction, GradientStep
 from lipkit.modules.dense import Affine, PositionCode
+from lipkit.modules.elementary import Elementary
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
@@ -43,6 +54,8 @@ __all__ = [
     "Blend",
     "Center",
     "Concatenate",
+    "Cosine",
+    "Elementary",
     "Enlarge",
     "EnlargeBilinear",
     "Expand",
@@ -76,6 +89,7 @@ __all__ = [
     "SandwichBlock",
     "Shape",
     "Shift2d",
+    "Sine",
     "SlopeResidual",
     "SpreadConv2d",
     "Stored",

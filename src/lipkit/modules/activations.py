@@ -3,7 +3,7 @@ r"""Rounding errors of modules that move, compare or transform single numbers.
 A scalar function that the machine evaluates within :math:`u (a |h| + b) + j` of the exact one has an error of at most
 :math:`u (a \|h\| + b \sqrt{n}) + j \sqrt{n}` on n numbers. The coefficients follow from the formulas that torch
 evaluates, with an **allowance of 16 units in the last place** for each function of the mathematical library (exp,
-expm1, log1p, tanh, erf): the libraries in use promise 4 or better. The exponential of a softmax is allowed 64.
+expm1, log, log1p, tanh, erf, sin, cos): the libraries in use promise 4 or better. That of a softmax is allowed 64.
 """
 
 from __future__ import annotations
@@ -179,6 +179,28 @@ class GroupSort(Shown):
         return group_sort(x, self.group_size)
 
 
+class Sine(nn.Module):
+    """The sine: 1-Lipschitz, with values in [-1, 1].
+
+    >>> Sine()(torch.zeros(1, 1)).item()
+    0.0
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+class Cosine(nn.Module):
+    """The cosine: 1-Lipschitz, with values in [-1, 1].
+
+    >>> Cosine()(torch.zeros(1, 1)).item()
+    1.0
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cos(x)
+
+
 # One unit in the last place is at most 2 u of the result.
 LIBRARY = 2 * 16.0
 
@@ -288,6 +310,7 @@ class Activation(NamedTuple):
         restricted: whether its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             bool, or a function of the module.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
+        largest: bounds the modulus of its values.
     """
 
     kind: type[nn.Module]
@@ -296,6 +319,7 @@ class Activation(NamedTuple):
     arguments: Mapping[str, Accepts] | None = MappingProxyType({})
     restricted: bool | Callable[[Any], bool] = False
     functions: tuple[Callable[..., Any] | str, ...] = ()
+    largest: float = math.inf
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {}
@@ -323,7 +347,8 @@ def add_activation(row: Activation) -> None:
     def range_of(module: nn.Module, x: Range) -> Range:
         if slope_restricted(module):
             return monotone(module, x)
-        return around(module(x.centre), float(lipschitz(module)) * x.radius)  # entry by entry
+        found = around(module(x.centre), float(lipschitz(module)) * x.radius)  # entry by entry
+        return Range(*(t.clamp(-row.largest, row.largest) for t in found))
 
     constant = (lambda module, _: slope(module)) if callable(slope) else slope
     error = (lambda _, *at: pointwise(*rounding, 0.0, *at)) if isinstance(rounding, tuple) else rounding
@@ -387,6 +412,8 @@ for _row in (
     # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
     Activation(nn.Mish, 1.0884981618, (4 * LIBRARY + 8, 0.0), functions=(F.mish,)),
     Activation(nn.Hardswish, 1.5, (16.0, 0.0), functions=(F.hardswish,)),
+    Activation(Sine, 1.0, (0.0, LIBRARY), functions=(torch.sin, torch.sin_, "sin", "sin_"), largest=1.0),
+    Activation(Cosine, 1.0, (0.0, LIBRARY), functions=(torch.cos, torch.cos_, "cos", "cos_"), largest=1.0),
 ):  # fmt: skip
     add_activation(_row)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT
+from lipkit.modules.elementary import REMEDY, Elementary
 from lipkit.modules.forms import Form, added
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, check_alike
 from lipkit.modules.machine import local_error
@@ -38,6 +39,10 @@ class Limited(Join):
 
     limits: Tensor
     where = ""  # the call that messages name
+    needs = (
+        "expected one factor to be constant, got two that depend on the input: such a product has no Lipschitz "
+        "constant on all of space"
+    )
 
     def __init__(self, limits: Tensor | None = None) -> None:
         super().__init__()
@@ -48,7 +53,7 @@ class Limited(Join):
 
     def clipped(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The two factors within their limits."""
-        a, b = self.limits.to(values[0].dtype)
+        a, b = self.limits.to(values[0].dtype).split(1)  # torch.onnx fuses scalars to a Clip that may be invalid
         return torch.maximum(torch.minimum(values[0], a), -a), torch.maximum(torch.minimum(values[1], b), -b)
 
     def norms(self) -> tuple[float, float]:
@@ -108,15 +113,15 @@ class MatrixProduct(Limited):
         return grow(a * root(self.rows * self.inner)), grow(b * root(self.inner * self.cols))
 
 
+ToLimit = Limited | Elementary
+"""What has a constant within limits alone."""
+
+
 def refuse_unlimited(network: nn.Module) -> None:
-    """Raise ``NoRuleError`` if the network holds a product without limits."""
+    """Raise ``NoRuleError`` if the network holds a product, or a function without bounded slope, without limits."""
     for module in network.modules():
-        if isinstance(module, Limited) and not bool(module.limits.isfinite().all()):
-            raise NoRuleError(
-                f"{module.where or type(module).__name__}: expected one factor to be constant, got two that depend on "
-                "the input: such a product has no Lipschitz constant on all of space; "
-                "give the range of the inputs, such as box=(0, 1), which limits its factors to what they can reach"
-            )
+        if isinstance(module, ToLimit) and not bool(module.limits.isfinite().all()):
+            raise NoRuleError(f"{module.where or type(module).__name__}: {module.needs}; {REMEDY}")
 
 
 def _form(join: Limited, forms: Sequence[Form]) -> Form:
@@ -145,7 +150,7 @@ _SLACK, _LEAST = 1e-6, 2.0**-100
 
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
-    """The network with limits on its products that no input with entries in the box exceeds.
+    """The network with limits on products and `Elementary` functions that no input with entries in the box exceeds.
 
     >>> from lipkit.lowering import export
     >>> from lipkit.modules import Graph
@@ -171,6 +176,9 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
     """The range of a module's output, and the module with limits on its products."""
     if isinstance(plain, UnitNorm):
         return _rounded(double, [given]), plain.within(given)
+    if isinstance(plain, Elementary):
+        made = plain.within(given)
+        return _rounded(copy.deepcopy(made).double(), [given]), made
     if type(plain) is not Graph:
         return _rounded(double, [given]), plain
     assert isinstance(double, Graph)
@@ -225,7 +233,8 @@ def _joined(join: nn.Module, parts: list[Range]) -> Range:
     u, v = parts
     if kind is Product:
         corners = torch.stack([a * b for a in u for b in v])  # a product on a box is extreme at a corner
-        return Range(corners.amin(0), corners.amax(0))
+        low = corners.amin(0)
+        return Range(low.clamp_min(0.0) if u is v else low, corners.amax(0))  # a square
     if kind is MatrixProduct:
         most = [torch.maximum(part.low.abs(), part.high.abs()) for part in parts]
         size = most[0] @ most[1]

@@ -1,0 +1,130 @@
+r"""Functions of one number that are steep without bound, limited to an interval: :math:`y = f(\mathrm{clip}(x, l, h))`.
+
+The exponential, logarithm, root and reciprocal have no Lipschitz constant on all of space, but on a bounded set of
+inputs that keeps away from their poles they have one. Of each the modulus of the slope is monotone, so the largest one
+is at an end of the interval. As with products (`lipkit.modules.products`), the limits need no proof.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules.activations import LIBRARY, pointwise
+from lipkit.modules.configuration import either
+from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, Stored, add_plain
+from lipkit.modules.ranges import Range
+from lipkit.proof.arithmetic import Arithmetic, grow
+from lipkit.proof.roundoff import to_double
+
+REMEDY = "give the range of the inputs, such as box=(0, 1), which limits its operands to what they can reach"
+# What a pole must be away from, so that no slope and no square of a limit leaves the range of any format's proof.
+_LEAST = 2.0**-100
+
+
+class Curve(NamedTuple):
+    """A monotone function, its slope's modulus, and where both are finite: of the ends of an interval, and in words."""
+
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[float], float]
+    holds: Callable[[float, float], bool]
+    where: str
+
+
+CURVES = {
+    "exp": Curve(torch.exp, math.exp, lambda low, high: high <= 700, "at most 700"),
+    "log": Curve(torch.log, lambda x: 1 / x, lambda low, high: low >= _LEAST, "above 0"),
+    "sqrt": Curve(torch.sqrt, lambda x: 0.5 / math.sqrt(x), lambda low, high: low >= _LEAST, "above 0"),
+    "reciprocal": Curve(
+        torch.reciprocal, lambda x: 1 / x**2, lambda low, high: low >= _LEAST or high <= -_LEAST, "of one sign"
+    ),
+}
+"""The functions by name."""
+
+
+class Elementary(Shown):
+    """One of `CURVES`, of numbers within two limits ``(2,)``: the lower and the upper one, infinite until known.
+
+    Raises:
+        OptionError: another function. NoRuleError (of its constant): limits between which the slope is not bounded.
+
+    >>> Elementary("exp", torch.tensor([-1.0, 0.0]))(torch.tensor([[-0.0, 5.0]])).tolist()
+    [[1.0, 1.0]]
+    """
+
+    limits: Tensor
+    where = ""  # the call that messages name
+
+    def __init__(self, function: str, limits: Tensor | None = None) -> None:
+        super().__init__()
+        if function not in CURVES:
+            raise OptionError(f"Elementary: expected one of {', '.join(CURVES)}, got {function!r}")
+        self.function = function
+        limits = torch.tensor([-math.inf, math.inf], dtype=torch.float32) if limits is None else limits
+        if limits.shape != (2,):
+            raise OptionError(f"Elementary: expected a lower and an upper limit, got shape {tuple(limits.shape)}")
+        self.register_buffer("limits", limits.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = self.limits.to(x.dtype).split(1)
+        return CURVES[self.function].function(torch.maximum(torch.minimum(x, high), low))
+
+    @property
+    def needs(self) -> str:
+        """What a message says where the limits are unknown."""
+        if self.function == "reciprocal":
+            expected = "expected a constant divisor, got one that depends on the input"
+            return f"{expected}: such a quotient has no Lipschitz constant on all of space"
+        expected = "expected a function of bounded slope"
+        return f"{expected}, got {self.function}, which has no Lipschitz constant on all of space"
+
+    def ends(self) -> tuple[float, float]:
+        """The limits; ``NoRuleError`` where the slope between them is not bounded."""
+        low, high = to_double(self.limits).tolist()
+        name, curve = self.where or self.function, CURVES[self.function]
+        if not math.isfinite(high - low):
+            raise NoRuleError(f"{name}: {self.needs}; {REMEDY}")
+        if not (low <= high and curve.holds(low, high)):
+            expected = f"expected values {curve.where} on the box, got some in [{low:g}, {high:g}]"
+            raise NoRuleError(f"{name}: {expected}, where its slope is not bounded")
+        return low, high
+
+    def within(self, x: Range) -> Self:
+        """A copy that is equal for inputs in a range, with limits as narrow as possible."""
+        made = copy.deepcopy(self)
+        slack = max(1e-6, torch.finfo(self.limits.dtype).eps)  # what rounding the limits takes
+        low, high = float(x.low.min()), float(x.high.max())
+        found = self.limits.new_tensor([low - slack * abs(low), high + slack * abs(high)], dtype=torch.float64)
+        old = self.limits.double()  # narrower ones stay
+        made.limits = torch.stack((torch.maximum(old[0], found[0]), torch.minimum(old[1], found[1]))).to(self.limits)
+        made.ends()
+        return made
+
+
+def _constant(module: Elementary, input_shape: Shape | None) -> float:
+    return grow(grow(max(map(CURVES[module.function].slope, module.ends()))))  # three roundings in float64
+
+
+def _error(module: Elementary, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
+    low, high = module.ends()
+    ends = torch.tensor([low, high], dtype=torch.float64)
+    largest = grow(float(CURVES[module.function].function(ends).abs().amax()) * (1 + 2.0**-40))
+    # A limit that the machine takes for 0 is no limit.
+    lost = math.inf if module.function != "exp" and float(ends.abs().amin()) < arithmetic.tiny else 0.0
+    most = max(largest, abs(low), abs(high))
+    return pointwise(0.0, LIBRARY * largest, lost, input_shape, arithmetic, most)
+
+
+def _range(module: Elementary, x: Range) -> Range:
+    one, other = module(x.low), module(x.high)
+    return Range(torch.minimum(one, other), torch.maximum(one, other))
+
+
+_stored = Stored({"function": either(None, *CURVES)})
+add_plain(Plain(Elementary, _constant, _error, _stored, _range, export=lambda module, shape: copy.deepcopy(module)))
