@@ -824,3 +824,23 @@ def test_values_of_stored_numbers_have_a_budget(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 26
+
+
+def test_a_product_of_stored_vectors_is_evaluated(tmp_path, numbers):
+    stored = {"v": numbers.normal(size=4).astype(np.float32), "w": numbers.normal(size=(4, 4)).astype(np.float32)}
+    nodes = made(("MatMul", ["v", "w"], "c", {}), ("Add", ["x", "c"], "y", {}))
+    network = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 4]))
+    x = torch.randn(3, 4)
+    np.testing.assert_allclose(network(x), x.numpy() + stored["v"] @ stored["w"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_size_of_the_batch_behind_a_first_size_of_one(tmp_path):
+    """As `x.view(1, *x.shape)` is written for one sample: both sizes are 1."""
+    nodes = made(
+        ("Shape", ["x"], "s", {}), ("Concat", ["one", "s"], "to", {"axis": 0}), ("Reshape", ["x", "to"], "a", {}),
+        ("Flatten", ["a"], "b", {}), ("Gemm", ["b", "w"], "y", {}),
+    )  # fmt: skip
+    stored = {"one": np.array([1]), "w": np.diag(np.arange(1, 7, dtype=np.float32))}
+    path = write(tmp_path / "net.onnx", nodes, stored, [1, 2, 3])
+    x = torch.randn(4, 2, 3)
+    torch.testing.assert_close(load_onnx(path)(x), x.flatten(1) * torch.arange(1.0, 7.0))

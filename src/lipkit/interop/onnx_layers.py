@@ -310,7 +310,7 @@ def _matmul(c: Call) -> Any:
         return torch.matmul(a, b[:, None]).squeeze(-1)
     if c.alone and c.moving == {1}:
         return torch.matmul(b, a.mT)
-    if min(a.ndim, b.ndim) < 2:
+    if c.moving and min(a.ndim, b.ndim) < 2:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:
         return torch.matmul(a, b)

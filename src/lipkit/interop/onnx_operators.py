@@ -149,8 +149,10 @@ def _reshape(c: Call) -> Any:
         raise c.refuse("a shape with one size -1 at most, and 0 as a copy", f"{sizes}")
     if not c.moving:
         return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
-    # A first size of 1 comes from files that were made for one sample.
-    batch = [n == BATCH or (n == 1 and c.one and not i) for i, n in enumerate(sizes)]
+    # A first size of 1 comes from files that were made for one sample, where the size of the batch is 1 as well.
+    if c.one and sizes[:1] == [1]:
+        sizes = [BATCH, *(1 if n == BATCH else n for n in sizes[1:])]
+    batch = [n == BATCH for n in sizes]
     return x.reshape([c.source.size(0) if batch[i] else n or x.size(i) for i, n in enumerate(sizes)])
 
 
