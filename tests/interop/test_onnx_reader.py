@@ -844,3 +844,15 @@ def test_a_size_of_the_batch_behind_a_first_size_of_one(tmp_path):
     path = write(tmp_path / "net.onnx", nodes, stored, [1, 2, 3])
     x = torch.randn(4, 2, 3)
     torch.testing.assert_close(load_onnx(path)(x), x.flatten(1) * torch.arange(1.0, 7.0))
+
+
+@pytest.mark.parametrize("kind", ["ReduceL1", "ReduceL2", "ReduceSumSquare"])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_norms(tmp_path, kind, keep):
+    x = torch.rand(4, 2, 5) - 0.3
+    row = (kind, ["x"], "y", {"axes": [1], "keepdims": keep})
+    network = load_onnx(write(tmp_path / "net.onnx", made(row), {}, ["b", 2, 5]), box=(-1.0, 1.0))
+    wanted = {"ReduceL1": x.abs().sum(1), "ReduceL2": x.norm(dim=1), "ReduceSumSquare": (x * x).sum(1)}[kind]
+    torch.testing.assert_close(network(x), wanted[:, None] if keep else wanted)
+    constant = {"ReduceL1": 2**0.5, "ReduceL2": 1.0, "ReduceSumSquare": 2 * 2**0.5}[kind]
+    assert constant <= float(lipschitz(network)) <= constant * (1 + 1e-5)

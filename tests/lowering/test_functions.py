@@ -72,6 +72,13 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "patches": lambda s, x: x.transpose(0, 2).unfold(0, 2, 2).transpose(0, 2),
     "columns": lambda s, x: F.unfold(x[:, None], (2, 3), (1, 2), (1, 0), 2),
     "columns of a module": lambda s, x: s.columns(torch.stack((x, x.tanh()), 1)),
+    "running sums": lambda s, x: x.cumsum(1) + torch.cumsum(x, dim=-1),
+    "copies beside each other": lambda s, x: x.repeat_interleave(3, dim=-1),
+    "copies, some more": lambda s, x: torch.repeat_interleave(x, torch.tensor([2, 0, 1]), 1),
+    "norms": lambda s, x: x.norm(dim=1) + torch.linalg.vector_norm(s.linear(x), dim=1),
+    "norms of two dimensions": lambda s, x: torch.linalg.norm(x, dim=(1, 2)) + torch.norm(x, 2, (1, 2)),
+    "distances": lambda s, x: (x[:, :, None] - s.m).norm(p=2, dim=-1),
+    "a norm, the batch second": lambda s, x: torch.norm(x.transpose(0, 1), "fro", 0),
     "products by name": lambda s, x: torch.addmm(s.w, mat1=x.mean(1), mat2=s.linear.weight),
 }
 

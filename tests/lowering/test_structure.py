@@ -353,7 +353,7 @@ def test_hooks_of_torch_are_removed_by_torch() -> None:
 BRANCH = "lambda s, x: s.a(x) if x.sum() > 0 else x"
 
 
-@pytest.mark.parametrize("source", [BRANCH, "lambda s, x: s.mid.expand(len(x), 4)", "lambda s, x: s.a(x).cumsum(1)"])
+@pytest.mark.parametrize("source", [BRANCH, "lambda s, x: s.mid.expand(len(x), 4)", "lambda s, x: s.a(x).cumprod(1)"])
 def test_refusals_name_the_line_of_the_network(source: str) -> None:
     home = {"__name__": "a_network", "torch": torch}  # code of the user, where it is not a class of this file
     forward = eval(compile("\n" * 41 + source, "/somewhere/net.py", "eval"), home)
@@ -516,7 +516,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "expanded in front": (V, lambda s, x: x.expand(3, -1, -1), "Tensor.expand.*row per sample"),
     "repeated behind a new dimension": (V, lambda s, x: x.repeat(1, 1, 2), "Tensor.repeat.*row per sample"),
     "tiled samples": (V, lambda s, x: x.tile(2, 1), "Tensor.tile.*row per sample"),
-    "interleaved": (V, lambda s, x: torch.repeat_interleave(x, 2, 1), "repeat_interleave"),
+    "interleaved": (V, lambda s, x: torch.repeat_interleave(x, 2), "repeat_interleave"),
     "samples repeated": (V, lambda s, x: x.repeat(2, 1), "Tensor.repeat.*row per sample"),
     "split of the batch": (V, lambda s, x: x.split(1)[0], "Tensor.split"),
     "unbound batch": (V, lambda s, x: torch.stack(x.unbind(0)), "Tensor.unbind|any size"),
@@ -532,9 +532,10 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "mean over samples": (V, lambda s, x: x - x.mean(0), "Tensor.mean"),
     "sum of all": (V, lambda s, x: x / 2 + x.sum(), "Tensor.sum"),
     "standard deviation": (V, lambda s, x: x.std(1, keepdim=True) + x, "Tensor.std"),
-    "norm": (V, lambda s, x: x.norm(dim=1, keepdim=True) + x, "Tensor.norm"),
+    "norm": (V, lambda s, x: x.norm(1, dim=1, keepdim=True) + x, "Tensor.norm.*expected the norm p=2, got .1"),
+    "norm of matrices": (M, lambda s, x: torch.linalg.norm(x, 2, (1, 2)), "norm.*expected the norm p=2"),
     "largest of samples": (V, lambda s, x: x.amax(0, keepdim=True) + x, "Tensor.amax.*row per sample"),
-    "running sum": (V, lambda s, x: x.cumsum(1), "Tensor.cumsum"),
+    "running product": (V, lambda s, x: x.cumprod(1), "Tensor.cumprod"),
     "smooth largest": (V, lambda s, x: torch.logsumexp(x, 1), "torch.logsumexp.*no plain form"),
     "square": (V, lambda s, x: x.square(), "Tensor.square"),
     "square root": (V, lambda s, x: x.relu().sqrt(), "Tensor.sqrt"),
@@ -607,7 +608,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "batch norm at work": ((4, 3), lambda s, x: F.batch_norm(x, None, None, training=True), "each sample alone"),
     "instance norm": (I, lambda s, x: F.instance_norm(x), "instance_norm"),
     "local response": (I, lambda s, x: F.local_response_norm(x, 2), "record|local_response_norm|functional"),
-    "normalised by another norm": (V, lambda s, x: F.normalize(x, p=1), "expected the norm p=2, got 1"),
+    "normalised by another norm": (V, lambda s, x: F.normalize(x, p=1), "expected the norm p=2, got .1"),
     "places of maxima": (I, lambda s, x: F.max_pool2d(x, 2, return_indices=True)[0], "max_pool2d_with_indices"),
     "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
     "overlapping windows": (I, lambda s, x: F.adaptive_max_pool2d(x, 4), "AdaptiveMaxPool2d.*divides"),

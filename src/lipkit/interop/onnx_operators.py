@@ -119,7 +119,10 @@ def _reduced(name: str, c: Call) -> Any:
     axes = axes or list(range(c.rank))
     if name == "prod":  # torch takes one axis at a time; from the last on, the earlier ones keep their places
         return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)
-    return getattr(c.x, name)(axes, keepdim=keep)
+    if name == "norm":
+        return torch.linalg.vector_norm(c.x, 2, axes, keep)
+    x = {"abs": c.x.abs, "square": c.x.square}.get(name, lambda: c.x)()
+    return getattr(x, "sum" if name in ("abs", "square") else name)(axes, keepdim=keep)
 
 
 # The same numbers in another order.
@@ -394,11 +397,14 @@ OPERATORS: dict[str, Row] = {
     "PRelu": Row(_prelu, (7, 9, 16)),
     "Pad": Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
     "Pow": Row(_power, (7, 12, 13, 15)),
+    "ReduceL1": Row(partial(_reduced, "abs"), (1, 11, 13, 18)),
+    "ReduceL2": Row(partial(_reduced, "norm"), (1, 11, 13, 18)),
     "ReduceMax": Row(partial(_reduced, "amax"), (1, 11, 12, 13, 18, 20)),
     "ReduceMean": Row(partial(_reduced, "mean"), (1, 11, 13, 18)),
     "ReduceMin": Row(partial(_reduced, "amin"), (1, 11, 12, 13, 18, 20)),
     "ReduceProd": Row(partial(_reduced, "prod"), (1, 11, 13, 18), moves=False),
     "ReduceSum": Row(partial(_reduced, "sum"), (1, 11, 13)),
+    "ReduceSumSquare": Row(partial(_reduced, "square"), (1, 11, 13, 18)),
     "Relu": Row(activation(nn.ReLU), (6, 13, 14)),
     "Reshape": Row(_reshape, (5, 13, 14, 19, 21, 23, 24, 25), copies=True),
     "Resize": Row(_resized, (10, 11, 13, 18, 19)),

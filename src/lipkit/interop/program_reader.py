@@ -62,6 +62,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "group_norm.default": _without_cudnn(F.group_norm),
     "layer_norm.default": _without_cudnn(F.layer_norm),
     "lift_fresh_copy.default": lambda x: x.clone(),
+    "linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, dtype=None: torch.linalg.vector_norm(
+        x, ord, dim, keepdim
+    ),
     "log_sigmoid.default": lambda x: F.logsigmoid(x),
     "mT.default": lambda x: x.mT,
     "numpy_T.default": lambda x: x.T,

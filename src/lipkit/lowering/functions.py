@@ -25,7 +25,7 @@ from lipkit.modules.dense import Affine, linear
 from lipkit.modules.elementary import Elementary
 from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
 from lipkit.modules.normalization import LayerCenter, UnitNorm
-from lipkit.modules.pooling import Mean
+from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Roll
 from lipkit.proof.roundoff import reciprocal_up, root
@@ -183,6 +183,18 @@ def _mapped(call: Build, x: Operand, value: int, at: int, function: Callable[[Te
     matrix = call.number(function(units).T, "matrix", axes=2)
     same = matrix.shape == units.shape and bool((matrix == units).all())
     return value if same else _along(call, linear(matrix), value, at, x.ndim, x.ndim - 1)
+
+
+@plain(torch.cumsum, "cumsum", place=along(1))
+def _running_sum(call: Build, x: Operand, dim: int) -> int:
+    (at,) = call.dims(call.same_format(x), dim)
+    return _mapped(call, x, x.number, at, lambda units: units.cumsum(1))
+
+
+@plain(torch.repeat_interleave, "repeat_interleave", place=along(2))
+def _interleaved(call: Build, x: Operand, repeats: Any, dim: int) -> int:
+    (at,), times = call.dims(call.same_format(x), dim), call.constant(repeats, "number of copies")
+    return _mapped(call, x, x.number, at, lambda units: units.repeat_interleave(times, 1))
 
 
 def _windows(call: Build, x: Operand, value: int, at: int, count: int, size: int, by: int, d: int, p: int) -> int:
@@ -568,18 +580,33 @@ def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
     return call.elementwise(replace(call.results[0], number=turned), scale=factor, shift=limit)
 
 
-def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False) -> int:
-    """The largest (sign 1) or smallest (sign -1) entry along dimensions: a pool of all of them, moved to the end."""
+def _pooled(call: Build, pool: nn.Module, x: Operand, value: int, dim: Any) -> int:
+    """A pool of all entries along dimensions, moved to the end, each group as an image of one column."""
     dims = sorted(set(call.dims(call.same_format(x), dim)))
     order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
     sizes, kept = [x.shape[d - 1] for d in order], x.ndim - 1 - len(dims)
-    turn = Affine(call.like[None] + sign, call.like[None])
-    value = x.number if sign > 0 else call.add(turn, x)
     value = value if order == sorted(order) else call.add(Permute(*order), value)
-    both = math.prod(sizes[:kept]), math.prod(sizes[kept:])
-    pooled = call.add(nn.AdaptiveMaxPool1d(1), call.reshaped(value, tuple(sizes), both))
-    value = call.reshaped(pooled, (both[0], 1), call.shape)
+    both = math.prod(sizes[:kept]), math.prod(sizes[kept:]), 1
+    return call.reshaped(call.add(pool, call.reshaped(value, tuple(sizes), both)), (both[0], 1, 1), call.shape)
+
+
+def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False) -> int:
+    """The largest (sign 1) or smallest (sign -1) entry along dimensions."""
+    turn = Affine(call.like[None] + sign, call.like[None])
+    value = call.operand(x).number if sign > 0 else call.add(turn, call.operand(x))
+    value = _pooled(call, nn.AdaptiveMaxPool2d(1), x, value, dim)
     return value if sign > 0 else call.add(turn, value)
+
+
+@plain(torch.norm, "norm", torch.linalg.norm, torch.linalg.vector_norm, place=along(2))
+def _norm(
+    call: Build, x: Operand, p: Any = None, dim: Any = None, keepdim: bool = False, ord: Any = None, **unset: None
+) -> int:
+    kinds = {call.constant(k, "norm") for k in (p, ord)} - {"fro", None}
+    alone = call.target is not torch.linalg.norm or len(flat([dim])) == 1  # of two dimensions: of matrices
+    call.require(kinds <= ({2} if alone else set()), f"expected the norm p=2, got {kinds}")
+    call.require(set(unset.values()) <= {None}, f"expected no {', '.join(unset)}")
+    return _pooled(call, L2NormPool2d(), x, call.operand(x).number, dim)
 
 
 def _of_two(call: Build) -> bool:
