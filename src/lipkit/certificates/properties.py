@@ -198,7 +198,7 @@ def verify_property(
     >>> [verify_property(net, cases(unsafe.format(c), 1, 2)).answer for c in (-0.1, 9)]
     ['holds', 'violated']
     """
-    check_network(network, "verify_property")
+    check_network(network, "check")
     check_integer("batch", batch, 1)
     end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds))
     if evaluator is None:
