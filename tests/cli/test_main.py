@@ -111,6 +111,8 @@ def test_version(capsys):
         (["certify", "RUN", "digits", "--method", "local", "certify.method=best"], "expected each key once"),
         (["certify", "RUN", "--out", "there", "--seconds", "3"], "certify RUN does not use --out, --seconds$"),
         (["certify", "NET", "p.vnnlib", "certify.eps=1"], "MODEL PROPERTY.vnnlib does not use certify.eps=1$"),
+        (["attack", "RUN", "--attack", "cw", "--steps", "3", "--restarts", "2"], "cw does not use --restarts$"),
+        (["attack", "RUN", "--attack", "autoattack", "--steps", "3"], "autoattack does not use --steps$"),
         (["attack", "RUN", "--seed", str(2**63)], "is not in the range"),
         (["certify"], "Missing argument 'RUN|MODEL'"),
         (["report", "/nowhere"], "expected a run folder, got /nowhere"),

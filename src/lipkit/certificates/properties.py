@@ -200,7 +200,7 @@ def verify_property(
     """
     check_network(network, "check")
     check_integer("batch", batch, 1)
-    end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds))
+    end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds, least=0))
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide or violations("float32", "cpu", settings("cpu"), network) else "float32"
