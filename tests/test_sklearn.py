@@ -208,6 +208,8 @@ def test_the_network_is_dense_layers_and_maxmin(iris: LipschitzClassifier) -> No
         ({"hidden_layer_sizes": (3,)}, IRIS, "hidden_layer_sizes: expected even numbers"),
         ({"lipschitz": 0}, IRIS, "lipschitz: expected a positive finite number, got 0"),
         ({"max_iter": 0}, IRIS, "max_iter: expected an integer of at least 1"),
+        ({"scale": "range"}, IRIS, "scale: expected 'std', None or 4 positive numbers, one a feature, got 'range'"),
+        ({"validation_fraction": 2}, IRIS, r"validation_fraction: expected a number in \(0, 1\), got 2"),
         ({"scale": [1.0]}, IRIS, "scale: expected 'std', None or 4 positive numbers"),
         ({"monotonic_cst": [1, 0, 0, 0]}, IRIS, "monotonic_cst: expected two classes"),
         ({"monotonic_cst": [2, 0, 0, 0]}, IRIS, "monotonic_cst must be"),

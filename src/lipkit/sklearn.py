@@ -76,6 +76,8 @@ class _LipschitzEstimator(BaseEstimator):
         for name in ("batch_size", "max_iter", "n_iter_no_change"):
             if not (isinstance(value := getattr(self, name), int | np.integer) and value >= 1):
                 raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if not 0 < finite("validation_fraction", self.validation_fraction) < 1:
+            raise OptionError(f"validation_fraction: expected a number in (0, 1), got {self.validation_fraction!r}")
         if not all(isinstance(n, int | np.integer) and n >= 2 and n % 2 == 0 for n in sizes):
             raise OptionError(f"hidden_layer_sizes: expected even numbers, got {self.hidden_layer_sizes!r}")
         signs = _check_monotonic_cst(self, self.monotonic_cst)  # scikit-learn's: from a list or a dict
@@ -108,7 +110,8 @@ class _LipschitzEstimator(BaseEstimator):
             found = np.sqrt(np.average((X - self.mean_) ** 2, axis=0, weights=weights))
             # A feature that varies by rounding only counts as constant.
             return np.where(found > (len(X) + 10) * np.finfo(float).eps * np.abs(self.mean_), found, 1.0)
-        found = np.ones(X.shape[1]) if self.scale is None else np.asarray(self.scale, dtype=float)
+        given = math.nan if isinstance(self.scale, str) else self.scale  # another word is refused below
+        found = np.ones(X.shape[1]) if given is None else np.asarray(given, dtype=float)
         if found.shape not in ((), (X.shape[1],)) or not (np.isfinite(found) & (found > 0)).all():
             raise OptionError(
                 f"scale: expected 'std', None or {X.shape[1]} positive numbers, one a feature, got {self.scale!r}"

@@ -277,8 +277,9 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
     for options, message in (
         ({"batch": 0}, "batch: expected an integer of at least 1, got 0"),
         ({"batch": "3"}, "batch: expected an integer of at least 1, got '3'"),
-        ({"seconds": "a"}, "seconds: expected a finite number, got 'a'"),
-        ({"seconds": float("nan")}, "seconds: expected a finite number, got nan"),
+        ({"seconds": "a"}, "seconds: expected a finite number >= 0, got 'a'"),
+        ({"seconds": float("nan")}, "seconds: expected a finite number >= 0, got nan"),
+        ({"seconds": -1.0}, "seconds: expected a finite number >= 0, got -1"),
     ):
         with pytest.raises(OptionError, match=message):
             verify_property(net, unsafe, **options)

@@ -83,6 +83,17 @@ def test_a_wrong_constant_of_one_output_is_named() -> None:
         check_slopes(wrong, found.lower, torch.tensor(found.output_slopes, dtype=torch.float64))
 
 
+def test_the_lower_bound_counts_neighbouring_samples_that_the_search_missed() -> None:
+    net = modules.Network([nn.Linear(1, 1), nn.Hardtanh(), nn.Linear(1, 1)], (1,))
+    with torch.no_grad():
+        net[0].weight.fill_(1.0), net[0].bias.zero_()
+    x = torch.tensor([[50.0]] * 100 + [[-0.5], [0.5]])  # steep between the last two, flat where the search starts
+    found = evaluate_regression(net, Split(x, net(x)), restarts=1, steps=1)
+    assert found.search.lower == 0
+    assert found.lower == found.output_slopes[0] == pytest.approx(found.certificate.constant)
+    assert found.tightness == pytest.approx(1)
+
+
 def test_a_constant_network() -> None:
     layer = nn.Linear(3, 1)
     nn.init.zeros_(layer.weight)

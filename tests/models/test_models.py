@@ -60,6 +60,9 @@ def test_every_architecture_for_images_has_the_common_keywords(name: str) -> Non
             {"last_options": {"dtype": torch.float64}},
             "dtype: expected no such option, got torch.float64: .*",
         ),
+        ("kwlarge", {"lipschitz": 0}, "lipschitz: expected a positive finite number, got 0"),
+        ("small", {"widht": 2}, r"model small: unknown option 'widht', did you mean 'width'\?"),
+        ("small", {"bogus": 2}, "model small: unknown option 'bogus'; known: layer, width, .*, those of its layers"),
         ("resnet_plain", {"blocks": [1, 1, 1, 0]}, r"blocks\[3\]: expected an integer of at least 1, got 0"),
     ],
 )

@@ -52,6 +52,11 @@ def test_settings_are_told_apart_by_the_recipe_and_not_by_the_seed(runs: Path) -
     assert "standard deviation" not in comparison.to_text(found[1:])
 
 
+def test_a_run_that_is_named_twice_counts_once(runs: Path) -> None:
+    found = comparison.settings([runs, runs / "a-000", runs / "." / "b_100%-001"])
+    assert [len(one.runs) for one in found] == [3, 1]
+
+
 def test_one_setting_and_many_keys_go_by_the_names_of_runs(runs: Path, tmp_path: Path) -> None:
     assert comparison.settings([runs / "a-000", runs / "a-001"])[0].keys == {"run": "a"}
     many = [_run(tmp_path / "many", f"c-00{i}", 0.5, **dict.fromkeys("pqrst", i)) for i in (1, 2)]

@@ -228,6 +228,8 @@ X = normal(1, 20, 2)
         (X, normal(1, 20, 3), {}, ShapeError, r"x and y of one shape, got \(2,\) and \(3,\)"),
         (X, X[:3], {}, DataError, "y: expected at least 4 samples"),
         (X * math.nan, X, {}, DataError, "x: expected finite samples"),
+        ((255 * X.abs()).byte(), 3 + X.abs(), {}, DataError, "the same units .*got uint8 images and values up to"),
+        (2 + X.abs(), (255 * X.abs()).byte().numpy(), {}, DataError, "in the same units"),
         (X.int(), X, {}, DataError, "x: expected floating-point samples or uint8 images, got dtype"),
         (np.zeros(5, np.int64), X, {}, DataError, "got dtype torch.int64"),
         ([1.0], X, {}, DataError, "x: expected a tensor or a numpy array, got list"),

@@ -97,7 +97,7 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     >>> round(local_gain(net, (2.0, 3.0)), 6), round(local_gain(net, (-1.0, 1.0)), 6)  # 1 - tanh(2)^2
     (0.070651, 1.0)
     """
-    check_network(network, "local_gain")
+    check_network(network, "bound")
     check_integer("units", units, 0)
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
@@ -126,7 +126,7 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     >>> [round(value, 9) for value in gain_matrix(net)[0].tolist()]
     [3.0, 4.0]
     """
-    check_network(network, "gain_matrix")
+    check_network(network, "bound")
     everywhere = float(lipschitz(network))
     parts = _parts(network, (-math.inf, math.inf) if box is None else box, None)
     if len(parts) != 1 or not parts[0].weights:

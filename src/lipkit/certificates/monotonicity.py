@@ -44,7 +44,7 @@ def monotone(network: Network) -> Tensor:
     >>> monotone(net).tolist()
     [[1, 0]]
     """
-    check_network(network, "monotone")
+    check_network(network, "check")
     check_underflow()
     if len(network.input_shape) != 1:
         raise NoRuleError(f"monotone: expected inputs that are vectors, got the shape {network.input_shape}")

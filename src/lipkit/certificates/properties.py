@@ -198,9 +198,9 @@ def verify_property(
     >>> [verify_property(net, cases(unsafe.format(c), 1, 2)).answer for c in (-0.1, 9)]
     ['holds', 'violated']
     """
-    check_network(network, "verify_property")
+    check_network(network, "check")
     check_integer("batch", batch, 1)
-    end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds))
+    end = time.monotonic() + (seconds if seconds == math.inf else finite("seconds", seconds, least=0))
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide or violations("float32", "cpu", settings("cpu"), network) else "float32"

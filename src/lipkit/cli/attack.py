@@ -23,9 +23,15 @@ NAMES = Source("lipkit.attacks.named").keys("ATTACKS")
 @click.option("--norm", type=click.Choice(("l2", "linf")), default="l2", show_default=True)
 @click.option("--eps", metavar="R[,R...]", help="Radii, such as 36/255,1; default: of the recipe (l2), 8/255 (linf).")
 @click.option("--samples", type=click.IntRange(1), help="Test samples to attack, drawn by the seed; default: all.")
-@click.option("--steps", type=click.IntRange(1), help="Steps of the attack; default: its own.")
+@click.option("--steps", type=click.IntRange(1), help="Steps of pgd, apgd, fab and cw; default: its own.")
 @click.option("--restarts", type=click.IntRange(1), help="Starts of pgd, apgd and fab.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the samples and of the attack.")
+@click.option(
+    "--seed",
+    type=click.IntRange(-(2**63), 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of the samples and of the attack.",
+)
 @click.option("--images", type=click.IntRange(0), default=16, show_default=True, help="Examples kept and shown.")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
 @ROOT
@@ -47,6 +53,7 @@ def command(
     import dataclasses
     import time
 
+    from lipkit.attacks.named import ATTACKS
     from lipkit.certificates import certify
     from lipkit.certificates.intervals import check_radii
     from lipkit.cli.console import display
@@ -59,6 +66,9 @@ def command(
     from lipkit.text import printable
     from lipkit.training.devices import device_here
 
+    given = {"steps": steps, "restarts": restarts}
+    if unused := [f"--{key}" for key, value in given.items() if value and key not in ATTACKS[name].takes]:
+        raise click.UsageError(f"--attack {name} does not use {', '.join(unused)}")
     with display() as show:
         recipe = read_recipe(run, root, allow_code=allow_code, build=False)
         if recipe.task != "classification":

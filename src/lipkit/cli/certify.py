@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT
+from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT, once
 
 if TYPE_CHECKING:
     from lipkit.experiments import Recipe
     from lipkit.modules import Network
+
+# Options that a form of the command does not use: it refuses them.
+UNUSED = {
+    "RUN": ("out", "input_shape", "seconds"),
+    "MODEL DATA": ("seconds",),
+    "MODEL PROPERTY.vnnlib": ("out", "root", "device", "method"),
+}
 
 
 @click.command("certify")
@@ -48,7 +56,12 @@ def command(
     for change in changes[data is not None :]:  # without DATA, if given
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")
-    if data is not None and data.lower().endswith(".vnnlib"):
+    form = "RUN" if data is None else "MODEL PROPERTY.vnnlib" if data.lower().endswith(".vnnlib") else "MODEL DATA"
+    source = click.get_current_context().get_parameter_source
+    unused = [f"--{name}".replace("_", "-") for name in UNUSED[form] if source(name) is ParameterSource.COMMANDLINE]
+    if unused := [*unused, *(changes[1:] if form.endswith(".vnnlib") else ())]:
+        raise click.UsageError(f"lipkit certify {form} does not use {', '.join(unused)}")
+    if data is not None and form.endswith(".vnnlib"):
         from lipkit.certificates import read_vnnlib, verify_property
 
         network, _ = exported(run, input_shape)
@@ -59,7 +72,7 @@ def command(
     from lipkit.experiments import run as pipeline
 
     wanted = [] if method is None else [f"certify.method={method}"]
-    wanted += [*changes[data is not None :], *root]
+    wanted = [*once([*wanted, *changes[data is not None :], *root])]
     if data is None:
         if not Path(run).exists():
             raise click.UsageError(f"expected the folder of a run, or MODEL DATA, got {run!r}, which does not exist")

@@ -78,6 +78,21 @@ def data_root(path: Path) -> str:
     return "data.root='" + str(path.expanduser().resolve()).replace("'", "''") + "'"
 
 
+def once(changes: Sequence[str]) -> Sequence[str]:
+    """Changes ``KEY=VALUE``, options of the command line among them; a usage error if a key has two values.
+
+    >>> once(["train.epochs=5", "train.lr=1"])
+    ['train.epochs=5', 'train.lr=1']
+    """
+    seen: dict[str, str] = {}
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if key in seen:
+            raise click.UsageError(f"expected each key once, got {seen[key]} and {change}")
+        seen[key] = change
+    return changes
+
+
 # Options that several verbs share. ALLOW_CODE belongs to every verb that can run code named by a recipe.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")

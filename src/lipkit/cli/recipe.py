@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from lipkit.cli.main import once
+
 if TYPE_CHECKING:
     from lipkit.experiments import Recipe
 
@@ -31,7 +33,7 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 
     if name is not None and "=" in name:
         raise click.UsageError(f"expected a recipe in front of changes KEY=VALUE, got {name!r}")
-    text = printable_lines(commented(load_recipe(name or DEFAULT, changes)))
+    text = printable_lines(commented(load_recipe(name or DEFAULT, once(changes))))
     click.echo(text if name else "\n".join([text, *named_options()]))
 
 

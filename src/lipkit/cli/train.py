@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lipkit.cli.list import recipes
-from lipkit.cli.main import ALLOW_CODE, LARGE_EPS, ROOT
+from lipkit.cli.main import ALLOW_CODE, LARGE_EPS, ROOT, once
 from lipkit.cli.source import Source
 from lipkit.memory import importing
 from lipkit.text import printable
@@ -55,7 +55,7 @@ def command(
         with importing():
             from lipkit.experiments.recipe import DEFAULT, load_recipe
 
-        recipe = load_recipe(name or DEFAULT, overrides + placed)
+        recipe = load_recipe(name or DEFAULT, once(overrides + placed))
     elif name is not None or overrides or seeds is not None or out is not None:
         raise click.UsageError(
             "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"

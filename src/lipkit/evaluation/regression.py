@@ -45,8 +45,8 @@ class RegressionEvaluation(Shown):
 
     @property
     def lower(self) -> float:
-        """Lower bound of the Lipschitz constant; never a certificate."""
-        return self.search.lower
+        """Lower bound of the Lipschitz constant: the steepest slope seen; never a certificate."""
+        return max(self.search.lower, *self.output_slopes)
 
     @property
     def tightness(self) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, suggestion
 from lipkit.layers import Scale
 from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuild
@@ -51,7 +52,7 @@ def check_names(name: str, options: Mapping[str, Any]) -> None:
     try:
         inspect.signature(MODELS[name]).bind_partial(**{key: options[key] for key in options if key != "split"})
     except TypeError as error:
-        raise OptionError(f"model {name}: {error}") from None
+        raise _sentence(name, error) from None
     known = recurrent if name == "sequence_classifier" else find
     for key in ("layer", "first_blocks", "last_blocks"):
         if options.get(key) is not None:
@@ -59,6 +60,18 @@ def check_names(name: str, options: Mapping[str, Any]) -> None:
     activations = options.get("activation")
     for activation in activations if isinstance(activations, list | tuple) else [activations]:
         make_activation(activation)
+
+
+def _sentence(name: str, error: TypeError) -> OptionError:
+    """The error of a call with these options, which names those that the architecture knows."""
+    if not (unknown := re.search("unexpected keyword argument '(.*)'", str(error))):
+        return OptionError(f"model {name}: {error}")
+    known = [
+        p.name if p.kind is not p.VAR_KEYWORD else "those of its layers"
+        for p in inspect.signature(MODELS[name]).parameters.values()
+    ]
+    hint = suggestion(unknown[1], known) or f"; known: {', '.join(known)}"
+    return OptionError(f"model {name}: unknown option {unknown[1]!r}{hint}")
 
 
 def build(name: str, **options: Any) -> nn.Module:
@@ -78,7 +91,7 @@ def build(name: str, **options: Any) -> nn.Module:
     try:
         model = MODELS[name](**options)
     except TypeError as error:
-        raise OptionError(f"model {name}: {error}") from None
+        raise _sentence(name, error) from None
     if split and options["lipschitz"] != 1 and not any(isinstance(part, Scale) for part in model.children()):
         raise OptionError(f"model {name}: expected no split, since its gain is inside its layer, got split={split}")
     return split_gain(model) if split else model

@@ -183,6 +183,7 @@ def bounded(
     The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
     by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
+    lipschitz = finite("lipschitz", lipschitz, positive=True)
     gain = [] if lipschitz == 1.0 else [Scale(lipschitz)]  # the constant behind the normalisation
     if mean is None and std is None:
         return nn.Sequential(*gain, *layers)

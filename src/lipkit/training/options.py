@@ -95,7 +95,16 @@ def chosen(kind: Literal["loss", "schedule"], name: str, /, **options: Any) -> A
 
 Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
-Whole = Annotated[StrictInt, BeforeValidator(lambda v: v.item() if isinstance(v, np.generic) else v)]
+
+
+def _whole(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # torch's seeds and sizes are int64
+        raise ValueError(f"expected an integer of 64 bits, got {value}")
+    return value
+
+
+Whole = Annotated[StrictInt, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=1)]
 
 
@@ -268,6 +277,7 @@ def worded(key: str, message: str, got: Any) -> str:
     'lr: expected greater than 0, got -1.0'
     """
     message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)  # pydantic's words
+    message = message.replace("a valid tuple", "numbers such as 36/255,1")
     if not key or message.startswith(f"{key}: "):
         return message
     shown = "" if ", got " in message else f", got {printable(repr(got), 80)}"

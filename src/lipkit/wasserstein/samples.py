@@ -34,8 +34,12 @@ def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
 
 
 def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
-    """Both samples, whose shapes must agree except for the number of samples."""
+    """Both samples, whose shapes must agree except for the number of samples, and their units if one has bytes."""
     first, second = as_samples(x, "x", least), as_samples(y, "y", least)
+    for given, other in ((x, second), (y, first)):
+        if str(given.dtype) in ("uint8", "torch.uint8") and float(other.max()) > 1:
+            got = f"uint8 images and values up to {float(other.max()):g}"
+            raise DataError(f"expected x and y in the same units (bytes count as x / 255, in [0, 1]), got {got}")
     if first.shape[1:] != second.shape[1:]:
         raise ShapeError(f"expected x and y of one shape, got {tuple(first.shape[1:])} and {tuple(second.shape[1:])}")
     return first, second
