@@ -20,6 +20,7 @@ from lipkit.modules import Network
 from lipkit.wasserstein import Estimate, assignment, distance, hinge_kr_loss
 from lipkit.wasserstein.critics import critic
 from lipkit.wasserstein.estimate import _check_diameter, _rise
+from lipkit.wasserstein.samples import as_samples
 
 
 def normal(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
@@ -256,8 +257,14 @@ def test_inputs():
     x = np.random.default_rng(0).normal(size=50)
     found = quick(x, x + 2, steps=40)
     assert found.value == pytest.approx(2, abs=0.5)
-    images = torch.randint(0, 256, (20, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert quick(images, images.flip(0), steps=2).value == quick(images / 255, images.flip(0) / 255, steps=2).value
+
+
+def test_samples_are_numbers_of_one_range():
+    images = torch.randint(0, 256, (4, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(as_samples(images, "x"), images.float() / 255)
+    for values, message in ((images[:3], r"4 samples .* got \(3, 3, 4, 4\)"), (torch.zeros(5, 0), r"got \(5, 0\)")):
+        with pytest.raises(DataError, match=message):
+            as_samples(values, "x")
 
 
 X = normal(1, 20, 2)
@@ -308,6 +315,8 @@ def test_assignment_by_trying_all():
     assert assignment(np.array([0.0, 1.0]), np.zeros(2)) == 0.5  # samples (n,), as `distance` takes them
     with pytest.raises(DataError, match="at least 1 samples"):
         assignment(x[:0], y[:0])
+    with pytest.raises(OptionError, match="at most 4096 samples, got 4097"):
+        assignment(torch.zeros(4097, 1), torch.zeros(4097, 1))
     with pytest.raises(DataError, match="finite samples"):
         assignment(x * math.nan, y)
 
