@@ -102,8 +102,16 @@ def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
         evaluate(network(), data, eps=(0.1,), attack=Attack(name="fgsm"))
 
 
-def test_without_radii_samples_are_attacked_at_their_own() -> None:
+@pytest.mark.parametrize("name", ["pgd", "fab", "cw"])
+def test_without_radii_samples_are_attacked_at_their_own(name: str) -> None:
     net, data = network(), split()
-    found = attack_samples(net, certify(net, data.x, data.y), data.x, data.y, attack("pgd", eps=()))
+    certificate = certify(net, data.x, data.y)
+    found = attack_samples(net, certificate, data.x, data.y, attack(name, eps=()))
     assert found.rows == ()
     assert (found.clean.count, found.clean.total) == (21, 24)
+    assert found.ran
+    assert found.cross_check.compared == len(found.examples) > 10
+    with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 24"):
+        attack_samples(net, certificate, data.x, data.y.flip(0), attack(name))
+    with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 9"):
+        attack_samples(net, certificate, data.x[:9], data.y[:9], attack(name))
