@@ -7,7 +7,7 @@ import math
 from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Latency
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
-from lipkit.shown import upper
+from lipkit.shown import lower, upper
 from lipkit.text import format_radius, printable, table
 
 
@@ -81,7 +81,7 @@ def output_rows(record: RegressionRecord) -> tuple[list[str], list[list[str]]]:
     rows = []
     for number, row in enumerate(record.outputs):
         tightness = row.steepest / row.constant if row.constant > 0 else math.nan
-        figures = [f"{v:.5g}" for v in (row.rmse, row.deviation, row.constant, row.steepest)]
+        figures = [f"{row.rmse:.5g}", upper(row.deviation, 5), upper(row.constant, 5), lower(row.steepest, 5)]
         rows.append([str(number), *figures, percent(tightness)])
     return header, rows
 
@@ -91,9 +91,9 @@ def summary(record: AnyRecord) -> str:
     lines = [record.name, f"L <= {upper(record.lipschitz.computed)} (proved, {record.lipschitz.method})"]
     if isinstance(record, RegressionRecord):
         lines += [
-            f"lower bound {record.lower:.8g}, tightness {percent(record.tightness)}",
-            f"test MSE {record.mse:.5g}; outputs move by at most {record.deviation:.5g} for an input that moves by "
-            f"{record.delta:g}",
+            f"lower bound {lower(record.lower)}, tightness {percent(record.tightness)}",
+            f"test MSE {record.mse:.5g}; outputs move by at most {upper(record.deviation, 5)} "
+            f"for an input that moves by {record.delta:g}",
         ]
     if record.rounding is not None:
         lines.append(rounding(record.rounding))

@@ -23,7 +23,7 @@ from lipkit.layers import after_step
 from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
-from lipkit.shown import Shown, upper
+from lipkit.shown import Shown, lower, upper
 from lipkit.training import sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
@@ -80,7 +80,7 @@ class Estimate(Shown):
         return (
             f"lower bound of W1: {self.value:.6g}, estimated on {self.held_out[0]} and {self.held_out[1]} "
             "held-out samples\n"
-            f"interval at {100 * self.confidence:g} %: {self.low:.6g} to {self.high:.6g}  ({kind})\n"
+            f"interval at {100 * self.confidence:g} %: {lower(self.low, 6)} to {upper(self.high, 6)}  ({kind})\n"
             "  of this lower bound: W1 may lie above it\n"
             f"critics: {len(self.critics)}, L <= {upper(self.constant)} (proved), on their training samples "
             f"{self.train_value:.6g}"
