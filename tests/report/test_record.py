@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,9 @@ from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Attack, Evaluation, evaluate
+from lipkit.report.plots import accuracy_curve
 from lipkit.report.record import Record, from_evaluation, hardware, read_record, write_record
+from lipkit.report.tables import accuracy_rows
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,17 @@ def test_holds_the_figures_of_the_evaluation(record: Record, evaluation: Evaluat
     assert record.hardware.cores >= 1
     assert record.hardware.threads == torch.get_num_threads()
     assert record.schema_version == "1.0"
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "fab"])
+def test_figures_under_attack_have_the_name_of_the_attack(name: str, evaluation: Evaluation) -> None:
+    attack = dataclasses.replace(evaluation.attack, name=name)
+    other = from_evaluation(dataclasses.replace(evaluation, attack=attack), name="a", data="b")
+    assert other.metrics() == dataclasses.replace(evaluation, attack=attack).metrics()
+    assert accuracy_rows(other)[0][3] == name.upper()
+    assert f"{name.upper()} (30 attacked)" in accuracy_curve(other)
+    odd = other.model_copy(update={"attack": other.attack.model_copy(update={"name": "$<b> l2"})})
+    assert [*odd.metrics()][-2] == "attack(0.5)"
 
 
 def test_the_threads_of_torch_are_named_and_old_records_load_without(record: Record, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
     attacked = {row.eps: row for row in record.attacked}
     total, part = record.clean.total, min((row.share.total for row in record.attacked), default=record.clean.total)
     whole, some = (f" (all {total})", f" ({part} of them)") if part < total else ("", "")
-    header = ["l2 radius", f"certified{whole}", level, f"PGD{some}", level]
+    header = ["l2 radius", f"certified{whole}", level, f"{record.attack.short.upper()}{some}", level]
     rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
     both = any(row.ignored is not None for row in record.certified)  # with and without rounding
     if both:
