@@ -63,6 +63,7 @@ def test_a_linear_network_is_tight_and_rounding_is_no_slope(scale: float, offset
     weight = net[0].weight.numpy()
     truth = np.linalg.norm(weight, 2)
     assert least * truth <= found.lower <= truth
+    assert all(0 <= seconds < 600 for seconds in found.times.values())
     assert least <= found.tightness <= 1
     # Each output's slope is that of the steepest secant of all, at least.
     rows = np.linalg.norm(weight, axis=1)
