@@ -343,14 +343,14 @@ def test_a_sample_without_gradient_moves_at_random() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"steps": 0}, OptionError, "steps=0"),
-        ({"steps": []}, OptionError, "steps=0"),
+        ({"steps": 0}, OptionError, "steps: expected an integer of at least 1, got 0"),
+        ({"steps": []}, OptionError, "steps: expected an integer of at least 1, got 0"),
         ({"steps": [0.2, 0.0]}, OptionError, "lengths > 0 .fractions of eps., got the length 0.0"),
         ({"steps": [-1.0]}, OptionError, "got the length -1.0"),
         ({"steps": [math.nan]}, OptionError, "got the length nan"),
         ({"steps": [math.inf]}, OptionError, "got the length inf"),
         ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
-        ({"restarts": 0}, OptionError, "restarts=0"),
+        ({"restarts": 0}, OptionError, "restarts: expected an integer of at least 1, got 0"),
         ({"loss": "dlr"}, OptionError, "got 'dlr'"),
         ({"eps": -1.0}, OptionError, "finite and >= 0"),
         ({"eps": math.nan}, OptionError, "finite and >= 0"),

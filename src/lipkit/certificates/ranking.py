@@ -17,7 +17,7 @@ from lipkit.certificates.regression import output_constants, reach
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up
-from lipkit.shown import Shown, lower
+from lipkit.shown import Shown
 from lipkit.text import format_radius
 
 MOVES = ("both", "positives", "negatives")
@@ -50,7 +50,7 @@ class AurocCertificate(Shown):
         who = "every sample moves" if self.moves == "both" else f"the {self.moves} move"
         return (
             f"{counts}: AUROC {self.auroc:.4f}\n"
-            f"at least {lower(self.worst_auroc, 4)} if {who} by up to {format_radius(self.eps)} (l2)\n"
+            f"at least {self.worst_auroc:.4f} if {who} by up to {format_radius(self.eps)} (l2)\n"
             + self.proof.describe()
         )
 
