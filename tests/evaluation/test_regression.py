@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import lipkit
 from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation
 from lipkit.evaluation import evaluate_regression, latency
-from lipkit.evaluation.regression import check_slopes
+from lipkit.evaluation.regression import _slopes, check_slopes
 from lipkit.linalg.precision import on_threads
 from lipkit.lowering import lipschitz
 from lipkit.modules import chains
@@ -69,6 +70,18 @@ def test_a_linear_network_is_tight_and_rounding_is_no_slope(scale: float, offset
     rows = np.linalg.norm(weight, axis=1)
     assert all(slope <= row for slope, row in zip(found.output_slopes, rows, strict=True))
     assert np.hypot(*found.output_slopes) >= truth * least
+
+
+@pytest.mark.parametrize(("offset", "least"), [(0.0, 1 - 1e-8), (2.0**53, 0.0)])
+def test_the_rounding_of_both_ends_is_taken_off_a_slope(offset: float, least: float) -> None:
+    """x + 2^53 is 2^53 at 0.6 and 2^53 + 2 at 1.4."""
+    net = modules.Network([nn.Linear(1, 1).double()], (1,))
+    net[0].weight.fill_(1.0), net[0].bias.fill_(offset)
+    x, y = torch.tensor([[[0.6], [0.0]], [[1.4], [0.0]]], dtype=torch.float64)
+    whole, slopes = _slopes(lipkit.prove(net), x, y, 2)
+    assert least <= float(whole[0]) <= 1
+    assert float(slopes[0]) == float(whole[0])
+    assert float(whole[1]) == 0  # the same input twice
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9])
