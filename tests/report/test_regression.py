@@ -92,6 +92,7 @@ def test_the_page_has_the_curve_and_the_figures(run: Path) -> None:
         assert expected in plain_text, expected
     assert text.count("<svg") == 2  # for wide and for narrow pages
     assert 'id="curve-wide-cone"' in text
+    assert text.count(f"proved slope {upper(record.outputs[0].constant, 4)}<") == 2
     assert "Clean accuracy" not in text
 
 
