@@ -211,9 +211,7 @@ def fit(
     generator: torch.Generator, device: torch.device,
 ) -> list[float]:  # fmt: skip
     """Train a critic in place, by Adam, on batches that ``generator`` draws; return the difference of means on each."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise OptionError(f"expected a critic with parameters to train, got {type(model).__name__} without any")
+    parameters = trainable(model, "critic")
     model.train()
     optimizer, dtype, curve = torch.optim.Adam(parameters, lr=lr), parameters[0].dtype, []
     for step in range(steps):
@@ -226,6 +224,14 @@ def fit(
         descend(optimizer, value, lr * (1 - step / steps))
         after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)
     return curve
+
+
+def trainable(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that training changes; a model without any is refused."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise OptionError(f"expected a {name} with parameters to train, got {type(model).__name__} without any")
+    return parameters
 
 
 def _rise(curves: Tensor) -> float:
