@@ -125,8 +125,8 @@ def distance(
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.
         y: samples of Q, (m, *shape).
         critic: acronym of a family for `critics.critic`, None for "cayley"; or a module with one output that
-            ``export`` takes: a copy of it is trained for each fold.
-        steps: training steps. 0: the given module is evaluated as it is on all samples; it must be independent of them.
+            ``export`` takes, independent of the samples: a copy of it is trained for each fold.
+        steps: training steps. 0: the given module is evaluated as it is on all samples.
         batch_size: samples of each of P and Q in one step.
         lr: of Adam, at the start; it falls linearly to zero.
         loss: of (f(x), f(y)): `kr_loss`, or `hinge_kr_loss` with its options bound.
