@@ -126,6 +126,16 @@ def test_the_answer_is_about_the_evaluator(monkeypatch) -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("evaluator", "answer"), [("float64", "holds"), ("float32", "unknown")])
+def test_nothing_holds_where_the_evaluator_may_overflow(evaluator: str, answer: str) -> None:
+    network = Network([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)], (1,))
+    for layer in network:
+        nn.init.constant_(layer.weight, 1e30)
+    unsafe = cases(box((1, 1)) + "(assert (<= Y_0 -1))", 1, 1)  # a point: it cannot be cut
+    assert verify_property(network, unsafe, evaluator=evaluator).answer == answer
+
+
+@pytest.mark.fast
 def test_numbers_are_not_rounded_towards_an_answer(monkeypatch) -> None:
     same = nn.Linear(1, 1, bias=False)
     nn.init.ones_(same.weight)
