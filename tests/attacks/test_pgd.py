@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipkit.attacks import pgd
 from lipkit.attacks.ascent import margin_loss, misclassified
-from lipkit.attacks.balls import norms, project_l2, project_linf
+from lipkit.attacks.balls import ball, norms, project_l2, project_linf
 from lipkit.errors import OptionError, ShapeError
 
 
@@ -367,3 +367,12 @@ def test_refusals(change: dict[str, object], error: type[Exception], message: st
     attack: Callable = pgd
     with pytest.raises(error, match=message):
         attack(**(arguments | change))
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_random_points_are_uniform_in_the_ball(norm: str) -> None:
+    """The fraction of the volume within a point's distance is then uniform in [0, 1]."""
+    zero = torch.zeros(4000, 3)
+    found = ball(norm).distance(ball(norm).random(zero, torch.Generator().manual_seed(0)), zero) ** 3
+    assert float(found.max()) <= 1 + 1e-6
+    assert found.quantile(torch.tensor([0.1, 0.5, 0.9]).double()).tolist() == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
