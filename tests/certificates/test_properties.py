@@ -167,6 +167,37 @@ def test_numbers_are_not_rounded_towards_an_answer(monkeypatch, clock: None) -> 
             assert bounded_by(unsafe)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("place", [0.1, 0.3, 0.6, 0.9])
+def test_the_halves_of_a_box_are_all_of_it(place: float, monkeypatch: pytest.MonkeyPatch, clock: None) -> None:
+    """Wherever the inputs lie that meet y = x: all others are proved, half by half."""
+    for name in ("among", "descend"):
+        monkeypatch.setattr(properties._Group, name, lambda *_: None)
+    same = Network([nn.Linear(1, 1, bias=False)], (1,))
+    nn.init.ones_(same[0].weight)
+    near = f"(and (<= X_0 1) (>= X_0 0) (>= Y_0 {place}) (<= Y_0 {place + 0.001}))"
+    far = "(and (<= X_0 3) (>= X_0 2) (<= Y_0 0))"
+    found = verify_property(same, cases(f"(assert (or {far} {near}))", 1, 1), seconds=10)
+    assert found.answer == "unknown"
+    assert 0.95 < found.proved < 1
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("off", "answer"), [(0.25, "holds"), (0.75, "unknown")])
+def test_what_factors_may_be_off_is_taken_off(off: float, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of y = 1, which is not below 0.5 if its factor is 1 - 0.25."""
+
+    class Group(properties._Group):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.off = torch.full_like(self.off, off)
+
+    monkeypatch.setattr(properties, "_Group", Group)
+    same = Network([nn.Linear(1, 1, bias=False)], (1,))
+    nn.init.ones_(same[0].weight)
+    assert verify_property(same, cases(box((1, 1)) + "(assert (<= Y_0 0.5))", 1, 1)).answer == answer
+
+
 def bounded_by(unsafe: list[Case]) -> bool:
     """Boxes lie around the ones meant, limits above, and factors are off by no more than is taken off for it."""
     group = properties._Group(unsafe, Network([nn.Identity()], (1,)), torch.float64, 1)

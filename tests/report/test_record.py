@@ -16,7 +16,16 @@ from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Attack, Evaluation, evaluate
 from lipkit.report.plots import accuracy_curve
-from lipkit.report.record import Record, from_evaluation, hardware, read_record, write_record
+from lipkit.report.record import (
+    MeasurementRecord,
+    Record,
+    from_evaluation,
+    hardware,
+    read_any_record,
+    read_record,
+    seen,
+    write_record,
+)
 from lipkit.report.tables import accuracy_rows
 
 
@@ -71,6 +80,28 @@ def test_figures_under_attack_have_the_name_of_the_attack(name: str, evaluation:
     assert f"{name.upper()} (30 attacked)" in accuracy_curve(other)
     odd = other.model_copy(update={"attack": other.attack.model_copy(update={"name": "$<b> l2"})})
     assert [*odd.metrics()][-2] == "attack(0.5)"
+
+
+def test_what_a_training_has_seen_is_not_guessed() -> None:
+    row = {"steps": 2, "samples": 100, "cpu_seconds": 0.5}
+    found = seen([row, row], 50)
+    assert found is not None
+    assert (found.steps, found.samples, found.epochs, found.samples_per_cpu_second) == (4, 200, 4.0, 200.0)
+    assert seen([], 50) is None
+    assert seen([row, {"steps": 2}], 50) is None  # of an older version
+
+
+def test_the_record_of_a_measurement_is_none_of_a_run(record: Record, tmp_path: Path) -> None:
+    content = json.loads(record.model_dump_json()) | {
+        "task": "measurement",
+        "measure": "m",
+        "options": {},
+        "figures": {},
+    }
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    assert isinstance(read_any_record(tmp_path), MeasurementRecord)
+    with pytest.raises(RunError, match="expected the record of a run, got that of the measurement run-001"):
+        read_record(tmp_path)
 
 
 def test_the_threads_of_torch_are_named_and_old_records_load_without(record: Record, tmp_path: Path) -> None:
