@@ -65,6 +65,12 @@ def test_holds_the_figures_of_the_evaluation(record: Record, evaluation: Evaluat
     assert record.attack.closest == evaluation.cross_check.closest
     assert [row.name for row in record.per_class] == ["a", "b", "c"]
     assert set(record.times) == {"train", "certify", "attack"}
+    assert record.recipe == {"data": {"name": "toy"}, "epochs": 3, "eps": [0.1, 36 / 255], "note": None}
+    assert (record.seed, record.parameters, record.lipschitz.claimed, record.times["train"]) == (7, 51, 1.0, 1.5)
+    assert (record.data.train_samples, record.data.test_samples, record.data.classes) == (120, 30, ["a", "b", "c"])
+    assert [row.ignored and row.ignored.count for row in record.certified] == [
+        share.count for share in evaluation.certified_ignored
+    ]
     assert record.versions["torch"] == torch.__version__
     assert record.hardware.cores >= 1
     assert record.hardware.threads == torch.get_num_threads()
