@@ -92,3 +92,18 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "expected a finished run" in capsys.readouterr().err
     with pytest.raises(RunError):
         comparison.settings([tmp_path / "missing"])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "cell"),
+    [
+        ("apgd(36/255)", [0.5], "50.00 %"),
+        ("clean", [0.9, 0.92], "91.00 ± 1.41 %"),
+        ("tightness", [0.5, 0.7], "0.6 ± 0.14"),
+        ("lipschitz", [1.0, 1.00000012], "1.0000002"),  # the bound of all runs
+        ("pgd(36/255)", [], ""),
+        ("lipschitz", [], ""),
+    ],
+)
+def test_a_cell_is_a_fraction_a_bound_or_a_number(name: str, values: list[float], cell: str) -> None:
+    assert comparison._cell(name, values) == cell
