@@ -46,6 +46,7 @@ def test_settings_are_told_apart_by_the_recipe_and_not_by_the_seed(runs: Path) -
     ]
     header, rows = comparison.rows(found)
     assert header[:3] == ["layer", "runs", "clean"]
+    assert header[-1] == "L <="
     assert rows[0][:3] == ["aol", "3", f"{100 * 2.82 / 3:.2f} ± {100 * statistics.stdev([0.9, 0.95, 0.97]):.2f} %"]
     assert rows[1][:3] == ["cayley", "1", "80.00 %"]
     assert "standard deviation" in comparison.to_text(found)
