@@ -19,7 +19,9 @@ from lipkit.data import Split
 from lipkit.errors import OptionError
 from lipkit.evaluation import Attack, evaluate, evaluate_regression
 from lipkit.modules import Network
-from lipkit.shown import COLUMNS, LINES, screen, upper
+from lipkit.report.schema import OutputRecord, RegressionRecord
+from lipkit.report.tables import output_rows
+from lipkit.shown import COLUMNS, LINES, figures, lower, screen, upper
 from lipkit.training import Run
 from lipkit.wasserstein import distance
 
@@ -85,9 +87,15 @@ def test_a_proof_is_marked_and_a_claim_is_not_like_it(results: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("value", [1.00000012, 1.00000014999, 0.1, 1 / 3, 2e-310, 123456789.4, 1.0])
-def test_a_printed_bound_is_a_bound(value: float) -> None:
-    shown = Fraction(upper(value))
-    assert Fraction(value) <= shown <= Fraction(value) * (1 + Fraction(2, 10**7))
+@pytest.mark.parametrize("digits", [8, 4])
+def test_a_printed_bound_is_a_bound(value: float, digits: int) -> None:
+    above, below, near = Fraction(upper(value, digits)), Fraction(lower(value, digits)), Fraction(20, 10**digits)
+    assert Fraction(value) * (1 - near) <= below <= Fraction(value) <= above <= Fraction(value) * (1 + near)
+    record = OutputRecord(rmse=1.0, constant=value, deviation=value, steepest=value)
+    row = output_rows(RegressionRecord.model_construct(delta=0.1, outputs=[record]))[1][0]
+    deviation, constant, steepest = map(Fraction, row[2:5])
+    assert steepest <= Fraction(value) <= min(deviation, constant)
+    assert figures({"lipschitz": value}).split()[1] == upper(value)
 
 
 def test_a_certificate_says_its_figures(results: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Callable, Mapping
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import Any
 
 from lipkit.errors import OptionError
@@ -53,14 +53,27 @@ def preformatted(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def upper(value: float) -> str:
-    """An upper bound in eight digits, rounded up, so that the printed number is a bound, too.
+def upper(value: float, digits: int = 8) -> str:
+    """An upper bound in a few digits, rounded up, so that the printed number is a bound, too.
 
-    >>> upper(1.00000012), upper(1.0), upper(float("inf"))
-    ('1.0000002', '1', 'inf')
+    >>> upper(1.00000012), upper(1.0), upper(1.00000012, 4), upper(float("inf"))
+    ('1.0000002', '1', '1.001', 'inf')
     """
-    # A float is an exact decimal. Its ceiling in eight digits survives the way through a float.
-    return f"{float(Context(prec=8, rounding=ROUND_CEILING).create_decimal(value)):.8g}"
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def lower(value: float, digits: int = 8) -> str:
+    """A lower bound in a few digits, rounded down.
+
+    >>> lower(0.9999999), lower(0.9999999, 4), lower(-0.12345, 4)
+    ('0.9999999', '0.9999', '-0.1235')
+    """
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
+    # A float is an exact decimal. Its ceiling or floor in so few digits survives the way through a float.
+    return f"{float(Context(prec=digits, rounding=rounding).create_decimal(value)):.{digits}g}"
 
 
 def figures(metrics: Mapping[str, float]) -> str:
@@ -68,9 +81,9 @@ def figures(metrics: Mapping[str, float]) -> str:
 
     >>> print(figures({"clean": 0.97, "lipschitz": 1.00000012}))
     clean      0.97
-    lipschitz  1.0000001
+    lipschitz  1.0000002
     """
-    return table([], [[name, f"{value:.8g}"] for name, value in metrics.items()])
+    return table([], [[name, upper(v) if name == "lipschitz" else f"{v:.8g}"] for name, v in metrics.items()])
 
 
 def brief(value: Any) -> str:

@@ -167,8 +167,8 @@ def test_checkpoints_grow_denser_and_end_within_the_steps() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"steps": 0}, OptionError, "steps=0"),
-        ({"restarts": 0}, OptionError, "restarts=0"),
+        ({"steps": 0}, OptionError, "steps: expected an integer of at least 1, got 0"),
+        ({"restarts": 0}, OptionError, "restarts: expected an integer of at least 1, got 0"),
         ({"loss": "mse"}, OptionError, "got 'mse'"),
         ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
         ({"eps": -1.0}, OptionError, "finite and >= 0"),

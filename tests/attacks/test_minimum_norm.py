@@ -49,6 +49,10 @@ def test_what_lies_outside_eps_is_no_success(name: str) -> None:
             run_attack(name, threshold, x, y, eps=eps)
     with pytest.raises(ShapeError, match="expected one eps or 2 of them"):
         run_attack(name, threshold, x, y, eps=torch.ones(3))
+    for key in {"steps", "restarts"} & set(ATTACKS[name].takes):
+        for count in (0, 1.5, "3"):
+            with pytest.raises(OptionError, match=f"{key}: expected an integer of at least 1, got {count!r}"):
+                run_attack(name, threshold, x, y, **{"eps": 0.05, "steps": 1, key: count})
     if ATTACKS[name].minimum_norm:
         assert misclassified(threshold(attack(eps=None).points), y).all()
     else:

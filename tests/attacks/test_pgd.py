@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipkit.attacks import pgd
 from lipkit.attacks.ascent import margin_loss, misclassified
-from lipkit.attacks.balls import norms, project_l2, project_linf
+from lipkit.attacks.balls import ball, norms, project_l2, project_linf
 from lipkit.errors import OptionError, ShapeError
 
 
@@ -343,14 +343,14 @@ def test_a_sample_without_gradient_moves_at_random() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"steps": 0}, OptionError, "steps=0"),
-        ({"steps": []}, OptionError, "steps=0"),
+        ({"steps": 0}, OptionError, "steps: expected an integer of at least 1, got 0"),
+        ({"steps": []}, OptionError, "steps: expected an integer of at least 1, got 0"),
         ({"steps": [0.2, 0.0]}, OptionError, "lengths > 0 .fractions of eps., got the length 0.0"),
         ({"steps": [-1.0]}, OptionError, "got the length -1.0"),
         ({"steps": [math.nan]}, OptionError, "got the length nan"),
         ({"steps": [math.inf]}, OptionError, "got the length inf"),
         ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
-        ({"restarts": 0}, OptionError, "restarts=0"),
+        ({"restarts": 0}, OptionError, "restarts: expected an integer of at least 1, got 0"),
         ({"loss": "dlr"}, OptionError, "got 'dlr'"),
         ({"eps": -1.0}, OptionError, "finite and >= 0"),
         ({"eps": math.nan}, OptionError, "finite and >= 0"),
@@ -367,3 +367,12 @@ def test_refusals(change: dict[str, object], error: type[Exception], message: st
     attack: Callable = pgd
     with pytest.raises(error, match=message):
         attack(**(arguments | change))
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_random_points_are_uniform_in_the_ball(norm: str) -> None:
+    """The fraction of the volume within a point's distance is then uniform in [0, 1]."""
+    zero = torch.zeros(4000, 3)
+    found = ball(norm).distance(ball(norm).random(zero, torch.Generator().manual_seed(0)), zero) ** 3
+    assert float(found.max()) <= 1 + 1e-6
+    assert found.quantile(torch.tensor([0.1, 0.5, 0.9]).double()).tolist() == pytest.approx([0.1, 0.5, 0.9], abs=0.03)

@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 from torch import nn
 
-from lipkit import modules
+from lipkit import evaluation, modules
 from lipkit.attacks import AttackResult, run_attack
 from lipkit.attacks.ascent import Model
 from lipkit.certificates import certify, format_radius
@@ -253,6 +253,7 @@ def test_a_class_without_samples_has_no_accuracy() -> None:
 
 
 def test_format_radius() -> None:
+    assert [format_radius(eps) for eps in evaluation.EPS] == ["36/255", "72/255", "108/255", "1"]
     shown = [format_radius(eps) for eps in (36 / 255, 108 / 255, 255 / 255, 0.0, 0.1, 1.5, 2, 1e-5, 510.5 / 255)]
     assert shown == ["36/255", "108/255", "1", "0", "0.1", "1.5", "2", "1e-05", "2.00196"]
 
@@ -262,6 +263,7 @@ def test_a_pair_is_taken_and_a_data_set_is_named() -> None:
     network = modules.Network([nn.Linear(2, 3)], (2,))
     x, y = torch.rand(5, 2), torch.arange(5) % 3
     found = evaluate(network, (x.numpy(), y), eps=(0.1,), attack=Attack(eps=()))
+    assert all(0 <= seconds < 600 for seconds in found.times.values())
     assert found.metrics() == evaluate(network, Split(x, y), eps=(0.1,), attack=Attack(eps=())).metrics()
     with pytest.raises(DataError, match=r"expected a pair \(x, y\) .*, got Data"):
         evaluate(network, Data("d", Split(x, y), Split(x, y), ("a", "b", "c")), eps=(0.1,))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lipkit import modules
+from lipkit import evaluation, modules
+from lipkit.attacks import AttackResult
 from lipkit.attacks.ascent import misclassified
 from lipkit.certificates import certify
 from lipkit.certificates.measurement import float64_copy
@@ -89,6 +91,68 @@ def test_in_linf_the_certificate_counts_where_its_ball_holds_the_cube() -> None:
     assert 0 < row.certified.count < 21
 
 
+@pytest.mark.parametrize(
+    ("name", "norm", "box", "ran"),
+    [
+        ("pgd", "l2", None, ["pgd", "pgd", "pgd"]),
+        ("pgd", "linf", (-1.0, 3.0), ["pgd", "pgd"]),
+        ("autoattack", "l2", "auto", ["autoattack", "autoattack", "apgd"]),  # it knows one radius for all samples
+        ("fab", "l2", (0.0, 1.0), ["fab"]),
+    ],
+)
+def test_what_runs_at_which_radii_in_which_box(
+    name: str, norm: str, box: Any, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, Any, Any]] = []
+
+    def nothing(name: str, model: Any, x: torch.Tensor, y: torch.Tensor, **given: Any) -> AttackResult:
+        calls.append((name, given["eps"], given["box"]))
+        return AttackResult(x, name)
+
+    monkeypatch.setattr(evaluation.attack, "run_attack", nothing)
+    net, data = network(), split()
+    certificate = certify(net, data.x, data.y)
+    certificate.radius[certificate.correct.nonzero()[0]] = math.inf
+    options = Attack((0.3, 0.05), samples=None, box=box, name=name, norm=norm)
+    attack_samples(net, certificate, data.x, data.y, options)
+    assert [call[0] for call in calls] == ran
+    assert {call[2] for call in calls} == {(0.0, 1.0) if box == "auto" else box}
+    assert [call[1] for call in calls[:2]] == ([None] if name == "fab" else [0.05, 0.3])  # small ones first
+    if len(calls) > 2:  # an infinite radius cannot be attacked
+        assert torch.equal(calls[2][1], certificate.radius[certificate.correct].nan_to_num(posinf=0.3))
+    # Local radii hold inside of the range alone, up to what rounding did to the samples.
+    calls.clear()
+    data.x[-1, 0, 0, 0] = 1.25
+    wide = dataclasses.replace(certificate, method="local", input_range=(-0.5, 1.0))
+    attack_samples(net, wide, data.x, data.y, options)
+    assert {call[2] for call in calls} == {(-0.5, 1.25)}
+
+
+@pytest.mark.parametrize(
+    ("box", "entries", "expected"),
+    [
+        ("auto", (0.0, 1.0), (0.0, 1.0)),
+        ("auto", (-1e-7, 1.0), None),
+        ("auto", (0.0, 1.0000001), None),
+        (None, (0.0, 1.0), None),
+        ((-2, 5), (0.0, 1.0), (-2.0, 5.0)),
+    ],
+)
+def test_the_box_is_given_or_that_of_images(box: Any, entries: tuple[float, float], expected: Any) -> None:
+    assert evaluation.attack.resolved_box(box, torch.tensor([entries])) == expected
+
+
+def test_points_are_moved_by_a_ten_thousandth_at_most() -> None:
+    net = modules.Network([nn.Linear(1, 2).double()], (1,))
+    net[0].weight.copy_(torch.tensor([[-1.0], [1.0]])), net[0].bias.copy_(torch.tensor([1.0, -1.0]))  # boundary: 1
+    before = torch.tensor([1.5, 1 - 5e-7, 1 - 5e-6, 1 - 5e-5, 0.9], dtype=torch.float64)[:, None]
+    zero, labels = torch.zeros_like(before), torch.zeros(5, dtype=torch.int64)
+    after = evaluation.attack._confirmed(net, zero, before, labels, None)
+    assert misclassified(net(after), labels).tolist() == [True] * 4 + [False]
+    assert (after / before)[:, 0].tolist() == pytest.approx([1, 1 + 1e-6, 1 + 1e-5, 1 + 1e-4, 1 + 1e-4], abs=1e-9)
+    assert float(evaluation.attack._confirmed(net, zero[1:], before[1:], labels[1:], (0.0, 1.0)).max()) == 1
+
+
 @pytest.mark.thorough
 def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
     data = split()
@@ -102,8 +166,20 @@ def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
         evaluate(network(), data, eps=(0.1,), attack=Attack(name="fgsm"))
 
 
-def test_without_radii_samples_are_attacked_at_their_own() -> None:
+@pytest.mark.parametrize("name", ["pgd", "fab"])
+def test_without_radii_samples_are_attacked_at_their_own(name: str) -> None:
     net, data = network(), split()
-    found = attack_samples(net, certify(net, data.x, data.y), data.x, data.y, attack("pgd", eps=()))
+    certificate = certify(net, data.x, data.y)
+    found = attack_samples(net, certificate, data.x, data.y, attack(name, eps=()))
     assert found.rows == ()
     assert (found.clean.count, found.clean.total) == (21, 24)
+    assert found.ran
+    assert found.cross_check.compared == len(found.examples) > 10
+    assert torch.equal(found.examples.prediction, float64_copy(net)(found.examples.point).argmax(1))
+    both = attack_samples(net, certificate, data.x, data.y, attack(name))
+    if name != "pgd":  # one run serves both radii
+        assert both.cross_check.compared == len(both.examples)
+    with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 24"):
+        attack_samples(net, certificate, data.x, data.y.flip(0), attack(name))
+    with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 9"):
+        attack_samples(net, certificate, data.x[:9], data.y[:9], attack(name))

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import lipkit
 from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation
 from lipkit.evaluation import evaluate_regression, latency
-from lipkit.evaluation.regression import check_slopes
+from lipkit.evaluation.regression import _slopes, check_slopes
 from lipkit.linalg.precision import on_threads
 from lipkit.lowering import lipschitz
 from lipkit.modules import chains
@@ -29,9 +30,9 @@ def network(seed: int = 0) -> modules.Network:
 
 
 def split(net: modules.Network, count: int = 30) -> Split:
-    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1)).to(next(net.parameters()))
     y = net(x)
-    return Split(x, y + torch.tensor([0.1, -0.2])[: y.shape[1]])
+    return Split(x, y + y.new_tensor([0.1, -0.2])[: y.shape[1]])
 
 
 @pytest.mark.thorough
@@ -52,16 +53,35 @@ def test_figures() -> None:
     assert set(found.times) == {"certify", "search"}
 
 
-def test_a_linear_network_is_tight() -> None:
-    net = modules.Network([nn.Linear(3, 2)], (3,))
+@pytest.mark.parametrize(
+    ("scale", "offset", "least"), [(1.0, 0.0, 1 - 1e-6), (1e30, 0.0, 1 - 1e-6), (1e-10, 1.0, 0.1), (1.0, 1e9, 0.1)]
+)
+def test_a_linear_network_is_tight_and_rounding_is_no_slope(scale: float, offset: float, least: float) -> None:
+    torch.manual_seed(0)
+    net = modules.Network([nn.Linear(3, 2).double()], (3,))
+    net[0].weight.mul_(scale), net[0].bias.add_(offset)
     found = evaluate_regression(net, split(net), **QUICK)
-    truth = np.linalg.norm(net[0].weight.double().numpy(), 2)
-    assert found.lower == pytest.approx(truth, rel=1e-6)
-    assert found.tightness == pytest.approx(1, abs=1e-6)
+    weight = net[0].weight.numpy()
+    truth = np.linalg.norm(weight, 2)
+    assert least * truth <= found.lower <= truth
+    assert all(0 <= seconds < 600 for seconds in found.times.values())
+    assert least <= found.tightness <= 1
     # Each output's slope is that of the steepest secant of all, at least.
-    rows = np.linalg.norm(net[0].weight.double().numpy(), axis=1)
-    assert all(slope <= row * (1 + 1e-9) for slope, row in zip(found.output_slopes, rows, strict=True))
-    assert np.hypot(*found.output_slopes) >= truth * (1 - 1e-6)
+    rows = np.linalg.norm(weight, axis=1)
+    assert all(slope <= row for slope, row in zip(found.output_slopes, rows, strict=True))
+    assert np.hypot(*found.output_slopes) >= truth * least
+
+
+@pytest.mark.parametrize(("offset", "least"), [(0.0, 1 - 1e-8), (2.0**53, 0.0)])
+def test_the_rounding_of_both_ends_is_taken_off_a_slope(offset: float, least: float) -> None:
+    """x + 2^53 is 2^53 at 0.6 and 2^53 + 2 at 1.4."""
+    net = modules.Network([nn.Linear(1, 1).double()], (1,))
+    net[0].weight.fill_(1.0), net[0].bias.fill_(offset)
+    x, y = torch.tensor([[[0.6], [0.0]], [[1.4], [0.0]]], dtype=torch.float64)
+    whole, slopes = _slopes(lipkit.prove(net), x, y, 2)
+    assert least <= float(whole[0]) <= 1
+    assert float(slopes[0]) == float(whole[0])
+    assert float(whole[1]) == 0  # the same input twice
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9])

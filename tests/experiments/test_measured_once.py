@@ -21,7 +21,7 @@ from lipkit.certificates.intervals import check_radii
 from lipkit.cli.main import main
 from lipkit.data import Split, load
 from lipkit.errors import DataError, OptionError, RunError
-from lipkit.evaluation import evaluate
+from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments import run as pipeline
 from lipkit.explorer import open_runs
 from lipkit.interop import from_pretrained
@@ -191,6 +191,8 @@ def test_accuracies_at_a_slip_are_refused() -> None:
     network.input_range = None
     with pytest.warns(UserWarning, match="did you mean 36/255"):
         assert lipkit.certify(network, x, y).accuracy(36) == 0
+    with pytest.warns(UserWarning, match=r"eps: got 36 for samples in \[\S+, (0.9\d*|1)\]; did you mean 36/255"):
+        evaluate(network, Split(x, y), eps=[36], attack=Attack(eps=()))
 
 
 @pytest.mark.parametrize("value", [[1, 0], [0, 0], [0], 3, "01", [0, 1e999], [0, True], [None, 1], {}])

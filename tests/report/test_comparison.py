@@ -46,6 +46,7 @@ def test_settings_are_told_apart_by_the_recipe_and_not_by_the_seed(runs: Path) -
     ]
     header, rows = comparison.rows(found)
     assert header[:3] == ["layer", "runs", "clean"]
+    assert header[-1] == "L <="
     assert rows[0][:3] == ["aol", "3", f"{100 * 2.82 / 3:.2f} ± {100 * statistics.stdev([0.9, 0.95, 0.97]):.2f} %"]
     assert rows[1][:3] == ["cayley", "1", "80.00 %"]
     assert "standard deviation" in comparison.to_text(found)
@@ -97,3 +98,18 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "expected a finished run" in capsys.readouterr().err
     with pytest.raises(RunError):
         comparison.settings([tmp_path / "missing"])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "cell"),
+    [
+        ("apgd(36/255)", [0.5], "50.00 %"),
+        ("clean", [0.9, 0.92], "91.00 ± 1.41 %"),
+        ("tightness", [0.5, 0.7], "0.6 ± 0.14"),
+        ("lipschitz", [1.0, 1.00000012], "1.0000002"),  # the bound of all runs
+        ("pgd(36/255)", [], ""),
+        ("lipschitz", [], ""),
+    ],
+)
+def test_a_cell_is_a_fraction_a_bound_or_a_number(name: str, values: list[float], cell: str) -> None:
+    assert comparison._cell(name, values) == cell

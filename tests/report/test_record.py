@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,18 @@ from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Attack, Evaluation, evaluate
-from lipkit.report.record import Record, from_evaluation, hardware, read_record, write_record
+from lipkit.report.plots import accuracy_curve
+from lipkit.report.record import (
+    MeasurementRecord,
+    Record,
+    from_evaluation,
+    hardware,
+    read_any_record,
+    read_record,
+    seen,
+    write_record,
+)
+from lipkit.report.tables import accuracy_rows
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +65,49 @@ def test_holds_the_figures_of_the_evaluation(record: Record, evaluation: Evaluat
     assert record.attack.closest == evaluation.cross_check.closest
     assert [row.name for row in record.per_class] == ["a", "b", "c"]
     assert set(record.times) == {"train", "certify", "attack"}
+    assert record.recipe == {"data": {"name": "toy"}, "epochs": 3, "eps": [0.1, 36 / 255], "note": None}
+    assert (record.seed, record.parameters, record.lipschitz.claimed, record.times["train"]) == (7, 51, 1.0, 1.5)
+    assert (record.data.train_samples, record.data.test_samples, record.data.classes) == (120, 30, ["a", "b", "c"])
+    assert [row.ignored and row.ignored.count for row in record.certified] == [
+        share.count for share in evaluation.certified_ignored
+    ]
     assert record.versions["torch"] == torch.__version__
     assert record.hardware.cores >= 1
     assert record.hardware.threads == torch.get_num_threads()
     assert record.schema_version == "1.0"
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "fab"])
+def test_figures_under_attack_have_the_name_of_the_attack(name: str, evaluation: Evaluation) -> None:
+    attack = dataclasses.replace(evaluation.attack, name=name)
+    other = from_evaluation(dataclasses.replace(evaluation, attack=attack), name="a", data="b")
+    assert other.metrics() == dataclasses.replace(evaluation, attack=attack).metrics()
+    assert accuracy_rows(other)[0][3] == name.upper()
+    assert f"{name.upper()} (30 attacked)" in accuracy_curve(other)
+    odd = other.model_copy(update={"attack": other.attack.model_copy(update={"name": "$<b> l2"})})
+    assert [*odd.metrics()][-2] == "attack(0.5)"
+
+
+def test_what_a_training_has_seen_is_not_guessed() -> None:
+    row = {"steps": 2, "samples": 100, "cpu_seconds": 0.5}
+    found = seen([row, row], 50)
+    assert found is not None
+    assert (found.steps, found.samples, found.epochs, found.samples_per_cpu_second) == (4, 200, 4.0, 200.0)
+    assert seen([], 50) is None
+    assert seen([row, {"steps": 2}], 50) is None  # of an older version
+
+
+def test_the_record_of_a_measurement_is_none_of_a_run(record: Record, tmp_path: Path) -> None:
+    content = json.loads(record.model_dump_json()) | {
+        "task": "measurement",
+        "measure": "m",
+        "options": {},
+        "figures": {},
+    }
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    assert isinstance(read_any_record(tmp_path), MeasurementRecord)
+    with pytest.raises(RunError, match="expected the record of a run, got that of the measurement run-001"):
+        read_record(tmp_path)
 
 
 def test_the_threads_of_torch_are_named_and_old_records_load_without(record: Record, tmp_path: Path) -> None:

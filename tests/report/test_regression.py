@@ -21,6 +21,7 @@ from lipkit.report import RegressionRecord, read_record, save_evaluation, write_
 from lipkit.report.curve import CURVE, curve_of, load_curve, zoom
 from lipkit.report.record import from_regression
 from lipkit.report.tables import output_rows, summary
+from lipkit.shown import upper
 
 pytestmark = pytest.mark.thorough
 
@@ -80,7 +81,8 @@ def test_the_page_has_the_curve_and_the_figures(run: Path) -> None:
     plain_text = re.sub(r"<[^>]+>", " ", text)
     for expected in (
         f"{record.mse:.4g}",
-        f"{record.deviation:.4g}",
+        upper(record.deviation, 4),
+        f"outputs together by more than {upper(record.deviation, 6)} (l2): proved",
         f"{100 * record.tightness:.2f} %",
         "Latency, batch 1",
         "1 thread",
@@ -90,6 +92,7 @@ def test_the_page_has_the_curve_and_the_figures(run: Path) -> None:
         assert expected in plain_text, expected
     assert text.count("<svg") == 2  # for wide and for narrow pages
     assert 'id="curve-wide-cone"' in text
+    assert text.count(f"proved slope {upper(record.outputs[0].constant, 4)}<") == 2
     assert "Clean accuracy" not in text
 
 

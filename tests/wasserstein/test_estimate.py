@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor, nn
 
 import lipkit
@@ -18,6 +19,8 @@ from lipkit.models import mlp
 from lipkit.modules import Network
 from lipkit.wasserstein import Estimate, assignment, distance, hinge_kr_loss
 from lipkit.wasserstein.critics import critic
+from lipkit.wasserstein.estimate import _check_diameter, _rise
+from lipkit.wasserstein.samples import as_samples
 
 
 def normal(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
@@ -112,20 +115,59 @@ def test_a_fixed_critic_never_passes_the_exact_distance(seed, d, n, scale):
     assert abs(found.value) <= assignment(x, y) * (1 + 1e-6)
 
 
-def test_a_fixed_critic_by_hand():
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_fixed_critic_by_hand(steps):
+    """A step of length 1e-30 moves no weight, and the folds are of one size: both halves have the same mean."""
     net = nn.Linear(2, 1)
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[3.0, 4.0]]))
     x, y = normal(1, 50, 2), normal(2, 70, 2, 1.0)
-    found = distance(x, y, critic=net, steps=0, confidence=0.9)
+    found = distance(x, y, critic=net, steps=steps, lr=1e-30, confidence=0.9)
     assert found.constant == pytest.approx(5, rel=1e-9)
     assert found.constant >= 5
-    direction = np.array([0.6, 0.8])
-    means = [float((t.double().numpy() @ direction).mean()) for t in (x, y)]
-    assert found.value == pytest.approx(means[0] - means[1])
+    a, b = (t.double().numpy() @ [0.6, 0.8] for t in (x, y))
+    assert found.value == pytest.approx(a.mean() - b.mean())
     assert found.held_out == (50, 70)
-    assert math.isnan(found.train_value)
-    assert len(found.critics) == 1
+    assert "estimated on 50 and 70 held-out samples" in found.describe()
+    assert found.critic is found.critics[0]
+    if steps:
+        assert found.train_value == pytest.approx(found.value)
+        assert len(found.critics) == 2
+    else:
+        ends = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.9)
+        assert (found.low, found.high) == pytest.approx((ends.low, ends.high), rel=1e-9)
+        assert math.isnan(found.train_value)
+        assert len(found.critics) == 1
+
+
+def test_the_rounding_of_a_critic_is_no_distance():
+    """x + 2^53 rounds to 2^53 below 1 and to 2^53 + 2 above: the means lie 2 apart, the samples 1."""
+    y = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.98 + 0.01
+    net = nn.Linear(1, 1).double()
+    for bias in (2.0**53, 1.0):
+        with torch.no_grad():
+            net.weight.fill_(1.0), net.bias.fill_(bias)
+        found = distance(y + 1, y, critic=net, steps=0, diameter=2.0)
+        assert "proved for this sample size" in str(found)
+        assert found.low <= 1
+    assert found.low > 0.8
+
+
+def test_a_rise_is_that_of_the_last_third():
+    curves = torch.tensor([[9.0, -9.0, 7.0, 1.0, 1.01, 0.99, 2.0, 2.01, 1.99]]).expand(2, -1)
+    assert _rise(curves) == pytest.approx(0.5)
+    assert _rise(curves[:, [0, 1, 2, 6, 7, 8, 3, 4, 5]]) == 0
+    assert _rise(torch.tensor([[0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 1.0, 9.0, 0.0]])) == 0  # noise
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_every_sample_must_lie_within_the_diameter(name):
+    """In any part of 4096."""
+    samples = {"x": torch.ones(5000, 1, dtype=torch.float64), "y": torch.ones(5000, 1, dtype=torch.float64)}
+    samples[name][100] = 4.0
+    _check_diameter(**samples, diameter=3.0)
+    with pytest.raises(DataError, match=f"within the diameter 2.99, got one of {name} at distance 3"):
+        _check_diameter(**samples, diameter=2.99)
 
 
 @pytest.mark.thorough
@@ -215,8 +257,14 @@ def test_inputs():
     x = np.random.default_rng(0).normal(size=50)
     found = quick(x, x + 2, steps=40)
     assert found.value == pytest.approx(2, abs=0.5)
-    images = torch.randint(0, 256, (20, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert quick(images, images.flip(0), steps=2).value == quick(images / 255, images.flip(0) / 255, steps=2).value
+
+
+def test_samples_are_numbers_of_one_range():
+    images = torch.randint(0, 256, (4, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(as_samples(images, "x"), images.float() / 255)
+    for values, message in ((images[:3], r"4 samples .* got \(3, 3, 4, 4\)"), (torch.zeros(5, 0), r"got \(5, 0\)")):
+        with pytest.raises(DataError, match=message):
+            as_samples(values, "x")
 
 
 X = normal(1, 20, 2)
@@ -261,12 +309,16 @@ def test_assignment_by_trying_all():
     cost = np.linalg.norm(x.numpy()[:, None] - y.numpy()[None], axis=2)
     best = min(cost[range(5), p].mean() for p in map(list, itertools.permutations(range(5))))
     assert assignment(x, y) == pytest.approx(best, rel=1e-12)
+    for size in (1e-200, 1e200):  # whose squares are no float64
+        assert assignment(size * x, size * y) == pytest.approx(size * best, rel=1e-12)
     with pytest.raises(ShapeError, match="two samples of one shape"):
         assignment(x, y[:4])
     assert assignment(x.numpy(), y.float().numpy()) == pytest.approx(best, rel=1e-6)
     assert assignment(np.array([0.0, 1.0]), np.zeros(2)) == 0.5  # samples (n,), as `distance` takes them
     with pytest.raises(DataError, match="at least 1 samples"):
         assignment(x[:0], y[:0])
+    with pytest.raises(OptionError, match="at most 4096 samples, got 4097"):
+        assignment(torch.zeros(4097, 1), torch.zeros(4097, 1))
     with pytest.raises(DataError, match="finite samples"):
         assignment(x * math.nan, y)
 

@@ -58,6 +58,8 @@ def test_own_networks_are_copied():
         ({"lr": 0.0}, OptionError, "lr: expected a positive finite number"),
         ({"generator": nn.Linear(16, 2)}, ShapeError, r"samples of shape \(3,\), got \(2,\)"),
         ({"critic": nn.Linear(3, 2)}, OptionError, "critic of one output"),
+        ({"critic": nn.Flatten()}, OptionError, "a critic with parameters to train, got Flatten"),
+        ({"generator": nn.Tanh()}, OptionError, "a generator with parameters to train, got Tanh"),
         ({"generator": lambda z: z}, OptionError, "expected generator as an nn.Module, got function"),
     ],
 )

@@ -126,12 +126,12 @@ def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
-    """Slopes of the secants; zero for points so close that rounding could raise the quotient."""
-    distance = _norms(y - x)
+    """Slopes of the secants; zero for inputs or outputs so close that rounding could raise the quotient."""
+    distance, rise = _norms(y - x), _norms(fy - fx)
     # At a distance of 1e-9 float64 has seven digits left, at 1e-5 float32 two: enough to search, the result is float64.
     lost = 1e-9 if x.dtype == torch.float64 else 1e-5
-    floor = lost * (1 + _norms(x) + _norms(fx))
-    return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-30), torch.zeros_like(distance))
+    apart = (distance > lost * (1 + _norms(x))) & (rise > lost * _norms(fx))
+    return torch.where(apart, rise / distance.clamp_min(1e-30), 0.0)
 
 
 def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps: int) -> tuple[Tensor, Tensor]:

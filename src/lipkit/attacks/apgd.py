@@ -108,15 +108,15 @@ def apgd_then_targeted(
     >>> model(apgd_then_targeted(model, x, y, eps=1.0, box=None)).argmax(1).item()
     1
     """
+    radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
     common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
     points = apgd(model, x, y, eps=eps, restarts=1, **common)
     if restarts != 1 and len(x):
         with torch.no_grad():
             left = (~misclassified(model(points), y)).nonzero()[:, 0]
         if len(left):
-            radius = check_inputs(x, y, eps, steps, 1, box)[left]
             more = None if restarts is None else restarts - 1
-            points[left] = apgd(model, x[left], y[left], eps=radius, targeted=True, restarts=more, **common)
+            points[left] = apgd(model, x[left], y[left], eps=radius[left], targeted=True, restarts=more, **common)
     return points
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError, check_labels, interval
+from lipkit.linalg.matrices import check_positive
 
 Model = Callable[[Tensor], Tensor]
 Box = tuple[float, float] | None
@@ -85,8 +86,7 @@ def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts
     if x.dtype not in (torch.float32, torch.float64) or x.ndim < 2:
         raise OptionError(f"expected float32 or float64 inputs of shape (N, ...), got {x.dtype} {tuple(x.shape)}")
     check_labels(y, len(x))
-    if steps < 1 or restarts < 1:
-        raise OptionError(f"expected steps >= 1 and restarts >= 1, got steps={steps}, restarts={restarts}")
+    check_positive(steps=steps, restarts=restarts)
     low, high = (-math.inf, math.inf) if box is None else interval("box", box, finite=False)
     if box is not None and not bool(((x >= low) & (x <= high)).all()):
         found = f"values from {float(x.min()):g} to {float(x.max()):g}" if x.numel() else "no values"

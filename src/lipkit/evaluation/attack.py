@@ -20,7 +20,7 @@ from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, as_radii, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, interval
+from lipkit.errors import CertificateViolation, OptionError, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
 from lipkit.shown import Told
@@ -166,14 +166,17 @@ def attack_samples(
     Args:
         network, certificate: the network that was certified for the samples ``x``, ``y``, in this order.
         x, y: (N, *input_shape), within ``attack.box``; (N,) int64.
-        attack: what to run. A minimum-norm attack runs once; its example counts at each radius that holds it.
+        attack: what to run. A minimum-norm attack runs once, with radii or without; its example counts at each radius
+            that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
         progress: called as in `lipkit.certify`, with ``"attacked"``.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius.
-        OptionError, ShapeError: see `lipkit.attacks.run_attack`.
+        OptionError: the certificate is of other samples. OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
+    if not torch.equal(certificate.label, y.cpu()):
+        raise OptionError(f"expected the {len(certificate)} samples that were certified, in this order, got {len(y)}")
     numbers = torch.arange(len(x)) if numbers is None else numbers
     box, radii = resolved_box(attack.box, x), as_radii("eps", attack.eps)
     if certificate.method == "local" and certificate.input_range is not None:
@@ -201,7 +204,7 @@ def attack_samples(
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
         reached: list[float | Tensor] = [*survived]
-        if attack.norm == "l2" and not minimum_norm:
+        if attack.norm == "l2" and not (minimum_norm and survived):
             own = certificate.radius[index]
             # An infinite radius cannot be attacked.
             reached.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))

@@ -12,15 +12,16 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.analysis import SecantSearch, lipschitz_lower_bound
 from lipkit.certificates import RegressionCertificate, certify_regression
-from lipkit.certificates.measurement import float64_copy
+from lipkit.certificates.measurement import Proof, prove
+from lipkit.certificates.measurement import evaluate as measured
+from lipkit.certificates.regression import columns
 from lipkit.errors import CertificateViolation
+from lipkit.proof.arithmetic import size
+from lipkit.proof.roundoff import grow
 from lipkit.shown import Shown, figures
 
 if TYPE_CHECKING:
     from lipkit.data import Split
-
-# Relative allowance for the rounding of slopes in float64.
-_ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,8 +32,8 @@ class RegressionEvaluation(Shown):
         certificate: of the test samples.
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
-        search: the steepest pair of inputs found; ``search.lower`` is a finite-difference lower bound of the constant.
-        output_slopes: (d,) the steepest slope seen of each output, between that pair or neighbouring samples.
+        search: the steepest pair of inputs found; ``search.lower`` is their slope, less what rounding may have added.
+        output_slopes: (d,) the steepest slope seen of each output, between that pair or neighbouring samples, likewise.
         times: seconds.
     """
 
@@ -96,10 +97,13 @@ def evaluate_regression(
     """
     start = time.perf_counter()
     x, y = split.batch(torch.arange(len(split)))
-    certificate = certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device)
+    proof = prove(network, device=device)
+    certificate = certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device, proof=proof)
     certified_at = time.perf_counter()
     search = lipschitz_lower_bound(network, start=x, restarts=restarts, steps=steps, seed=seed)
-    slopes = torch.maximum(_slopes(network, search.x[None], search.y[None]), _slopes(network, x[:-1], x[1:]))
+    x = x.detach().cpu().double()
+    whole, slopes = _slopes(proof, torch.cat((search.x[None], x[:-1])), torch.cat((search.y[None], x[1:])), batch_size)
+    search = search._replace(lower=float(whole[0]))
     check_slopes(certificate, search.lower, slopes)
     return RegressionEvaluation(
         certificate=certificate,
@@ -112,23 +116,21 @@ def evaluate_regression(
 
 
 def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tensor) -> None:
-    """Raise if an observed slope, of the network or of an output (d,), exceeds its constant by more than rounding."""
+    """Raise if a lower bound of the slope of the network or of an output (d,) exceeds its constant."""
     names = ["the network", *(f"output {j}" for j in range(len(slopes)))]
     seen, proved = [lower, *slopes.tolist()], [certificate.constant, *certificate.output_constants.tolist()]
     for name, slope, constant in zip(names, seen, proved, strict=True):
-        if slope > constant * (1 + _ROUNDING):
+        if slope > constant:
             raise CertificateViolation(
                 f"{name}: expected no slope above the certified constant {constant:.9g}, got {slope:.9g} between two "
                 "inputs"
             )
 
 
-def _slopes(network: modules.Network, x: Tensor, y: Tensor) -> Tensor:
-    """(d,) largest slope of each output over the pairs (x, y), in float64; pairs too close to measure count as 0."""
-    exact, x, y = float64_copy(network), x.detach().cpu().double(), y.detach().cpu().double()
-    with torch.no_grad():
-        rise = (exact(y) - exact(x)).abs() if len(x) else exact(y.new_zeros(1, *network.input_shape)) * 0
-        run = torch.linalg.vector_norm((y - x).flatten(1), dim=1, keepdim=True)
-        reach = 1 + torch.linalg.vector_norm(x.flatten(1), dim=1, keepdim=True) + rise.amax(dim=1, keepdim=True)
-    slopes = torch.where(run > 1e-7 * reach, rise / run.clamp_min(1e-300), 0.0) if len(x) else rise
-    return slopes.amax(dim=0)
+def _slopes(proof: Proof, x: Tensor, y: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Lower bounds of the slopes over pairs (n, ...), in float64: (n,) of the network, (d,) of each output at most."""
+    found = measured(proof, torch.cat((x, y)), proof.evaluator, batch_size)
+    (fx, fy), (error_x, error_y) = columns(found.outputs).chunk(2), found.errors(0.0)[0].chunk(2)
+    rise = ((fy - fx).abs() - grow(error_x + error_y)).clamp_min(0.0) * (1 - 2.0**-30)  # for the rounding of norms
+    run = grow(size((y - x).flatten(1)))
+    return torch.linalg.vector_norm(rise, dim=1) / run, (rise / run[:, None]).amax(dim=0)

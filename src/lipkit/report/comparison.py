@@ -92,7 +92,7 @@ def _cell(name: str, values: Sequence[float]) -> str:
     """Such as 98.00 ± 1.41 %."""
     if not values or name == "lipschitz":  # the largest bound holds for all runs
         return upper(max(values)) if values else ""
-    per_cent = name == "clean" or name.startswith(("certified(", "pgd("))
+    per_cent = name == "clean" or name.endswith(")")  # certified(36/255)
     mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
     if per_cent:
         return f"{100 * mean:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'} %"

@@ -24,6 +24,7 @@ from lipkit.files import write_atomic
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
 from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
+from lipkit.shown import upper
 
 CURVE = "curve.safetensors"
 _GRID_POINTS, _ZOOM_POINTS = 801, 401
@@ -102,9 +103,9 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     # The cone that the steepest output cannot leave: top +- slope |x - centre|.
     slope, top = record.outputs[steepest].constant, float(np.interp(centre, x, y[:, steepest]))
     ends = np.array([centre - reach, centre, centre + reach])
-    lower, upper = top - slope * np.abs(ends - centre), top + slope * np.abs(ends - centre)
-    proved = f"proved slope {slope:.4g}"
-    close.fill_between(ends, lower, upper, color=SERIES[2], alpha=0.15, linewidth=0, label=proved, gid="cone")
+    below, above = top - slope * np.abs(ends - centre), top + slope * np.abs(ends - centre)
+    proved = f"proved slope {upper(slope, 4)}"
+    close.fill_between(ends, below, above, color=SERIES[2], alpha=0.15, linewidth=0, label=proved, gid="cone")
     for sign in (-1, 1):
         close.plot(ends, top + sign * slope * (ends - centre), color=SERIES[2], linewidth=0.8, linestyle="--")
     sample_x, sample_y = curve.sample_x.numpy(), curve.sample_y.numpy()

@@ -18,7 +18,7 @@ from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_
 from lipkit.report.record import read_record
 from lipkit.report.run_files import certificate_in, read_series
 from lipkit.report.schema import Record, RegressionRecord
-from lipkit.shown import upper
+from lipkit.shown import lower, upper
 from lipkit.text import flatten, format_radius, printable, visible
 
 REPORT = "report.html"
@@ -75,6 +75,7 @@ def environment() -> jinja2.Environment:
         "breakable": _breakable,
         "number": lambda value: f"{value:.8g}",
         "upper": upper,
+        "lower": lower,
     }
     return made
 
@@ -107,7 +108,7 @@ def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]
                 "label": class_name(names, example.label),
                 "prediction": class_name(names, example.prediction),
                 "wrong": example.label != example.prediction,
-                "radius": f"{example.radius:.3f}",
+                "radius": lower(example.radius, 3),
             }
             groups[example.group][1].append(figure)
     return [group for group in groups if group[1]]

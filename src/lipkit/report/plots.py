@@ -111,7 +111,7 @@ _ACCURACY = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
 
 
 def accuracy_curve(record: Record, certificate: Certificate | None = None) -> str:
-    """Certified accuracy against the l2 radius as a curve (of ``certificate``), PGD accuracy as points at its radii.
+    """Certified accuracy against the l2 radius as a curve (of ``certificate``), that under attack as points.
 
     Bars are Clopper-Pearson intervals. The true robust accuracy of the network lies between the two.
     """
@@ -130,9 +130,10 @@ def _accuracy(record: Record, certificate: Certificate | None, narrow: bool) -> 
         eps = np.linspace(0, right, 400)
         shares, name = certified_curve(certificate, eps), "certified (proved)"
         axis.plot(eps, shares, color=SERIES[0], label=name, gid="certified-curve")
+    attacked = max((row.share.total for row in record.attacked), default=0)
     points: Sequence[tuple[str, str, Sequence]] = (
         ("certified" if certificate is None else "", SERIES[0], record.certified),
-        (f"PGD ({max([0, *(r.share.total for r in record.attacked)])} attacked)", SERIES[1], record.attacked),
+        (f"{record.attack.short.upper()} ({attacked} attacked)", SERIES[1], record.attacked),
     )
     for label, colour, rows in points:
         if not rows:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lipkit.attacks import ATTACKS
 from lipkit.evaluation import Latency
 from lipkit.text import format_radius
 
@@ -65,6 +66,12 @@ class AttackRecord(_Model):
     box: tuple[float, float] | None
     compared: int
     closest: float  # infinite if nothing was compared
+
+    @property
+    def short(self) -> str:
+        """Its name in `lipkit.attacks.ATTACKS`, as figures have it."""
+        word = self.name.partition(" ")[0].lower()
+        return word if word in ATTACKS else "attack"
 
 
 class LipschitzRecord(_Model):
@@ -169,14 +176,14 @@ class Record(RunRecord):
     per_class: list[ClassRecord]
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers by name: ``clean``, ``certified(36/255)``, ``pgd(36/255)``, ``lipschitz``."""
+        """Flat numbers by name: ``clean``, ``certified(36/255)``, ``pgd(36/255)`` or another attack, ``lipschitz``."""
         return {name: share.value for name, share in self.shares().items()} | {"lipschitz": self.lipschitz.computed}
 
     def shares(self) -> dict[str, ShareRecord]:
         """Those figures of `metrics` that are fractions of samples, with their intervals."""
         result = {"clean": self.clean}
         result |= {f"certified({format_radius(row.eps)})": row.share for row in self.certified}
-        return result | {f"pgd({format_radius(row.eps)})": row.share for row in self.attacked}
+        return result | {f"{self.attack.short}({format_radius(row.eps)})": row.share for row in self.attacked}
 
 
 class OutputRecord(_Model):

@@ -7,7 +7,7 @@ import math
 from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Latency
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
-from lipkit.shown import upper
+from lipkit.shown import lower, upper
 from lipkit.text import format_radius, printable, table
 
 
@@ -46,7 +46,7 @@ def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
     attacked = {row.eps: row for row in record.attacked}
     total, part = record.clean.total, min((row.share.total for row in record.attacked), default=record.clean.total)
     whole, some = (f" (all {total})", f" ({part} of them)") if part < total else ("", "")
-    header = ["l2 radius", f"certified{whole}", level, f"PGD{some}", level]
+    header = ["l2 radius", f"certified{whole}", level, f"{record.attack.short.upper()}{some}", level]
     rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
     both = any(row.ignored is not None for row in record.certified)  # with and without rounding
     if both:
@@ -81,7 +81,7 @@ def output_rows(record: RegressionRecord) -> tuple[list[str], list[list[str]]]:
     rows = []
     for number, row in enumerate(record.outputs):
         tightness = row.steepest / row.constant if row.constant > 0 else math.nan
-        figures = [f"{v:.5g}" for v in (row.rmse, row.deviation, row.constant, row.steepest)]
+        figures = [f"{row.rmse:.5g}", upper(row.deviation, 5), upper(row.constant, 5), lower(row.steepest, 5)]
         rows.append([str(number), *figures, percent(tightness)])
     return header, rows
 
@@ -91,9 +91,9 @@ def summary(record: AnyRecord) -> str:
     lines = [record.name, f"L <= {upper(record.lipschitz.computed)} (proved, {record.lipschitz.method})"]
     if isinstance(record, RegressionRecord):
         lines += [
-            f"lower bound {record.lower:.8g}, tightness {percent(record.tightness)}",
-            f"test MSE {record.mse:.5g}; outputs move by at most {record.deviation:.5g} for an input that moves by "
-            f"{record.delta:g}",
+            f"lower bound {lower(record.lower)}, tightness {percent(record.tightness)}",
+            f"test MSE {record.mse:.5g}; outputs move by at most {upper(record.deviation, 5)} "
+            f"for an input that moves by {record.delta:g}",
         ]
     if record.rounding is not None:
         lines.append(rounding(record.rounding))

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.certificates.intervals import check_confidence
-from lipkit.certificates.measurement import float64_copy
+from lipkit.certificates.measurement import Proof, evaluate, prove
 from lipkit.errors import DataError, OptionError, finite
 from lipkit.layers import after_step
 from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
-from lipkit.modules.chains import prove_chain
-from lipkit.shown import Shown, upper
+from lipkit.shown import Shown, lower, upper
 from lipkit.training import sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
@@ -81,7 +80,7 @@ class Estimate(Shown):
         return (
             f"lower bound of W1: {self.value:.6g}, estimated on {self.held_out[0]} and {self.held_out[1]} "
             "held-out samples\n"
-            f"interval at {100 * self.confidence:g} %: {self.low:.6g} to {self.high:.6g}  ({kind})\n"
+            f"interval at {100 * self.confidence:g} %: {lower(self.low, 6)} to {upper(self.high, 6)}  ({kind})\n"
             "  of this lower bound: W1 may lie above it\n"
             f"critics: {len(self.critics)}, L <= {upper(self.constant)} (proved), on their training samples "
             f"{self.train_value:.6g}"
@@ -115,8 +114,9 @@ def distance(
         :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a critic is independent of its held-out
         samples. The interval without ``diameter`` is Welch's with Student's t, whose coverage is asymptotic (on
         unbounded supports no interval from samples alone can be proved). With ``diameter`` it is the empirical
-        Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Neither tells how far the
-        critic is below W1; a warning is given if it was still rising.
+        Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both hold for the exact f:
+        the rounding of its values is bounded, and widens them. Neither tells how far the critic is below W1; a warning
+        is given if it was still rising.
 
     Cost:
         ``folds * steps`` training steps on ``2 * batch_size`` samples each.
@@ -125,8 +125,8 @@ def distance(
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.
         y: samples of Q, (m, *shape).
         critic: acronym of a family for `critics.critic`, None for "cayley"; or a module with one output that
-            ``export`` takes: a copy of it is trained for each fold.
-        steps: training steps. 0: the given module is evaluated as it is on all samples; it must be independent of them.
+            ``export`` takes, independent of the samples: a copy of it is trained for each fold.
+        steps: training steps. 0: the given module is evaluated as it is on all samples.
         batch_size: samples of each of P and Q in one step.
         lr: of Adam, at the start; it falls linearly to zero.
         loss: of (f(x), f(y)): `kr_loss`, or `hinge_kr_loss` with its options bound.
@@ -167,7 +167,7 @@ def distance(
     parts = _parts(len(x), len(y), folds if steps else 0, seed)  # 0: hold out all samples
 
     exported, held_out = list[Network](), list[tuple[Moments, Moments]]()
-    constants, fitted, curves = list[float](), list[float](), list[list[float]]()
+    constants, fitted, curves, rounding = list[float](), list[float](), list[list[float]](), 0.0
     for k, (train, test) in enumerate(parts):
         with sources.own_random_state(where, seed, k, 1):
             model = critics.instance(critic, shape).to(where)
@@ -175,21 +175,23 @@ def distance(
                 generator = sources.generator(seed, k, 2)
                 curves.append(fit(model, x[train[0]], y[train[1]], steps, batch_size, lr, loss, generator, where))
         network = export(model.eval(), shape)
-        exact = float64_copy(network, where)
+        proof = prove(network, device=where)
         # The larger constant of the measured float64 copy and the returned network: Fourier layers round differently.
-        constant = max(prove_chain(exact, None).constant, float(lipschitz(network, shape)))
+        constant = max(proof.chain.constant * proof.chain.slack, float(lipschitz(network, shape)))
         if not 0 < constant < math.inf:
             raise OptionError(f"expected a critic of positive finite constant, got {constant}")
-        first, second = (_evaluate(exact, s[i], batch_size) / constant for s, i in zip((x, y), test, strict=True))
+        first, second, error = _evaluate(proof, x[test[0]], y[test[1]], batch_size, constant)
         held_out.append((moments(first), moments(second)))
+        rounding += error / len(parts)
         if steps:
-            first, second = (_evaluate(exact, s[i], batch_size) / constant for s, i in zip((x, y), train, strict=True))
+            first, second, _ = _evaluate(proof, x[train[0]], y[train[1]], batch_size, constant)
             fitted.append(float(first.mean() - second.mean()))
         exported.append(network)
         constants.append(constant)
 
     value = sum(a.mean - b.mean for a, b in held_out) / len(parts)
     half = student(held_out, confidence) if diameter is None else bernstein(held_out, confidence, diameter)
+    half += rounding
     if value > half and steps >= 6 and (rise := _rise(torch.tensor(curves))) > 0.01:
         warnings.warn(
             f"the critics still rose by {100 * rise:.1f} % over the last third of {steps} steps: the interval, "
@@ -209,9 +211,7 @@ def fit(
     generator: torch.Generator, device: torch.device,
 ) -> list[float]:  # fmt: skip
     """Train a critic in place, by Adam, on batches that ``generator`` draws; return the difference of means on each."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise OptionError(f"expected a critic with parameters to train, got {type(model).__name__} without any")
+    parameters = trainable(model, "critic")
     model.train()
     optimizer, dtype, curve = torch.optim.Adam(parameters, lr=lr), parameters[0].dtype, []
     for step in range(steps):
@@ -224,6 +224,14 @@ def fit(
         descend(optimizer, value, lr * (1 - step / steps))
         after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)
     return curve
+
+
+def trainable(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that training changes; a model without any is refused."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise OptionError(f"expected a {name} with parameters to train, got {type(model).__name__} without any")
+    return parameters
 
 
 def _rise(curves: Tensor) -> float:
@@ -266,12 +274,15 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
     return [((rest[k][0], rest[k][1]), (first[k], second[k])) for k in range(folds)]
 
 
-def _evaluate(network: nn.Module, samples: Tensor, batch_size: int) -> Tensor:
-    """f on each sample, (n,) float64, on the CPU."""
-    device = next((t.device for t in network.state_dict().values()), samples.device)
-    batches = samples.split(max(batch_size, 1024))
-    with torch.no_grad():
-        return torch.cat([one_output(network(b.to(device, torch.float64)), len(b)).cpu() for b in batches])
+def _evaluate(proof: Proof, x: Tensor, y: Tensor, batch_size: int, constant: float) -> tuple[Tensor, Tensor, float]:
+    """f / constant on both samples, less its value at the first; and how far rounding moves the difference of means."""
+    measured = evaluate(proof, torch.cat((x, y)), proof.evaluator, max(batch_size, 1024))
+    values = one_output(measured.outputs, len(x) + len(y))
+    values = (values - values[0]) / constant  # so that an offset costs sums no digits
+    sums = len(values) * 2.0**-48 * float(values.abs().max())  # of means and deviations, in any order
+    errors = measured.errors(0.0)[0].flatten().split((len(x), len(y)))
+    first, second = values.split((len(x), len(y)))
+    return first, second, sum(float(e.mean()) for e in errors) / constant * (1 + 2.0**-20) + sums
 
 
 def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:

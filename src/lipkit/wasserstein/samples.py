@@ -79,8 +79,10 @@ def assignment(x: Any, y: Any) -> float:
     if len(x) > MAX_SAMPLES:
         raise OptionError(f"expected at most {MAX_SAMPLES} samples, got {len(x)}")
     a, b = (t.cpu().double().flatten(1).numpy() for t in (x, y))
+    power = np.frexp(max(np.abs(a).max(), np.abs(b).max()))[1]
+    a, b = np.ldexp(a, -power), np.ldexp(b, -power)  # so that squares neither overflow nor vanish
     cost = np.empty((len(a), len(b)))
     for i, row in enumerate(a):  # not by the expanded square, which cancels for close samples
         cost[i] = np.linalg.norm(b - row, axis=1)
     rows, columns = linear_sum_assignment(cost)
-    return float(cost[rows, columns].mean())
+    return float(np.ldexp(cost[rows, columns].mean(), power))

@@ -23,7 +23,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Shape
 from lipkit.training import sources
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.estimate import descend, one_output
+from lipkit.wasserstein.estimate import descend, one_output, trainable
 from lipkit.wasserstein.losses import kr_loss
 from lipkit.wasserstein.samples import as_samples
 
@@ -123,7 +123,10 @@ def train(
         for net in (maker, judge):
             net.to(where).train()
         drawn = sources.generator(seed, 4)
-        making, judging = (torch.optim.Adam(net.parameters(), betas=(0.5, 0.9)) for net in (maker, judge))
+        making, judging = (
+            torch.optim.Adam(trainable(net, name), betas=(0.5, 0.9))
+            for net, name in ((maker, "generator"), (judge, "critic"))
+        )
 
         def made() -> Tensor:
             fake = maker(torch.randn(batch_size, latent, generator=drawn).to(where))
