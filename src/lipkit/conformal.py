@@ -76,7 +76,7 @@ class PredictionSets(Shown):
 class PredictionIntervals(Shown):
     """Intervals for N samples and d outputs that hold each target with probability at least ``1 - alpha``.
 
-    ``low`` and ``high`` are (N, d) float64; ``alpha`` and ``eps`` as of `PredictionSets`.
+    ``low`` and ``high`` are (N, d) float64; ``alpha`` and ``eps`` as in `PredictionSets`.
     """
 
     low: Tensor
@@ -168,7 +168,7 @@ class Calibration(Shown):
     def predict_interval(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionIntervals:
         r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
 
-        **Guarantee.** As of `predict_set`, for each output by itself.
+        **Guarantee.** As for `predict_set`, for each output by itself.
         """
         eps = self._checked(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)

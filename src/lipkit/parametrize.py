@@ -287,7 +287,7 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
     r"""Constrain the weight of a layer, or of each layer of a network, by a family: orthogonal, or a contraction.
 
     Args:
-        module: as of :func:`spectral_norm`.
+        module: as in :func:`spectral_norm`.
         family, options: an acronym of ``lipkit list layers``, and options of its layer. Linear layers, and convolutions
             whose windows do not overlap, use its matrix; other convolutions use its kernel: aoc, bcop, cayley,
             cayley_bcop (block convolutions of projectors, made by Björck or Cayley), rko, crko and aol with any stride,

@@ -304,7 +304,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
     Args:
         lipschitz: L, for targets scaled to unit standard deviation.
         hidden_layer_sizes, scale, monotonic_cst, learning_rate_init, batch_size, max_iter, early_stopping,
-        validation_fraction, n_iter_no_change, tol, random_state: as of `LipschitzClassifier`.
+        validation_fraction, n_iter_no_change, tol, random_state: as in `LipschitzClassifier`.
 
     Guarantee:
         ``lipschitz_`` is proved from the numbers of ``export_``, in units of the target, and at most ``lipschitz``

@@ -83,7 +83,7 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
     r"""Tolerances of several proofs with the least total price; their mean over those with a price is at most ``mean``.
 
     A proof of tolerance t costs :math:`a / t`: with the sum of all t fixed, the cheapest are those proportional to the
-    roots of the prices a. None is above ten times the mean.
+    square roots of the prices a. No tolerance exceeds ten times the mean.
 
     >>> [round(t, 4) for t in shared_tolerances([1.0, 9.0, 0.0], 0.01)]
     [0.005, 0.015, 0.01]
@@ -99,7 +99,7 @@ def folded_bound(
     """Lipschitz bound of a linear layer W and a batch normalisation of scales D: ``bound(D W)``, or ``bound(W D)``.
 
     Guarantee:
-        Upper, including rounding. ``bound`` is the Lipschitz bound of one module.
+        An upper bound, including rounding, if ``bound`` maps a module to one.
 
     >>> import torch; from lipkit import lipschitz
     >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
@@ -143,7 +143,8 @@ class LayerBound:
 class Constants:
     """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
 
-    ``method`` bounds convolutions, ``tolerance`` is the mean over their `symbol_sup` proofs, ``box`` limits products.
+    ``method`` bounds the convolutions, by `symbol_sup` with a mean tolerance of ``tolerance``. Products of values are
+    bounded for inputs in ``box``.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def apgd(
         restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
 
     Returns:
-        (N, ...), as of `lipkit.attacks.pgd`; the best point is the one of largest margin loss.
+        (N, ...), as `lipkit.attacks.pgd` does; the best point is the one with the largest margin loss.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.
@@ -129,11 +129,11 @@ def climb(
     space: Ball, model: Model, best: Best, index: Tensor, radius: Tensor, random: bool, target: Tensor | None,
     loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool, look: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run one start, at the samples ``index`` or ``random``, and update ``best``; return those that stayed to the end.
+    """Run one start for the samples ``index`` and update ``best``; return those that were attacked to the end.
 
-    ``radius`` and ``target`` have an entry for each of ``index``. Every ``look`` steps it drops hopeless rows: those
-    whose loss is further below 0 than a quarter of its rise so far and than ten times its rise since the last such
-    check.
+    Starts at the samples, or with ``random`` at random points. ``radius`` and ``target`` have one entry per sample.
+    Every ``look`` steps hopeless samples are dropped: those whose loss is below both -1/4 of its rise so far and -10
+    times its rise since the last such check.
     """
     centre, label = best.samples[index], best.labels[index]
     point = space.start(centre, radius, box, generator) if random else centre
@@ -198,8 +198,7 @@ def climb(
 
 
 def checkpoints(steps: int) -> frozenset[int]:
-    """Steps after which APGD checks its progress: first at 0.22 of all steps, then in gaps shorter by 0.03 each, at
-    least 0.06.
+    """Steps after which APGD checks its progress: at 0.22 of all steps, then in gaps that shrink by 0.03, down to 0.06.
 
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]

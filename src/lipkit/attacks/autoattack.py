@@ -1,4 +1,4 @@
-"""AutoAttack: the parts of pyautoattack, or lipkit's APGD and FAB followed by its Square."""
+"""AutoAttack: the parts of pyautoattack, or lipkit's APGD and FAB followed by pyautoattack's Square."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def autoattack(
 
     With ``parts=None`` lipkit's APGD and FAB take over, at about 0.7 of the evaluations: all rival classes of a sample
     are attacked in one batch, which the sample leaves when one start succeeds. A heuristic gives up starts whose
-    margin rises too slowly; FAB tries the samples of which a start ran to the end. Square stays pyautoattack's, with
-    5000 queries.
+    margin rises too slowly; FAB tries only samples with a start that it did not give up. Square stays pyautoattack's,
+    with 5000 queries.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. pyautoattack works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the
@@ -54,8 +54,8 @@ def autoattack(
     Args:
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
-        batch_size: samples attacked at once; with ``parts=None`` starts.
-        parts: attacks of pyautoattack by its names, one start each; None for lipkit's APGD and FAB before its Square.
+        batch_size: samples (with ``parts=None`` starts) attacked at once.
+        parts: names of pyautoattack's attacks, one start each; None for lipkit's APGD and FAB, then Square.
 
     Returns:
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.

@@ -64,7 +64,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
     without box grows towards the solution and never passes it.
 
-    It ends when the squared length misses less than 1e-6 of the squared radius. ``centre`` (N, ...) lies in ``box``.
+    It ends when the squared length is within 1e-6 of the squared radius, relative. ``centre`` (N, ...) lies in ``box``.
 
     >>> inside = nearest_l2(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.8]).double(), (0, 0.7))
     >>> [round(value, 4) for value in inside[0].tolist()]

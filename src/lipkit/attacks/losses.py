@@ -133,9 +133,9 @@ def nearest_rivals(
 def value_and_gradient(
     model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None = None, *, gradient: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each sample (NaN counts as infinity), the logits, and the gradient of the loss in the input.
+    """The loss of each sample (infinity for NaN), the logits, and the gradient of the loss with respect to ``point``.
 
-    Parameters get no gradient. With ``gradient=False`` the gradient is 0.
+    Parameters get no gradient. With ``gradient=False`` the returned gradient is 0.
     """
     with torch.set_grad_enabled(gradient):
         point = point.detach().requires_grad_(gradient)

@@ -64,7 +64,7 @@ def pgd(
         generator: source of random starts and directions, never the global one; None is a CPU generator with seed 0. A
             CPU generator gives the same start on every device.
         stop_early: leave a sample alone once it is misclassified (at the start this costs a single evaluation);
-            False keeps raising the loss, as adversarial training needs it.
+            False keeps raising the loss, as adversarial training needs.
         random_start: whether the first start is a random point of the ball too.
 
     Returns:

@@ -35,10 +35,10 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
         0-d float64, differentiable.
 
     Guarantee:
-        Upper bound, including rounding, at any number of iterations. Without ``size``: as
-        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size, and for
+        Upper bound, including rounding, for any number of iterations. Without ``size``: for the convolutions of
+        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size; for
         zero-padded ones, with any stride, on n x n images with p rows and columns of padding in total, if
-        ``size >= n + p`` and the kernel fits into ``size``; not for other sizes.
+        ``size >= n + p`` and the kernel fits into ``size``; for no others.
 
     Cost:
         t + 1 matrix products of the smaller side at each frequency.

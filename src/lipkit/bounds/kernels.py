@@ -25,7 +25,7 @@ def symbol_error(kernel: Tensor) -> Tensor:
 
 
 def grid(kernel: Tensor, points: int | Callable[[int], int]) -> tuple[int, int]:
-    """Points per axis: as many as given, or as a function of the taps there; one where the kernel has one tap."""
+    """Points per axis: ``points``, or ``points(taps)``; 1 along an axis with a single tap."""
     check_kernel(kernel)
     first, second = (1 if k == 1 else points if isinstance(points, int) else points(k) for k in kernel.shape[-2:])
     return first, second

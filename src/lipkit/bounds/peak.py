@@ -1,7 +1,7 @@
 r"""Where the norm of a symbol is largest: a search in float32 that proposes and never proves.
 
-A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once; then, at the best points, steps that
-improve the frequency (of a scalar trigonometric polynomial, for a fixed vector) and the vector in turn.
+A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once; then, from the best points, steps that
+alternate between the vector and the frequency. For a fixed vector the norm is a scalar function of the frequency.
 """
 
 from __future__ import annotations

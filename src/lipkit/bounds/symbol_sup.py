@@ -1,4 +1,4 @@
-r"""Bounds of a convolution by its matrix symbol: at the frequencies of one image size, or at all.
+r"""Bounds of a convolution by its matrix symbol: at the frequencies of one image size, or at all frequencies.
 
 For a kernel :math:`K` the norm of the convolution with zero padding of any width, of a circular one of any size,
 strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}`, which
@@ -95,8 +95,8 @@ def symbol_sup(
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         tolerance: how far above the supremum the bound may be, relative, in [1e-4, 1]. The number of cells grows
             like 1 / tolerance.
-        finer: prove nearly constant symbols, as those of orthogonal kernels, to more digits where that costs little.
-            Otherwise the bound is the number of :func:`symbol_sup_estimate` if that can be proved.
+        finer: prove nearly constant symbols, like those of orthogonal kernels, to more digits where that costs
+            little. If False, the bound equals :func:`symbol_sup_estimate` where that can be proved.
         points: S: instead of cells, a grid of S equispaced points per axis with the correction of
             :func:`grid_correction` (``tolerance`` is then not used).
 

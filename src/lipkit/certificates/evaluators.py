@@ -71,7 +71,7 @@ class Evaluator:
 def evaluator(
     name: str, device: str | torch.device, network: nn.Module | None = None, rounding: str = "sound"
 ) -> Evaluator:
-    """The evaluator of this name under the present settings, which must not break its model; none without rounding."""
+    """The evaluator of this name; refuses settings of torch that break its model. Without rounding: ``"real"``."""
     kind = torch.device(device).type
     if check_rounding(rounding) == "ignore":
         if name != "float64":
@@ -199,6 +199,6 @@ def _sound_settings(name: str, kind: str, network: nn.Module | None) -> dict[str
 
 
 def inner_products_only(device: torch.device, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Without cuDNN on CUDA, whose algorithms for convolutions are not all inner products."""
+    """A context without cuDNN on CUDA: not all of its algorithms for convolutions are inner products."""
     cuda = wanted and device.type == "cuda"
     return torch.backends.cudnn.flags(enabled=False) if cuda else contextlib.nullcontext()

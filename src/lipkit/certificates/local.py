@@ -68,7 +68,7 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 class Ball:
     """Bounds that hold for all inputs within ``radius`` (N,), finite, of N samples x, and in ``box``; all in float64.
 
-    ``walks`` are the error bounds behind the leaves' modules, see `Bounds.walks`.
+    ``walks`` are the error bounds after the leaves' modules, see `Bounds.walks`.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds behind each module of the network, from the constants of those before it; -1 for the input."""
+        """Error bounds after each module of the network, from the constants of those before it; -1 for the input."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:

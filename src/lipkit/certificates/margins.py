@@ -92,7 +92,7 @@ def last_layer_constants(distances: Tensor, body_constant: float) -> Tensor:
     check_constant(body_constant)
     if body_constant == 0:
         return torch.where(distances.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)  # 0 * inf is unknown, not 0
-    # Equal rows stay a proved 0, but only behind a finite body: 0 * inf proves nothing.
+    # Equal rows stay a proved 0, but only after a finite body: 0 * inf proves nothing.
     equal = 0.0 if math.isfinite(body_constant) else math.inf
     return torch.where(distances == 0, equal, next_up(distances * body_constant)).fill_diagonal_(0.0)
 
@@ -125,7 +125,7 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
 
 
 def nearest(gap: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
-    """The smallest ``gap / slope`` (N, K) of the classes other than the label, rounded down, with `radii`'s zeros."""
+    """The smallest ``gap / slope`` (N, K) over the classes other than the label, rounded down; 0 where `radii` is 0."""
     positive = (gap > 0) & slope.isfinite()
     moving = positive & (slope > 0)
     quotient = next_down(gap / torch.where(moving, slope, 1.0))  # 1 only where it is not used

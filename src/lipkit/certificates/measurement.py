@@ -180,7 +180,7 @@ def prove(
 ) -> Proof:
     """Prove once what all certificates of a network need; `lipkit.certify` takes the result any number of times.
 
-    **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
+    **Guarantee.** As for `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
     Each use compares the network with the proof, byte by byte, and refuses a proof of other numbers, of another
     structure, or for another evaluator. A certificate is the same with the proof and without.
 
@@ -264,7 +264,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Errors (N, 1 or K) of each output: of `outputs`, and of the machine within ``distance``; 0 if ignored."""
+        """Two error bounds (N, 1 or K): of `outputs`, and of the machine within ``distance``; 0 if ignored."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero

@@ -51,7 +51,7 @@ class RegressionCertificate(Shown):
         prediction: (N, d) outputs at the samples.
         target: (N, d).
         method: what gave the constants: ``"outputs"`` (each output bounded by itself) or ``"global"`` (all by L).
-        dtype, input_shape, network_sha256: as of `Certificate`.
+        dtype, input_shape, network_sha256: as in `Certificate`.
         rounding: ``"sound"``: deviations and worst errors are those of the machine; ``"ignore"``: of real arithmetic.
         evaluator: the evaluation they hold for, and the settings they were made under.
         prediction_error: (N, d) bounds the rounding error of `prediction`; 0 where rounding is ignored.
@@ -86,7 +86,7 @@ class RegressionCertificate(Shown):
 
     @property
     def output_deviation(self) -> Tensor:
-        """(d,) the same for each output, from `moved`, in units of that output."""
+        """(d,) largest deviation of each output alone, in its units: `moved` and twice the rounding error."""
         return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
@@ -223,7 +223,7 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
     modules = list(network)
     tail = modules[-1] if modules else None
     scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
-    position = len(modules) - (1 if scaling is None else 2)  # of the last layer, behind which a scaling may stand
+    position = len(modules) - (1 if scaling is None else 2)  # of the last layer; a scaling may follow it
     last = modules[position] if position >= 0 else None
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or len(last.weight) != outputs:
         return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"

@@ -1,4 +1,4 @@
-"""The command line: one file for each verb. Nothing here imports torch before a verb runs."""
+"""The command line: one file for each command. Nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A kernel with :math:`K[s] = -K[-s]^\top` is a skew-symmetric convolution, with c
 operator A is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal. The
 polynomial :math:`p_T(A)` has the singular values :math:`|p_T(i\theta)|`, which ``taylor_range`` bounds.
 
-It is taken in one of three ways: of the **features**, by T convolutions; at the **frequencies** of the transformed
-images, by T products with the matrices of the symbol; or of the **symbol**, by products of those matrices and one with
+It is evaluated in one of three ways: on the **features**, by T convolutions; at the **frequencies** of the transformed
+images, by T products with the matrices of the symbol; or on the **symbol**, by products of its matrices and one with
 the images.
 """
 
@@ -45,7 +45,7 @@ def adjoint(kernel: Tensor) -> Tensor:
 
 
 def skew(kernel: Tensor) -> Tensor:
-    r"""The skew part, without the half, of M ``(c, c, kh, kw)``: :math:`K[s] = M[s] - M[-s]^\top`.
+    r"""Twice the skew part of M ``(c, c, kh, kw)``: :math:`K[s] = M[s] - M[-s]^\top`.
 
     The result is skew to the last bit: each tap and its partner are one rounded difference with two signs.
 
@@ -81,7 +81,7 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
 
 
 def taylor_rows(rows: Tensor, a: Tensor, terms: int, outputs: int, scale: Tensor | float = 1.0) -> Tensor:
-    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, zeros behind it, by Horner's scheme."""
+    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, zero-padded, by Horner's scheme."""
     full, z = F.pad(rows, (0, a.shape[-1] - rows.shape[-1])), rows
     for i in range(terms, 0, -1):  # z <- x + A z / i, so that A^i gets 1 / i!
         m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]  # first step: the zeros need no columns

@@ -206,7 +206,7 @@ class Group(NamedTuple):
         return part[..., channels]
 
     def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
-        """The group's rows, real or complex like its matrices: ``(n_r, B, C)`` or ``(n_p, B, C)``."""
+        """The group's rows as numbers, real or complex like its matrices: ``(frequencies, B, C)``."""
         part = self.view(rows, channels)
         if not self.factors.matrix.is_complex():
             return part.contiguous()
@@ -294,7 +294,7 @@ def backward_rows(
 
 
 def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None, normal: NormalMatrices) -> Tensor:
-    """The solve form on images, by operations that every tracer and every derivative of torch knows."""
+    """`solve_form` in operations that torch can trace and differentiate to any order."""
     h, w = x.shape[-2:]
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     channels = None if scale is None else scale[:, None, None]

@@ -90,7 +90,7 @@ def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor |
 def _plain(
     real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor], kernel_size: Size
 ) -> Tensor:
-    """The whole batch at once, by operations that every tracer and every derivative of torch knows."""
+    """The whole batch at once, in operations that torch can trace and differentiate to any order."""
     (kh, kw), (h, w) = kernel_size, x.shape[-2:]
     s = analyse(split_phases(x, kernel_size), matrices)
     if pair.shape[1] == 2:

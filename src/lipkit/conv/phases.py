@@ -57,7 +57,7 @@ def frequency_map(kernel_size: Size) -> Tensor:
             [2, 4, 3]])
 
     References:
-        [ECO] equation 18 and algorithm 2, whose printed marker 0 for "not yet set" is also a valid number.
+        [ECO] equation 18 and algorithm 2 (which marks entries not yet set by 0, a valid index).
     """
     kh, kw = kernel_size
     table = torch.full((kh, kw), -1, dtype=torch.int64)

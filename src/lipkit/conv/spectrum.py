@@ -161,7 +161,7 @@ def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrice
 
 
 def _plain(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
-    """The function of :class:`_Apply`, by operations that every tracer and every derivative of torch knows."""
+    """The function of :class:`_Apply`, in operations that torch can trace and differentiate to any order."""
     h, w = x.shape[-2:]
     y = synthesise(multiply(Symbol(real, pair), analyse(x, matrices)), h, w, matrices)
     return y if bias is None else y + bias[:, None, None]

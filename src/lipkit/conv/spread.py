@@ -75,7 +75,7 @@ def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
 
 
 def _plain(kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The function of :class:`_Convolved`, by operations that every tracer and every derivative of torch knows."""
+    """The function of :class:`_Convolved`, in operations that torch can trace and differentiate to any order."""
     exact, (solution, outputs) = x.to(kernel.dtype), spread_parts(kernel, *x.shape[-2:])
     y = circular_conv2d(apply_symbol(solution, exact), outputs, bias)
     return (y - F.pad(exact, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))).to(x.dtype)

@@ -22,7 +22,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Cifar:
-    """One of the two data sets, as its files hold it."""
+    """One of the two data sets: names of its files, and their layout."""
 
     name: str
     binary: str  # folder of the binary version under the data root, taken first
@@ -109,7 +109,7 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tenso
 
 
 def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tensor]:
-    """As `read_binary`, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
+    """The same as `read_binary`, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
     key = variant.key
     batch = read_pickle(path, source=variant.source)
     images, labels = batch.get("data"), batch.get(key)

@@ -91,7 +91,7 @@ class ImageFiles:
         return images
 
     def subset(self, index: Tensor) -> ImageFiles:
-        """The files at ``index``, numbers or a mask, not decoded."""
+        """The files selected by ``index``, integers or a mask; nothing is decoded."""
         index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
         return replace(self, files=[self.files[i] for i in index.tolist()])
 

@@ -82,7 +82,7 @@ class Split:
         return Split(x, self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
-        """The split with both tensors on `device`; one of image files as it is."""
+        """The split with both tensors on `device`; image files stay where they are."""
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:

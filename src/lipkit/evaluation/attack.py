@@ -59,7 +59,7 @@ def check_accuracy(
 ) -> None:
     """Raise `CertificateViolation` if a sample certified at ``eps`` did not survive an attack with that l2 radius.
 
-    ``chosen`` (M,) are the attacked of N samples; ``survived`` (N,) tells which are still correct.
+    ``chosen`` (M,) are the indices of the attacked samples; ``survived`` (N,) tells which are still correct.
     """
     broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
     if len(broken):
@@ -115,7 +115,7 @@ class Attacked:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """The closest adversarial example found of each sample that has one, by sample.
+    """The closest adversarial example found for each sample that has one, in the order of the samples.
 
     Attributes:
         index, prediction: (M,) the sample, and the class of the point.
@@ -262,7 +262,7 @@ def attack_samples(
 
 
 def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
-    """The samples that are attacked: all of them, or ``samples`` drawn by ``seed``, in order."""
+    """Indices of the samples to attack: all, or ``samples`` of them drawn by ``seed``, in order."""
     if samples is None or samples >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].sort().values

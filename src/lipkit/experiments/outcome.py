@@ -123,7 +123,7 @@ def finish(
 
 
 def told(display: Display) -> Callable[[str, int, int], None]:
-    """Notes at most every ten seconds how many samples are done, and the time that is left: `lipkit.certify`."""
+    """A ``progress`` for `lipkit.certify` that notes the samples done and the time left, at most every ten seconds."""
     begun: dict[str, float] = {}
     noted = called = time.monotonic()
 

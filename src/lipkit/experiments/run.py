@@ -173,7 +173,7 @@ def certify(
     Args:
         folder, recipe: the run's, see `read_recipe`; perhaps with another section ``certify`` or ``data``.
         device: where to compute.
-        display, large_eps: as of `train`.
+        display, large_eps: as in `train`.
 
     Raises:
         RunError: the folder has no exported network.
@@ -230,12 +230,12 @@ def read_recipe(
     """The recipe of a run. The run may come from somebody else, so code (``pkg.mod:factory``) is refused by default.
 
     Args:
-        folder, overrides: the run's folder, and changes as of `load_recipe`.
+        folder, overrides: the run's folder, and changes as in `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run.
         build: whether the caller will build the model; if not, its name may be code, or that of a file.
 
     Raises:
-        RunError: the folder has no run, or its recipe names code; the message has the module.
+        RunError: the folder has no run, or its recipe names code (the message says which).
     """
     path = Path(folder) / RECIPE
     if not path.is_file():

@@ -66,7 +66,7 @@ def check_runtime(
 
     Args:
         network: the exported network.
-        runtime: what was made of it (`lipkit.interop.onnx_runtime`, ...).
+        runtime: the same network elsewhere (`lipkit.interop.onnx_runtime`, ...).
         x: (N, *input_shape); None: `random_inputs`.
         y: (N,) labels; None, or (N, d) targets of a regression: only outputs are compared.
         eps: radii at which certified accuracies are compared.

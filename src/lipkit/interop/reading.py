@@ -110,7 +110,7 @@ def _without_memory(value: Any) -> Any:
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """Refuse stored numbers that are not finite, and values of more than ``VALUES`` numbers before they take memory."""
+    """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample."""
     for name, t in (*network.named_parameters(), *network.named_buffers()):
         if not all_finite(t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")

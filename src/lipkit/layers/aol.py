@@ -35,8 +35,8 @@ def aol_matrix(v: Tensor) -> Tensor:
 def aol_kernel(kernel: Tensor) -> Tensor:
     r"""Each input channel scaled by :math:`s_i^{-1/2}`, :math:`s_i = \sum_{j,\delta} |K^\top * K|_{ij\delta}`.
 
-    The convolution has norm at most 1 for zero padding of any width and for circular padding of any size: folding the
-    autocorrelation modulo the image only adds numbers before their absolute value.
+    The convolution has norm at most 1 for zero padding of any width and for circular padding of any size: on a small
+    image taps of the autocorrelation add up, and the modulus of a sum is at most the sum of the moduli.
     """
     s = autocorrelation(kernel).abs().sum((1, 2, 3))  # over inputs j and lags
     return kernel * where_positive(torch.rsqrt, s)[:, None, None]

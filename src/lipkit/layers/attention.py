@@ -78,7 +78,7 @@ class MemoryAttention(Attention):
         device, dtype: of the parameters (float32 or float64).
 
     Parameters ``free`` A (slots, features) and ``bias`` c (slots,). Shapes: ``(B, d)``, ``(B, n, d)`` or images
-    ``(B, d, H, W)``, the same again.
+    ``(B, d, H, W)``; the output has the same shape.
 
     Guarantee:
         1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
@@ -113,7 +113,7 @@ class TokenAttention(Attention):
         heads: groups of rows, each with weights of its own.
         device, dtype: of the parameters (float32 or float64).
 
-    Parameter ``free`` A (hidden, features). Shapes: ``(B, n, d)`` or images ``(B, d, H, W)``, the same again; any n.
+    Parameter ``free`` A (hidden, features). Shapes: ``(B, n, d)`` or images ``(B, d, H, W)``, as the output; any n.
 
     Guarantee:
         1-Lipschitz, by construction, and attained: the mean of all tokens is kept.

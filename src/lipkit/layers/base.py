@@ -1,8 +1,8 @@
 """The base classes of constrained layers, and the record of a family in the table of families.
 
 A :class:`ConstrainedLinear` returns a matrix, a convolution a kernel (:class:`KernelConv2d`) or a matrix at each
-frequency (:class:`SymbolConv2d`), or is a :class:`ConstrainedConv2d` of its own. Exports: :mod:`lipkit.layers.export`.
-A whole family, written from beginning to end: docs/adding_a_family.md.
+frequency (:class:`SymbolConv2d`); others derive from :class:`ConstrainedConv2d` itself. Exports:
+:mod:`lipkit.layers.export`. A whole family, written from beginning to end: docs/adding_a_family.md.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def proved_norm(kernel: Tensor) -> Tensor:
 
 
 class Biased(nn.Module):
-    """A layer with a bias, or without."""
+    """A layer with an optional bias."""
 
     bias: nn.Parameter | None
 

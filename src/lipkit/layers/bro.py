@@ -144,9 +144,9 @@ register_one_lipschitz(BroLinear, BroConv2d)
 class LiResConv2d(NearIdentity, base.KernelConv2d):
     r"""Convolution by :math:`(E + g N / \sqrt{\mathrm{depth}}) / \beta`, :math:`\beta` a bound of the numerator's norm.
 
-    E is the identity on the first channels: a residual connection around a linear layer, with the constant of one
-    kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
-    the loss. Dividing by :math:`\beta` gives the same network up to the size of its biases.
+    E is the identity on the first channels: a residual connection and a linear layer in one kernel. [LiResNet] keeps
+    the numerator as its kernel and puts estimates of the norms into the loss. Dividing by :math:`\beta` gives the same
+    network up to the size of its biases.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -163,7 +163,7 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
         exports always use the proof.
 
     Cost:
-        One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
+        One :func:`lipkit.bounds.symbol_sup` per forward pass: a few hundred Cholesky factorisations of the smaller
         channel number, whatever the image. A training step without proof takes a search and one singular vector.
 
     >>> LiResConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
@@ -181,7 +181,7 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
         self.make_residual(self.shape, depth, device, dtype)
 
     def kernel(self, proved: bool = True) -> Tensor:
-        """The kernel of norm at most 1; not ``proved``, it is that of a training step. Zero stays zero."""
+        """The kernel of norm at most 1; ``proved=False`` gives that of a training step. Zero stays zero."""
         kernel = self.directions()
         bound = (base.proved_norm if proved else base.training_norm)(kernel)
         return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)

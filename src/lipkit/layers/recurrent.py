@@ -267,7 +267,7 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
         if phi is None:
             return None
         turn = _rotation(w) if type(phi) is MaxMin else torch.eye(len(w), device=w.device, dtype=w.dtype)
-        weights.append(turn.mT @ w)  # R^T into the layer before, R into the one behind
+        weights.append(turn.mT @ w)  # R^T into the layer before, R into the one after
         biases.append(turn.mT @ b)
         kinds.append(HalfAbs() if type(phi) is MaxMin else phi)
         multipliers.append(w.new_ones(len(w)) if weight is None else weight.square())  # Psi^2 of a sandwich

@@ -36,7 +36,7 @@ class RkoConv2d(KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) for named functions; for any
-        other, ``lipschitz`` computes the norm of the resulting kernel. It shrinks most inputs: for
+        other, ``lipschitz`` computes the norm of the resulting kernel. The layer shrinks most inputs: for
         ``out_channels <= s^2 in_channels`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
     >>> import torch

@@ -6,7 +6,7 @@ A system with states x, inputs u, outputs y and units :math:`w = \phi(v)` is one
 
     M = \begin{pmatrix} D_{11} & C_1 & D_{12} \\ B_1 & A & B_2 \\ D_{21} & C_2 & D_{22} \end{pmatrix} .
 
-:math:`D_{11}` counts below its diagonal blocks only: units are computed block by block, each from those before it.
+Entries of :math:`D_{11}` on and above its diagonal blocks count as 0: each block of units reads the blocks before it.
 """
 
 from __future__ import annotations

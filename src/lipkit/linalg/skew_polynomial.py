@@ -108,9 +108,9 @@ CACHED = 2**19
 
 
 class Powers(NamedTuple):
-    """Powers 1, 2, 4, 8, ... of ``a`` of about unit norm, ``(n, c, c)``; those from 8 on are divided by their norms.
+    r"""Powers 1, 2, 4, 8, ... of matrices a ``(n, c, c)`` of norm about 1; those from 8 on are divided by their norms.
 
-    ``scale`` and ``share`` ``(n, 1, 1)`` give the unscaled A = scale a and A / beta = share a.
+    ``scale`` and ``share`` ``(n, 1, 1)``: A = scale a is the skew matrix, and :math:`A / \beta(A)` = share a.
     """
 
     scale: Tensor

@@ -1,7 +1,7 @@
-r"""Steps on the manifold of semi-orthogonal matrices: tangents, matrix signs, and the way back onto it.
+r"""Steps on the Stiefel manifold of semi-orthogonal matrices: tangents, matrix signs and retractions.
 
-W (..., m, n) with m <= n has orthonormal rows; a tall matrix is transposed first. Square ones form a group.
-Products with the larger side dominate the cost: everything else happens in the m x m Gram matrices.
+W (..., m, n) with m <= n has orthonormal rows; a tall matrix is transposed first. Products with the larger side
+dominate the cost: everything else happens in the m x m Gram matrices.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Build:
         return self.add(Bounded(factor, method), x)
 
     def keep(self, x: Operand) -> int:
-        """A map of constant 1, which has no plain form, to the same format."""
+        """A map of constant 1 that keeps the dtype and has no plain form."""
         return self.scale(self.same_format(x), 1.0)
 
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:

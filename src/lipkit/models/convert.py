@@ -218,7 +218,7 @@ def rebuild(
     activation: Literal["maxmin"] | None = "maxmin",
     **options: Any,
 ) -> nn.Module:
-    """`convert` of a saved network, forward pass included: ``model: {name: rebuild, options: {network: RUN/network}}``.
+    """`convert` of a saved network with ``forward="rebuild"``; ``model: {name: rebuild, options: {...}}`` in a recipe.
 
     ``network`` is a folder of `lipkit.save`, or the name of a network of the package; it must have ``classes`` outputs.
     """

@@ -75,7 +75,7 @@ def small(
     (unless the layers of the family contain an activation).
 
     Args:
-        layer, width, options: as of `kwlarge`.
+        layer, width, options: as in `kwlarge`.
         kernel_size: of the first layer; strided layers use 1, unconstrained ones the whole kernel.
         image: (C, H, W) with H and W even (multiples of 4 above 12 x 12).
 
@@ -111,7 +111,7 @@ def lbdn_conv(
     unit rows.
 
     Args:
-        layer, options: as of `kwlarge`.
+        layer, options: as in `kwlarge`.
         blocks: number of blocks, each of which halves the image and doubles the channels. The paper: 3 for 32 x 32, 4
             for 64 x 64.
         width: channels of the first block.

@@ -45,7 +45,7 @@ class Common(TypedDict, total=False):
 # Inserted into the docstring of every builder, below the line ``image:``.
 DESCRIBED = """\
     classes: number of outputs.
-    lipschitz: target constant behind the normalisation (without a last layer of unit rows), set by a gain in front.
+    lipschitz: target constant after the normalisation (but for a last layer of unit rows), set by a gain in front.
     mean, std: input normalisation, part of the network."""
 
 
@@ -183,7 +183,7 @@ def bounded(
     The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
     by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
-    gain = [] if lipschitz == 1.0 else [Scale(lipschitz)]  # the constant behind the normalisation
+    gain = [] if lipschitz == 1.0 else [Scale(lipschitz)]  # the constant of what follows the normalisation
     if mean is None and std is None:
         return nn.Sequential(*gain, *layers)
     if mean is None or std is None:

@@ -226,7 +226,7 @@ def lbdn(
     """A network of prescribed gain, from its ``sizes``, or from ``hidden``, ``input_shape`` and ``classes``.
 
     Args:
-        sizes, gamma, activation, learnable_gamma, bias, device, dtype: as of :class:`LBDN`, which is the result.
+        sizes, gamma, activation, learnable_gamma, bias, device, dtype: as in :class:`LBDN`, which is the result.
         hidden, input_shape, classes: instead of ``sizes``, for flattened inputs and a chain that ends in an `LBDN`.
         mean, std: input normalisation per channel, part of the network; the gain is that of the rest.
 
@@ -281,7 +281,7 @@ def from_network(
         dtype: of the parameters; by default that of the weights. They are computed in float64.
 
     Guarantee:
-        The result, an :class:`LBDN` (behind an ``nn.Flatten`` if the network has one), is gamma-Lipschitz. Its weights
+        The result, an :class:`LBDN` (after an ``nn.Flatten`` if the network has one), is gamma-Lipschitz. Its weights
         are those of ``network`` up to a relative 1e-6 (1e-15 where the LMI is strict), or an error is raised.
 
     Raises:

@@ -37,7 +37,7 @@ def mlp(
     Args:
         hidden: units of the hidden layers.
         layer: acronym of the family (``lipkit list layers``), or ``plain``: unconstrained.
-        gamma: the gain (behind the normalisation), positive and finite.
+        gamma: the gain of everything after the normalisation, positive and finite.
         input_shape: shape of one input, flattened by the network.
         classes: number of outputs.
         activation: between the layers: None for MaxMin, a name such as 'relu', or a 1-Lipschitz module; for layers with

@@ -149,7 +149,7 @@ def bronet(
         width: channels of the blocks, even.
         blocks: number of blocks, at least 1; the initial reflectors depend on it (``depth`` of `BroConv2d`).
         rank: of the reflectors, half of the width by default.
-        neck: channels behind the 2 x 2 patches; None for pooling.
+        neck: channels after the 2 x 2 patches; None for pooling.
         dense: units of the hidden dense layers.
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
@@ -189,7 +189,7 @@ def liresnet(
     `lipkit.modules.Center`, MaxMin.
 
     Args:
-        patch, width, neck, dense: as of `bronet`.
+        patch, width, neck, dense: as in `bronet`.
         blocks: number of blocks, at least 1; the initial kernels depend on it (``depth`` of `LiResConv2d`).
         padding_mode: of the blocks, 'circular' or 'zeros'.
         image: (C, H, W) with H and W multiples of ``2 patch`` (of ``patch`` with ``neck=None``).

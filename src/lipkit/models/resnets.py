@@ -74,7 +74,7 @@ def wide_resnet(
     Args:
         depth: 6 n + 4.
         widen: widening factor.
-        layer, options: as of `resnet9`.
+        layer, options: as in `resnet9`.
         kernel_size: of the layers of stride 1.
         image: (C, H, W) with H and W multiples of 16, and equal.
 

@@ -102,7 +102,7 @@ def sequence_classifier(
         features: outputs of the recurrent layer; by default as many as states, at least as many as classes.
         input_shape: (steps, features) of one sequence. Export it for any number of steps.
         classes: number of outputs.
-        lipschitz: target constant behind the normalisation.
+        lipschitz: target constant of everything after the normalisation.
         mean, std: input normalisation of each feature, part of the network.
         options: of the recurrent layer, such as ``phi`` and ``rate``.
 

@@ -114,7 +114,7 @@ def autoencoder(
     Args:
         stages: channels of each stage, at least one.
         code: channels of the code, on H / 2^stages x W / 2^stages pixels.
-        layer, kernel_size, activation, options: as of `unet`.
+        layer, kernel_size, activation, options: as in `unet`.
         input_shape: (C, H, W), H and W multiples of 2^stages.
         lipschitz: gain in front of the encoder.
 

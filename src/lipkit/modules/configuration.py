@@ -17,12 +17,12 @@ from lipkit.modules.plain import Accepts, Stored, row_of, stored_type, stored_ty
 
 
 def flag(value: Any) -> bool:
-    """True or false."""
+    """Accepts true and false."""
     return isinstance(value, bool)
 
 
 def real(value: Any) -> bool:
-    """A finite number."""
+    """Accepts a finite number."""
     return type(value) in (int, float) and abs(value) < 1e300  # a bool is no number, and NaN compares false
 
 
@@ -54,17 +54,17 @@ def either(accepts: Accepts | None, *others: str | None) -> Accepts:
 
 
 def submodule(value: Any) -> bool:
-    """The configuration of a module."""
+    """Accepts the configuration of a module."""
     return isinstance(value, dict)
 
 
 def submodules(value: Any) -> bool:
-    """A tuple of configurations of modules."""
+    """Accepts a tuple of configurations of modules."""
     return isinstance(value, tuple)
 
 
 def mapping(value: Any) -> bool:
-    """A mapping of names to numbers."""
+    """Accepts a mapping of names to numbers."""
     return isinstance(value, dict)
 
 

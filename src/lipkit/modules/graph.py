@@ -75,7 +75,7 @@ class Concatenate(Join):
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
         if dim < 1:
-            raise OptionError(f"Concatenate: expected a dimension behind the batch, at least 1, got {dim}")
+            raise OptionError(f"Concatenate: expected a dimension after the batch, at least 1, got {dim}")
         self.dim = dim
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
         if isinstance(node, Join):
             given = [wiring.add(_joining(node).plain(node), *given)]
         else:
-            # Look behind reshapes, as long as nothing else reads their values.
+            # Look through reshapes as long as nothing else reads their values.
             layer = given[0]
             while layer and waiting.get(layer, 1) == 1 and type(wiring.modules[layer - 1]) is Reshape:
                 (layer,) = wiring.sources[layer - 1]

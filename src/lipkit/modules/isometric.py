@@ -18,7 +18,7 @@ from lipkit.proof.arithmetic import Arithmetic, grow
 
 
 class HalfAbs(nn.Module):
-    """Absolute values in the first half of the channels (dimension 1), rounded down; the others stay. 1-Lipschitz.
+    """Absolute values of the first ``C // 2`` of C channels (dimension 1); the others stay. 1-Lipschitz.
 
     On two channels it is MaxMin between two rotations by 45 degrees, at a third of its cost.
 

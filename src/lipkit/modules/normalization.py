@@ -119,7 +119,7 @@ def _layer_norm(module: nn.LayerNorm, input_shape: Shape | None) -> Tensor:
     normalized = tuple(module.normalized_shape)
     if input_shape is not None and input_shape[-len(normalized) :] != normalized:
         raise ShapeError(
-            f"nn.LayerNorm: expected inputs that end in {normalized} behind the batch, got {input_shape}: it would "
+            f"nn.LayerNorm: expected inputs that end in {normalized} after the batch, got {input_shape}: it would "
             "take the batch for one of its dimensions"
         )
     return own_constant(module)
@@ -294,7 +294,7 @@ class UnitNorm(Together):
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
 
     def within(self, x: Range) -> UnitNorm:
-        """An equal map for inputs in a range, with eps as large as possible."""
+        """A module that computes the same for inputs in a range, with eps as large as possible."""
         nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))

@@ -104,7 +104,7 @@ def spectral_norms(a: Tensor) -> Tensor:
 
     Cost:
         One Gram matrix on the smaller side, its eigenvalues (from side 96 only the largest; from side 1,500 by
-        some hundred products with a vector) and one Cholesky factorisation, all float64.
+        a few hundred products with a vector) and one Cholesky factorisation, all float64.
 
     Raises:
         ShapeError: ``a`` has fewer than two dimensions or an empty one, or is not of a floating or complex dtype.
@@ -207,7 +207,7 @@ def quick_spectral_norm(a: Tensor) -> Quick:
         Upper bound as :func:`spectral_norms`; in the normal range about 0.1 % above the norm and at most 5 %.
 
     Cost:
-        Half of a float64 Gram matrix on the smaller side, some dozens of products by vectors, a factorisation.
+        Half of a float64 Gram matrix on the smaller side, a few dozen products by vectors, a factorisation.
 
     >>> 3.0 <= float(quick_spectral_norm(torch.diag(torch.tensor([3.0, 1.0]))).bound) < 3.01
     True

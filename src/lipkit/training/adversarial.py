@@ -25,8 +25,8 @@ class PgdAdversary:
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
     **The attacked network** is in evaluation mode, so that the examples of a batch do not depend on each other and the
-    attack does not change running statistics; the training step is in training mode. Of a network with constrained
-    layers the ``export`` is attacked, so that weights are built once for all steps; without one, the network.
+    attack does not change running statistics; the training step is in training mode. If the network has constrained
+    layers, its ``export`` is attacked, so that weights are built once for all steps.
 
     Args:
         norm: "linf" or "l2".

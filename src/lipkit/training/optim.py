@@ -179,7 +179,7 @@ class Together(Optimizer):
         return {"state": {}, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every part (OptionError: of another number of them); the groups stay shared objects."""
+        """Load the state of every part (OptionError: another number of parts); the groups stay shared objects."""
         states = state_dict.get("parts", [])
         if len(states) != len(self.parts):
             raise OptionError(f"expected the states of {len(self.parts)} optimisers, got {len(states)}")

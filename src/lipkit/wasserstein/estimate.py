@@ -208,7 +208,7 @@ def fit(
     model: nn.Module, x: Tensor, y: Tensor, steps: int, batch_size: int, lr: float, loss: Loss,
     generator: torch.Generator, device: torch.device,
 ) -> list[float]:  # fmt: skip
-    """Train a critic in place, by Adam, on batches that ``generator`` draws; return the difference of means on each."""
+    """Train a critic in place, by Adam, on batches from ``generator``; return its difference of means on each batch."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise OptionError(f"expected a critic with parameters to train, got {type(model).__name__} without any")
