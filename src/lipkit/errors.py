@@ -68,11 +68,7 @@ def first_line(error: BaseException) -> str:
 
 
 def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
-    """The two ends of an interval; ``OptionError`` unless the smaller comes first, and both are finite if ``finite``.
-
-    >>> interval("box", [0, 1])
-    (0.0, 1.0)
-    """
+    """The two ends of an interval; ``OptionError`` unless they ascend, and are finite if ``finite``."""
     try:
         low, high = (float(end) for end in (() if isinstance(value, str) else value))
     except (TypeError, ValueError, RuntimeError, OverflowError):

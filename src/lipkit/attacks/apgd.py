@@ -102,11 +102,6 @@ def apgd_then_targeted(
     """One start of `apgd` on the margin loss; then ``restarts - 1`` targeted starts on the samples that survive it.
 
     ``restarts=None`` is one start, then one for each of the 9 largest wrong logits.
-
-    >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
-    >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
-    >>> model(apgd_then_targeted(model, x, y, eps=1.0, box=None)).argmax(1).item()
-    1
     """
     common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
     points = apgd(model, x, y, eps=eps, restarts=1, **common)

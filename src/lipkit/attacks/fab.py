@@ -63,12 +63,6 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     ``s`` solves ``sum_j |w_j| min(s r_j, room_j) = |gap|``, whose left side is concave and piecewise linear: Newton's
     method from below grows towards the root and never passes it. Where the hyperplane does not meet the box, the step
     goes to the corner nearest to it. Points, ``normal`` w and steps are (N, d); the step is 0 where ``normal`` is.
-
-    >>> w = torch.tensor([[3.0, 4.0]])
-    >>> towards_hyperplane(torch.zeros(1, 2), w, torch.tensor([5.0]), "l2", None).tolist()
-    [[0.6000000238418579, 0.800000011920929]]
-    >>> towards_hyperplane(torch.zeros(1, 2), w, torch.tensor([3.5]), "linf", (0, 1)).tolist()
-    [[0.5, 0.5]]
     """
     # scaled to largest entry 1, so that squares neither overflow nor vanish
     largest = normal.abs().amax(dim=1, keepdim=True)

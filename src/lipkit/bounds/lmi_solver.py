@@ -217,11 +217,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with the strictly feasible ``safe`` as needed.
-
-    >>> repaired([torch.eye(2), torch.eye(2)], [torch.ones(2)], [torch.ones(2)])[0] < 1 + 1e-9
-    True
-    """
+    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with the strictly feasible ``safe`` if needed."""
     # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
     for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
         mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
@@ -239,10 +235,6 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
-
-    >>> gain, multipliers, _ = minimise_gain([torch.eye(2), torch.eye(2)])
-    >>> abs(gain - 1) < 1e-4, [m.shape for m in multipliers]
-    (True, [torch.Size([2])])
     """
     weights = [to_double(w.detach()).cpu() for w in weights]
     if any(b.shape[1] != len(a) for a, b in pairwise(weights)):  # the norms would prove nothing of others

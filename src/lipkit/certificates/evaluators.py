@@ -99,11 +99,7 @@ def arithmetic(name: str, network: nn.Module) -> Arithmetic:
 
 
 def machine(network: modules.Network, name: str) -> modules.Network:
-    """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype.
-
-    >>> type(machine(modules.Network([nn.Linear(2, 2)], (2,)), "float32_blocked")[0]).__name__
-    'BlockedLinear'
-    """
+    """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype."""
     if name not in _DTYPES or name == "integer":
         floats = [known for known in _DTYPES if known != "integer"]
         raise OptionError(f"evaluator: expected one of {', '.join(floats)}, got {name!r}")

@@ -31,12 +31,7 @@ class Share:
 
 
 def share(hits: Tensor, confidence: float = 0.95) -> Share:
-    """The fraction of True in a (N,) bool tensor.
-
-    >>> import torch
-    >>> share(torch.tensor([True, True, False, True])).value
-    0.75
-    """
+    """The fraction of True in a (N,) bool tensor."""
     count, total = int(hits.sum()), len(hits)
     return Share(count, total, *clopper_pearson(count, total, confidence))
 

@@ -213,11 +213,11 @@ def certify_regression(
 
 
 def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
-    """Constants (d,) of the outputs one by one and ``"outputs"``, or the whole network's and ``"global"``.
+    """A constant for each output (d,), and the method: ``"outputs"``, or ``"global"`` if all have the network's.
 
-    One by one for networks that end in ``nn.Linear``, with or without an output scaling: output j is the network with
-    only row j of the last layer. Its bound is the product of norms ``L_body ||w_j||`` or, if multipliers make it
-    smaller, that of the LMI, times the scale of the output; it is at most that of the whole network.
+    ``"outputs"`` needs a network that ends in ``nn.Linear``, perhaps with an output scaling. Output j is the network
+    with only row j of that layer; its constant is ``L_body ||w_j||``, or the smaller one of the LMI with multipliers,
+    times the output's scale, and at most the network's.
     """
     network, proof = proved.network, proved.chain
     modules = list(network)

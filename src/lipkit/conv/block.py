@@ -128,9 +128,6 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
               F(w)^*F(w) = \sum_\delta A[\delta]^\top e^{i\langle\delta,w\rangle}
 
     They take ``(kh kw)^2 / 2`` products of channel matrices, one for each pair of taps and half of them by symmetry.
-
-    >>> half_autocorrelation(torch.tensor([[[[[1.0, 2.0]]]]])).flatten().tolist()
-    [5.0, 2.0]
     """
     groups, cout, cin, kh, kw = kernels.shape
     taps = torch.cartesian_prod(torch.arange(kh), torch.arange(kw)).reshape(-1, 2)

@@ -176,10 +176,6 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
 
     In half precision, where products are faster, an inverse pays once the images number a third of the channels, not
     half. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
-
-    >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
-    >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype
-    torch.bfloat16
     """
     if torch.compiler.is_compiling() or transformed():
         return None

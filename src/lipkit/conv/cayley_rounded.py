@@ -28,11 +28,7 @@ from lipkit.linalg.transforms import transformed
 
 
 def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
-    """The transposes of real and of complex matrices in ``dtype``: views of one rounded copy.
-
-    >>> rounded_symbol(torch.eye(2)[None], torch.tensor([[[1j]]]), torch.bfloat16).pair.tolist()
-    [[[[0.0]], [[1.0]]]]
-    """
+    """The transposes of real and of complex matrices in ``dtype``: views of one rounded copy."""
     # Round in memory order before taking apart: the second pass moves half the bytes.
     parts = torch.view_as_real(pair.resolve_conj()).to(dtype).movedim(-1, 0).contiguous().movedim(0, 1)
     # Products take a transposed view; a transposing copy of large matrices would cost as much as they do.

@@ -37,12 +37,7 @@ class NormalMatrices(NamedTuple):
 
 
 def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
-    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable.
-
-    >>> n = normal_matrices(torch.ones(2, 3, 3, 3), 4, 4)
-    >>> n.pair.shape, n.rest_pair.shape
-    (torch.Size([6, 2, 2]), torch.Size([6, 2, 1]))
-    """
+    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable."""
     check_kernel(kernel)
     cout, cin = kernel.shape[:2]
     n = min(cout, cin)
@@ -163,10 +158,6 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
     With a ``scale`` for each of its rows, if given.
-
-    >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal, prepare(normal, 1), None).pair.shape
-    torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None

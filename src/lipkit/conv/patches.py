@@ -56,12 +56,6 @@ def patch_kernel(matrix: Tensor, stride: int) -> Tensor:
 
     It is :func:`downsample` and a 1 x 1 convolution in one pass: the columns of the matrix ``(cout, s^2 cin)`` have
     that order. The patches do not overlap, so the convolution has the singular values of the matrix.
-
-    >>> import torch
-    >>> x, matrix = torch.arange(16.0).reshape(1, 1, 4, 4), torch.arange(8.0).reshape(2, 4)
-    >>> apart = F.conv2d(downsample(x, 2), matrix[..., None, None])
-    >>> torch.equal(F.conv2d(x, patch_kernel(matrix, 2), stride=2), apart)
-    True
     """
     return matrix.unflatten(1, (-1, stride, stride))
 
@@ -115,10 +109,6 @@ def contraction_from_matrix(matrix: Tensor, kh: int, kw: int) -> Tensor:
     Raises:
         ShapeError: the columns of ``matrix`` are no multiple of kh kw.
 
-    >>> import torch
-    >>> contraction_from_matrix(torch.ones(1, 9), 3, 3)[0, 0, 0]
-    tensor([0.3333, 0.3333, 0.3333])
-
     References:
         Li et al., NeurIPS 2019, section 4.1 (RKO); Tsuzuku, Sato & Sugiyama, NeurIPS 2018, section 4 (the factor).
     """
@@ -155,11 +145,6 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
         :math:`\|H\| \|R\| \prod_i \max(1, 2 \|V_i\|^2 - 1)` always. A dilation d changes nothing where
         :math:`\gcd(s, d) = 1`: the patches then still cover each pixel once.
 
-    >>> import torch
-    >>> k = aoc_kernel(torch.eye(1), torch.zeros(2, 1, 0), torch.eye(4), (3, 3), (2, 2))
-    >>> k.shape, float(k.square().sum())
-    (torch.Size([4, 1, 3, 3]), 4.0)
-
     References:
         Boissin et al., ICML 2025 ("An adaptive orthogonal convolution scheme", AOC).
     """
@@ -189,12 +174,6 @@ def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
     Dividing each tap by the root of its sum makes a contraction: :math:`\mathrm{diag}(s) - T^\top T` is diagonally
     dominant. Pixels of one class see the same kernel, so one row serves each channel and class. Kernels of groups
     ``(g, cout, cin, kh, kw)`` give ``(g, cin, kh, kw)``, the sum that belongs to each tap.
-
-    >>> import torch
-    >>> aol_scales(torch.ones(1, 1, 1, 2, 2), (2, 2)).flatten().tolist()
-    [4.0, 4.0, 4.0, 4.0]
-    >>> aol_scales(torch.ones(1, 1, 1, 1, 2), (1, 1)).flatten().tolist()
-    [4.0, 4.0]
 
     References:
         Prach & Lampert, ECCV 2022, theorem 2, for stride 1; here of the polyphase kernel.

@@ -51,11 +51,6 @@ def apply_phases(
 
     Raises:
         ShapeError: the kernel does not divide the image.
-
-    >>> eye = torch.eye(2)
-    >>> x = torch.arange(24.0).reshape(1, 2, 2, 6)
-    >>> torch.allclose(apply_phases(Symbol(eye.expand(2, 2, 2), eye.expand(2, 1, 2, 2)), x, (2, 3)), x, atol=1e-5)
-    True
     """
     check_fits(x.shape[-2], x.shape[-1], kernel_size)
     if kernel_size == (1, 1):

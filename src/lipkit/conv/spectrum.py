@@ -47,12 +47,7 @@ def as_complex(pair: Tensor) -> Tensor:
 
 
 def as_pair(z: Tensor) -> Tensor:
-    """Complex numbers ``(n, ...)`` as pairs ``(n, 2, ...)``: the inverse of :func:`as_complex`.
-
-    >>> z = torch.tensor([1 + 2j])
-    >>> as_pair(z), torch.equal(as_complex(as_pair(z)), z)
-    (tensor([[1., 2.]]), True)
-    """
+    """Complex numbers ``(n, ...)`` as pairs ``(n, 2, ...)``: the inverse of :func:`as_complex`."""
     z = z.resolve_conj()  # vmap has no rule for the lazy minus of a conjugate
     return torch.stack((z.real, z.imag), 1)
 
@@ -99,11 +94,7 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
 
 
 def parts_apart(pair: Tensor) -> Tensor:
-    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed.
-
-    >>> parts_apart(torch.zeros(3, 2, 4, 5)).stride()
-    (20, 60, 5, 1)
-    """
+    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed."""
     # Transposed matrices stay transposed views.
     if pair.stride(-1) != 1 and pair.stride(-2) == 1:
         return parts_apart(pair.mT).mT

@@ -49,9 +49,6 @@ def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
     """2 pi (f1 p1 / h + f2 p2 / w) in float64, ``(F, P)``, for integers ``(F, 2)`` and ``(P, 2)``.
 
     Turns are counted in units of 1 / (h w), and whole ones removed, in integers: no angle is large.
-
-    >>> angles(torch.tensor([[1, 0]]), torch.tensor([[0, 0], [7, 1]]), 4, 2).tolist() == [[0.0, 1.5 * math.pi]]
-    True
     """
     turns = frequencies[:, :1] * (w * points[:, 0]) + frequencies[:, 1:] * (h * points[:, 1])
     return torch.remainder(turns, h * w).to(torch.float64) * (2 * math.pi / (h * w))

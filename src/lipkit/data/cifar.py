@@ -109,7 +109,7 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tenso
 
 
 def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tensor]:
-    """The same as `read_binary`, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
+    """Read as `read_binary` does, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
     key = variant.key
     batch = read_pickle(path, source=variant.source)
     images, labels = batch.get("data"), batch.get(key)

@@ -34,7 +34,7 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
 
 
 class NearIdentity(base.Constrained):
-    """Base of all three layers, with N and g of :func:`near_identity`."""
+    """Base of BRO and LiResNet layers: a kernel by :func:`near_identity`, with parameters N and g."""
 
     def make_residual(self, shape: tuple[int, ...], depth: int, device: Any, dtype: Any) -> None:
         """Parameters for a kernel of this shape: noise of variance 1 / (n kh kw), and ones."""

@@ -30,11 +30,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def get(name: str, others: Mapping[str, Family] = {}) -> Family:
-    """The family of this acronym in the table, or among ``others``; ``OptionError`` lists the known ones.
-
-    >>> get("cayley").conv.__name__
-    'CayleyConv2d'
-    """
+    """The family of this acronym in the table, or among ``others``; ``OptionError`` lists the known ones."""
     known = {**FAMILIES, **others}
     if name not in known:
         raise OptionError(f"layer: expected one of {', '.join(known)}, got {name!r}")

@@ -267,11 +267,7 @@ def make_activation(activation: str | nn.Module | None) -> nn.Module:
 def plain_conv2d(
     in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, *, padding_mode: Any = "zeros", **named: Any
 ) -> nn.Conv2d:
-    """``nn.Conv2d`` with odd kernels whose output is as large as the input divided by the stride.
-
-    >>> plain_conv2d(3, 8, 3, stride=2).padding
-    (1, 1)
-    """
+    """``nn.Conv2d`` with odd kernels whose output is as large as the input divided by the stride."""
     if kernel_size % 2 == 0:
         raise OptionError(f"kernel_size: expected an odd number for plain convolutions, got {kernel_size}")
     same = kernel_size // 2

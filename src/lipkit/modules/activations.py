@@ -164,9 +164,6 @@ class GroupSort(Shown):
 
     Raises:
         OptionError: ``group_size`` is below 2.
-
-    >>> GroupSort(3)
-    GroupSort(group_size=3)
     """
 
     def __init__(self, group_size: int | None = 2) -> None:

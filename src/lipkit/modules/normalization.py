@@ -254,7 +254,7 @@ class LayerCenter(Together):
 
     .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x
 
-    on each group of n numbers that differ in these dimensions alone.
+    with the mean over the dimensions ``dims``, n numbers.
 
     Raises:
         OptionError: no dimension, one twice, or the batch, which is 0.
@@ -275,8 +275,8 @@ class UnitNorm(Together):
 
     .. math:: y = x / \max(\|x\|_2, \epsilon)
 
-    on each group of numbers that differ in these dimensions alone: the projection onto the ball of radius eps, divided
-    by eps, so of constant :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm in it.
+    over the dimensions ``dims``: the projection onto the ball of radius eps, divided by eps, so of constant
+    :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm of x in the box.
 
     Raises:
         OptionError: no dimension, one twice, or the batch, which is 0; eps not positive and finite.

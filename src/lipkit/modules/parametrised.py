@@ -27,10 +27,6 @@ def settled(module: nn.Module) -> nn.Module:
     Raises:
         NoRuleError: a value that changes between evaluations, as by spectral normalisation in training mode; a
             parametrised class that torch did not create.
-
-    >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)
-    (<class 'torch.nn.modules.linear.Linear'>, True)
     """
     if not isinstance(module, nn.Module):
         return module  # type: ignore[unreachable]  # a user's, which the look-up of its rule refuses by name

@@ -1,9 +1,8 @@
 r"""Ranges of values: interval arithmetic, entry by entry.
 
 On a box with centre c and radii r, a linear map W has the range :math:`W c \pm |W| r`, and a non-decreasing function
-has its values at both ends. No certificate rests on a range: limits are part of the network
-(`lipkit.modules.products`). Within the ranges, which have room for rounding there, the limited network equals the one
-that it was made from.
+has its values at both ends. No certificate rests on a range: the limits made from them are part of the network, and
+`lipkit.modules.products` leaves room for rounding, so that the limited network computes the same on the box.
 """
 
 from __future__ import annotations

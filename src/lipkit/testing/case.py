@@ -151,17 +151,16 @@ class Case:
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: new and training; moved and in evaluation (if they differ, training)."""
+    """Layers to test bounds on: a new one in training mode; one with moved weights in evaluation mode.
+
+    If the modes differ, also the moved one in training mode.
+    """
     found = [case.layer(), case.moved(case.layer()).eval()]  # initial weights can be special
     return [*found, case.moved(case.layer())] if case.train_gap else found
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Relative l2 distance of two tensors: ``||a - b|| / max(||a||, ||b||)``, inf if shapes differ or it is not finite.
-
-    >>> distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
-    0.0
-    """
+    """Relative l2 distance ``||a - b|| / max(||a||, ||b||)``; inf if shapes differ or it is not finite."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double().cpu(), b.detach().double().cpu()  # subtract in float64
