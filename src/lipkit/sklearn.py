@@ -222,7 +222,6 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
     Guarantee:
         ``lipschitz_`` is proved from the numbers of ``export_``, and at most ``lipschitz``.
 
-    >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = LipschitzClassifier((16,), max_iter=30, random_state=0).fit(X[:100], X[:100, 0] > 0)
     >>> model.score(X[100:], X[100:, 0] > 0) > 0.9, model.lipschitz_ <= 5
@@ -310,7 +309,6 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
         ``lipschitz_`` is proved from the numbers of ``export_``, in units of the target, and at most ``lipschitz``
         times the target's standard deviation (times 1 for a constant target).
 
-    >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = LipschitzRegressor((16,), max_iter=100, random_state=0).fit(X, X[:, 0])
     >>> model.score(X, X[:, 0]) > 0.95

@@ -16,7 +16,7 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     and the same with the roles of the channels exchanged; the smaller wins.
 
-    Arguments, result and errors are those of :func:`lipkit.bounds.lipbound`.
+    Arguments and errors are those of :func:`lipkit.bounds.lipbound`.
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per

@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 26
 
 
 def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None, iterations: int = 6) -> Tensor:
-    r"""Upper bound of the spectral norm of a convolution by Gram iteration at each frequency.
+    r"""Differentiable upper bound of the spectral norm of a convolution, by Gram iteration at each frequency.
 
     .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
 
@@ -30,9 +30,6 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
             with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
         iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
             number of channels.
-
-    Returns:
-        0-d float64, differentiable.
 
     Guarantee:
         Upper bound, including rounding, for any number of iterations. Without ``size``: for the convolutions of

@@ -217,7 +217,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with the strictly feasible ``safe`` if needed."""
+    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with strictly feasible ``safe`` if needed."""
     # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
     for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
         mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]

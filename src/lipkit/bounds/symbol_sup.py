@@ -29,16 +29,13 @@ _FEW = 32
 
 
 def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
-    r"""Spectral norm of the circular convolution on an ``h x w`` image: exact up to rounding, never below.
+    r"""Differentiable spectral norm of the circular convolution on ``h x w``: exact up to rounding, never below.
 
     .. math:: \max_f \|F(f)\|_2 \quad\text{over the } h \times w \text{ frequencies}
 
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; larger than the image is allowed (taps wrap around).
         h, w: image size.
-
-    Returns:
-        0-d float64, differentiable.
 
     Guarantee:
         Upper bound, including rounding, for circular padding on this image size only. A zero-padded convolution of an

@@ -189,9 +189,6 @@ def prove(
         rounding, evaluator, device: as they will be given to `lipkit.certify`. The program of ``"integer"`` is part of
             what is proved.
 
-    Returns:
-        `lipkit.certificates.Proof`.
-
     Cost:
         The bounds of all layers, and memory for a copy and three float64 numbers per number of the network.
 

@@ -8,6 +8,7 @@ On the wave :math:`e^{2\pi i f p / n}` it acts as the matrix :math:`F(f) = \sum_
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,12 @@ def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
     torch.Size([4, 4, 2, 3])
     """
     return symbol_at(kernel, *half_grid(h, w), h, w).unflatten(0, (h, -1))
+
+
+def taps_of(symbols: Tensor, h: int, w: int, size: Sequence[int]) -> Tensor:
+    """The taps ``(cout, cin, kh, kw)`` that :func:`symbol` maps to ``symbols``; taps outside this size are dropped."""
+    (kh, kw), taps = size, torch.fft.irfft2(symbols.conj().permute(2, 3, 0, 1), s=(h, w))
+    return taps.roll(((kh - 1) // 2, (kw - 1) // 2), (-2, -1))[..., :kh, :kw]
 
 
 def fold(kernel: Tensor, h: int, w: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lipkit.bounds import circular, symbol_sup
 from lipkit.bounds.power import krylov_lower_estimate
 from lipkit.conv import circular_conv2d, fold, symbol
+from lipkit.conv.symbol import taps_of
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, KernelConv2d, check_positive, half_through_float32
@@ -33,13 +34,6 @@ def clip(matrices: Tensor) -> Tensor:
     surplus = (vectors * excess[..., None, :].to(vectors.dtype)) @ vectors.mH
     made[large] = some - (surplus @ some if wide else some @ surplus)
     return made
-
-
-def _support(symbols: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
-    """The taps ``(cout, cin, kh, kw)`` of a symbol ``(h, w // 2 + 1, cout, cin)``; taps outside are dropped."""
-    # The symbol of a cross-correlation is the conjugate of its kernel's transform, with the centre tap at the origin.
-    taps = torch.fft.irfft2(symbols.conj().permute(2, 3, 0, 1), s=(h, w))
-    return taps.roll(((kh - 1) // 2, (kw - 1) // 2), (-2, -1))[..., :kh, :kw]
 
 
 def _unfold(kernel: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
@@ -89,7 +83,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
             # Clipping changes nothing, to the bit, where nothing exceeds 1; a polar factor is rounded.
             if change == 0 or (orthogonal and change < 8 * torch.finfo(start.dtype).eps):
                 break
-            folded = _support(after, h, w, *start.shape[-2:])
+            folded = taps_of(after, h, w, start.shape[-2:])
         if folded is start:
             return kernel.detach().clone()
         # Coinciding taps share only the change, so their differences stay.

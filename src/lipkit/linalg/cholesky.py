@@ -35,11 +35,8 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
         ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive, and
             raised where e would be below 4 roundings of the trace of :math:`WW^*`.
 
-    Returns:
-        ``(..., m, n)``; zero for a zero matrix.
-
     Guarantee:
-        Norm at most 1 up to rounding, for every ``w``.
+        Norm at most 1 up to rounding, for every ``w``; a zero matrix stays zero.
         One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
 
     Raises:

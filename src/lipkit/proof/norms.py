@@ -262,16 +262,10 @@ def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spectral_norm(a: Tensor) -> Tensor:
-    """Proved upper bound of the largest spectral norm in a batch, differentiable.
+    """Proved upper bound of the largest spectral norm in a batch ``(..., m, n)``: 0-d float64, differentiable.
 
     The value is that of :func:`spectral_norms`; the derivatives are those of the largest singular value, exact where
     that value is simple.
-
-    Args:
-        a: ``(..., m, n)``.
-
-    Returns:
-        0-d float64.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
     >>> spectral_norm(a).backward()

@@ -1,7 +1,5 @@
 """A run's results: the record, tables, plots and one self-contained page, all made from the run folder alone."""
 
-from __future__ import annotations
-
 from lipkit.report.html import write_report
 from lipkit.report.record import Record, RegressionRecord, read_record, save_evaluation, write_record
 

@@ -124,9 +124,6 @@ def fit(
             strategy and precision.
         changes: options by name, in place of those of ``options``: ``fit(model, data, epochs=10, lr=0.01)``.
 
-    Returns:
-        The `Run`; its model is ``model`` itself, without any wrapper.
-
     Raises:
         OptionError: an argument is outside its documented values.
         DataError: ``data`` is none of the above, or does not fit the model or the loss.

@@ -94,9 +94,6 @@ def train(
         device: where to train.
         progress: called with the step, from 1, and the critic's estimate on the last batch.
 
-    Returns:
-        `Wgan`, its networks in evaluation mode.
-
     Raises:
         OptionError: options outside their ranges, or a loss that becomes NaN or infinite.
         DataError: samples that are not as above. ShapeError: a generator of another shape.
