@@ -174,8 +174,8 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
         (or of ``input_shape``). In training it is an estimate: :func:`gaps` shows by how much.
 
     Cost:
-        Three convolutions of one image, 16 x 16 or ``input_shape``, for each step of training. In evaluation a proof at
-        each forward pass: export the network, or stay in ``torch.nn.utils.parametrize.cached()``.
+        Three convolutions of one image for each step of training. In evaluation a proof at each forward pass: export
+        the network, or stay in ``torch.nn.utils.parametrize.cached()``.
 
     Raises:
         OptionError: no such layer, matrices elsewhere, a float format below float32. NoRuleError: a geometry without

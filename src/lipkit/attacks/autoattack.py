@@ -39,15 +39,12 @@ def autoattack(
 ) -> Tensor:
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
-    With ``parts=None`` lipkit's APGD and FAB take over, at about 0.7 of the evaluations: all rival classes of a sample
-    are attacked in one batch, which the sample leaves when one start succeeds. A heuristic gives up starts whose
-    margin rises too slowly; FAB tries only samples with a start that it did not give up. Square stays pyautoattack's,
-    with 5000 queries.
+    With ``parts=None`` lipkit's APGD and FAB come first, at about 0.7 of the evaluations: all rival classes of a sample
+    share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without another start.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
-    all samples. pyautoattack works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the
-    ball and count only if they are still misclassified. Targets are the 9 largest wrong logits. It restores the global
-    random state, gives parameters no gradient, and keeps a trace function (coverage, debugger) in place.
+    all samples. Points that overshoot ``eps`` in float32 are projected on the ball and count only if they are still
+    misclassified. Targets are the 9 largest wrong logits. The global random state is restored.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
 

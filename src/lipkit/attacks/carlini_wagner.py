@@ -34,9 +34,8 @@ def carlini_wagner(
 
     with ``x'(w) = middle + half width tanh(w)``, which never leaves the box, or ``x' = w`` without a box. The weight c
     of each sample is searched: halved where the attack succeeded, multiplied by 10 until it does, then bisected. The
-    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. (The maximum over
-    all classes would have local minima even for a linear model.) At the end bisection moves the closest point seen to
-    the boundary.
+    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. At the end
+    bisection moves the closest point seen to the boundary.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
     distance is an upper bound of the distance to the boundary.

@@ -72,7 +72,7 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
 
 
 def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> Tensor:
-    r"""ESTIMATE: LipBound on a grid without correction, as printed in the paper. It can lie below the norm.
+    r"""ESTIMATE: LipBound on a grid without correction, [LipBound] algorithm 1. It can lie below the norm.
 
     Arguments are those of :func:`lipbound`.
 
@@ -82,9 +82,6 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
     >>> k = torch.tensor([1.0, 0.0, -1.0]).reshape(1, 1, 1, 3)  # norm 2, at a frequency between the points
     >>> float(lipbound_estimate(k)) < 2.0 <= float(lipbound(k))
     True
-
-    References:
-        [LipBound] algorithm 1 (PolyGrid).
     """
     check_integer("points", points, 1)
     return _polygrid(kernel, groups, grid(kernel, points), 1.0)

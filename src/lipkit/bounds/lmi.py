@@ -46,10 +46,8 @@ def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
     r"""True if a symmetric float64 matrix is proved positive semidefinite, rounding of the proof included.
 
     Runs Cholesky on :math:`H - cI`, :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
-    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite. False says nothing.
-
-    References:
-        Rump, BIT Numerical Mathematics 46 (2006), theorem 2.3.
+    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite (Rump, BIT Numerical
+    Mathematics 46, 2006, theorem 2.3). False says nothing.
     """
     if not bool(torch.isfinite(h).all()):
         return False

@@ -62,10 +62,7 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
 def grid_correction(k: int, points: int) -> float:
     r"""Factor c >= 1 with (supremum) <= c (maximum on S equispaced points), for a trigonometric polynomial of k taps.
 
-    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points}
-
-    References:
-        Ehlich & Zeller, Mathematische Zeitschrift 86 (1964).
+    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points} \qquad\text{(Ehlich \& Zeller 1964)}
 
     >>> round(grid_correction(3, 64), 4)
     1.0012
@@ -118,7 +115,8 @@ def symbol_sup(
     True
 
     References:
-        [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
+        [LipBound] section 4 for the matrix symbol; Ehlich & Zeller, Mathematische Zeitschrift 86 (1964) for grids;
+        Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     if points is not None:
         check_positive(points=points)

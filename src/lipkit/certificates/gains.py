@@ -106,14 +106,11 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
-    r"""Bounds of how far one unit of input j moves output i: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
+    r"""Bounds (outputs, inputs), flattened, float64: one unit of input j moves output i by at most :math:`G_{ij}`.
 
     Args:
         network: result of ``lipkit.export``: dense layers, scalings and scalar activations in a chain.
         box: of the inputs, as for `local_gain`; None bounds it everywhere.
-
-    Returns:
-        (outputs, inputs), flattened, float64.
 
     Guarantee:
         Upper bound, as for `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.

@@ -6,11 +6,7 @@ import sys
 
 
 def run() -> int:
-    """Entry point of the command ``lipkit``: runs `lipkit.cli.main.main`.
-
-    Returns:
-        The exit code; 2, with one line on stderr, if click is not installed (it comes with an extra).
-    """
+    """Entry point of the command ``lipkit``: runs `lipkit.cli.main.main`."""
     try:
         from lipkit.cli.main import main
     except ModuleNotFoundError as error:

@@ -188,7 +188,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Orthogonal circular convolution of ``x`` with the Cayley transform of the symbol of ``kernel``.
+    r"""Orthogonal circular convolution of ``x`` by the Cayley transform of the symbol of ``kernel`` [Cayley].
 
     Args:
         kernel: ``(cout, cin, kh, kw)``, real.
@@ -210,9 +210,6 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     >>> y = cayley_conv2d(torch.ones(2, 2, 1, 1), x)
     >>> torch.allclose(y, x, atol=1e-4)
     True
-
-    References:
-        [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1.
     """
     check_kernel(kernel)
     kernel, (cout, cin) = at_least_float32(kernel), kernel.shape[:2]

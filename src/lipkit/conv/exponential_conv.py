@@ -4,9 +4,9 @@ A kernel with :math:`K[s] = -K[-s]^\top` is a skew-symmetric convolution, with c
 operator A is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal. The
 polynomial :math:`p_T(A)` has the singular values :math:`|p_T(i\theta)|`, which ``taylor_range`` bounds.
 
-It is evaluated in one of three ways: on the **features**, by T convolutions; at the **frequencies** of the transformed
-images, by T products with the matrices of the symbol; or on the **symbol**, by products of its matrices and one with
-the images.
+It is evaluated in one of three ways: on the **features**, by T convolutions (Singla & Feizi, ICML 2021, algorithm 1);
+at the **frequencies** of the transformed images, by T products with the matrices of the symbol; or on the **symbol**,
+by products of its matrices and one with the images.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def adjoint(kernel: Tensor) -> Tensor:
 def skew(kernel: Tensor) -> Tensor:
     r"""Twice the skew part of M ``(c, c, kh, kw)``: :math:`K[s] = M[s] - M[-s]^\top`.
 
-    The result is skew to the last bit: each tap and its partner are one rounded difference with two signs.
+    The result is skew to the last bit: each tap and its partner are one rounded difference with two signs. Its
+    exponential is orthogonal (Singla & Feizi, ICML 2021, theorem 2).
 
     Raises:
         ShapeError: channels differ, or a size is even.
@@ -55,9 +56,6 @@ def skew(kernel: Tensor) -> Tensor:
     >>> import torch
     >>> skew(torch.tensor([[[[1.0, 2.0, 4.0]]]])).flatten().tolist()
     [-3.0, 0.0, 3.0]
-
-    References:
-        Singla & Feizi, ICML 2021, theorem 2.
     """
     check_kernel(kernel)
     if kernel.shape[0] != kernel.shape[1]:
@@ -148,9 +146,6 @@ def exponential_conv2d(
     >>> x = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
     >>> exponential_conv2d(turn, x, 15).flatten().round(decimals=4).abs().tolist()
     [0.0, 1.0]
-
-    References:
-        Singla & Feizi, ICML 2021, algorithm 1 (the first way).
     """
     check_kernel(kernel)
     check_terms(terms)

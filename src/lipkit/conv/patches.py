@@ -61,7 +61,7 @@ def patch_kernel(matrix: Tensor, stride: int) -> Tensor:
 
 
 def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
-    r"""The kernel that acts after pixel-unshuffle as ``kernel`` acts with this stride.
+    r"""The kernel that acts after pixel-unshuffle as ``kernel`` acts with this stride: its polyphase form.
 
     .. math:: P[o, (c, i, j), a, b] = K[o, c, s_1 a + i, s_2 b + j] \quad (0 \text{ beyond the kernel})
 
@@ -79,9 +79,6 @@ def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
     >>> import torch
     >>> polyphase(torch.ones(4, 3, 7, 7), (2, 2)).shape, polyphase(torch.ones(4, 3, 2, 2), (2, 2)).shape
     (torch.Size([4, 12, 4, 4]), torch.Size([4, 12, 1, 1]))
-
-    References:
-        The polyphase decomposition of multirate filters.
     """
     check_kernel(kernel)
     if min(stride) < 1:

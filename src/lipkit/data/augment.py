@@ -11,7 +11,7 @@ from lipkit.linalg.matrices import check_integer
 
 
 def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
-    r"""Shift each image by its own random offset, zeros coming in from the border.
+    r"""Shift each image by its own random offset, zeros coming in from the border (He et al. 2016, section 4.2).
 
     .. math:: z_{n,c,i,j} = \mathrm{pad}(x)_{n,c,\,i + a_n,\,j + b_n}, \quad
         a_n, b_n \sim U\{0, \dots, 2\,\mathrm{padding}\}
@@ -27,9 +27,6 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
     >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
     torch.Size([1, 1, 2, 2])
-
-    References:
-        He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
     """
     _check_images(x)
     check_integer("padding", padding, 0)

@@ -186,15 +186,12 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
 
 
 def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> tuple[socket.socket, str]:
-    """Open the page's port. Early requests wait until `serve` answers them.
+    """Open the page's port: (socket, address of the page). Early requests wait until `serve` answers them.
 
     Args:
         host: address to listen on; only loopback without ``allow_remote``.
         port: 0 takes a free one.
         allow_remote: serve to other machines as well. There are no passwords.
-
-    Returns:
-        (the listening socket, the address of the page).
 
     Raises:
         OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.

@@ -75,13 +75,11 @@ class BroLinear(Reflector, base.ConstrainedLinear):
 
     Guarantee:
         1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
+        Source: Lai et al., ICML 2025, section 4.
 
     >>> x = torch.ones(1, 3)
     >>> bool(torch.isclose(BroLinear(3, 5, bias=False)(x).norm(), x.norm()))
     True
-
-    References:
-        Lai et al., ICML 2025, section 4.
     """
 
     def weight(self) -> Tensor:
@@ -106,8 +104,7 @@ class BroConv2d(Reflector, base.SymbolConv2d):
         As :class:`BroLinear`.
 
     Cost:
-        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies. Batches of at
-        most n / 2 images are reflected without forming the matrices (:func:`lipkit.linalg.cholesky.reflect`).
+        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies.
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(BroConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))
@@ -164,7 +161,7 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: a few hundred Cholesky factorisations of the smaller
-        channel number, whatever the image. A training step without proof takes a search and one singular vector.
+        channel number. A training step without proof takes a search instead.
 
     >>> LiResConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])

@@ -43,14 +43,12 @@ class EcoConv2d(ConstrainedConv2d):
         orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
             another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
         train_terms, eval_terms: T in training (5) and in evaluation (10), their only difference; with 'taylor'.
-        squarings: squarings in the bound of the norm, 3 to 6 (default 4), with 'taylor': a new layer of 512 channels
-            rotates by at most 0.78, 0.89, 0.95 or 0.98 rad (1 rad with the paper's power iteration).
+        squarings: in the bound of the norm, 3 to 6 (default 4), with 'taylor'; more come closer to a rotation by 1 rad.
         complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
-            (Appendix B): richer, for instance shifts, at twice the cost. Kernels of 1 and 2 taps have no such pairs.
+            (Appendix B): richer, for instance shifts, at twice the cost.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
             paper. False: rows and columns beyond the layer's are zeros, which saves products.
-        evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
-            kernel W0: the same function up to rounding.
+        evaluation: 'phase', a product for each distinct frequency, or 'dilated', the same as a convolution with W0.
 
     Parameters ``free`` W (L, c, c), L distinct frequencies, c = max(out_channels, s^2 in_channels), with complex
     matrices also ``imaginary`` (number of conjugate pairs, c, c), and ``bias``; (..., out_channels, s^2 in_channels)

@@ -122,9 +122,6 @@ class CholeskyConv2d(Divided, KernelConv2d):
 
     >>> CholeskyConv2d(3, 48, 1, stride=4).kernel().shape
     torch.Size([48, 48, 1, 1])
-
-    References:
-        As :class:`CholeskyLinear`; Li et al., NeurIPS 2019, section 4.1 for the reshaped kernel.
     """
 
     def kernel(self) -> Tensor:

@@ -102,14 +102,11 @@ class ContractionLinear(CayleyPairLinear):
     Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
 
     Guarantee:
-        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
-        One inverse of size out_features per forward pass.
+        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`):
+        [LBDN] equations 6, 7 and 9. One inverse of size out_features per forward pass.
 
     >>> bool(torch.linalg.matrix_norm(ContractionLinear(5, 3).weight(), 2) <= 1 + 1e-6)
     True
-
-    References:
-        [LBDN] equations 6, 7 and 9.
     """
 
     birth = math.tan(math.pi / 6)

@@ -61,10 +61,9 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
             then convex, and singular values below 1 stay as they are.
 
     Guarantee:
-        None: the last step restricts the taps, which can raise the norm; ``lipschitz`` computes it. Polar factors, 50
-        rounds, 32 x 32 x 3 x 3 kernels on 16 x 16: singular values from 0.986 to 1.014 if the kernel is 0.02 away from
-        an orthogonal one, from 0.2 to 1.2 if it is random. Clipping: norms of 1.00 to 1.015 from random kernels of norm
-        1 to 70; 1.02 to 1.04 in the hardest case known, a kernel of equal taps (norm 9 to 25) on a large image.
+        None: the last step restricts the taps, which can raise the norm; ``lipschitz`` computes it. Polar factors gave
+        singular values from 0.986 to 1.014 for kernels 0.02 away from an orthogonal one, from 0.2 to 1.2 for random
+        ones; clipping gave norms up to 1.04.
 
     References:
         [Cayley] section 5 (orthogonal, about 50 rounds); Sedghi, Gupta & Long, ICLR 2019, section 3 and algorithm 1.
@@ -159,15 +158,12 @@ class OssnConv2d(ConstrainedConv2d):
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts with all singular values 1.
 
     Guarantee:
-        No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, for this layer and for its
-        export, at least 1 up to rounding. Random kernels, with close singular values at many frequencies, are the
-        hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041. The gradient is exact if the estimate
-        is the norm and its singular value simple; so are second derivatives in V, as far as the estimate has converged.
+        No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, at least 1 up to rounding.
+        Random kernels are the hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041.
 
     Cost:
-        Per forward pass eight convolutions of a quarter of one image (of a whole one for large kernels and odd sides),
-        and products by vectors at 16 frequencies (more for small layers); next to nothing backward. Few channels (up to
-        32 on 16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
+        Per forward pass about eight convolutions of one image and products by vectors at 16 frequencies; next to
+        nothing backward. With few channels the eigenvalues at all frequencies, and the estimate is the norm.
 
     Raises:
         ShapeError: ``lipschitz`` without an input shape, and what the base class refuses.

@@ -25,9 +25,7 @@ def gram_norm(a: Tensor) -> Tensor:
 
     Guarantee:
         Upper bound, rounding included: all products are made in float64, seven of size r (and twelve backward).
-
-    References:
-        Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1.
+        Source: Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1.
     """
     check_matrix(a, "a")
     a = a.double()

@@ -86,7 +86,7 @@ class _WithForwardMode(_TallPolar):
 
 @on_tall
 def polar(w: Tensor) -> Tensor:
-    r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*`.
+    r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*` (Higham 2008).
 
     Its differential, with sums of singular values and never differences, is that of W = QH with H Hermitian:
 
@@ -106,9 +106,6 @@ def polar(w: Tensor) -> Tensor:
 
     >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]
-
-    References:
-        Higham, Functions of Matrices (2008), chapter 8.
     """
     function = _TallPolar if torch.compiler.is_compiling() else _WithForwardMode
     made: Tensor = function.apply(w)[0]

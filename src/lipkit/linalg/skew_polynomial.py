@@ -208,8 +208,8 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
 
     .. math:: A = W - W^*, \qquad \bar A = A / \beta(A), \qquad Q = p_T(\bar A) \text{ cropped to } m \times n
 
-    with :math:`\beta(A) \ge \|A\|_2` of :func:`skew_bound`. So :math:`\|\bar A\| \le 1` is proved, which a power
-    iteration cannot give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
+    with :math:`\beta(A) \ge \|A\|_2` of :func:`skew_bound`. So :math:`\|\bar A\| \le 1` is proved, which the power
+    iteration of [ECO] algorithm 1 cannot give. Rotations are at most 1 rad; the scale of ``w`` has no effect.
 
     Args:
         terms: T, the highest power.
@@ -220,9 +220,8 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         ``w = 0`` it is the identity (cropped).
 
     Cost:
-        In products of size max(m, n), for real matrices and T up to 5: squarings + 1 forward and two more backward.
-        Otherwise squarings for the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward. If the
-        sides differ by more than 2.5, products of the smaller one.
+        For real matrices and T up to 5, squarings + 1 products of size max(m, n) forward and two more backward, else
+        squarings + :math:`2 \sqrt T` and twice that backward; of the smaller side if the other is above 2.5 times it.
 
     Raises:
         OptionError: ``terms`` or ``squarings`` out of range.
@@ -230,9 +229,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
     True
-
-    References:
-        [ECO] algorithm 1, with an upper bound where the paper has a power iteration.
     """
     check_matrix(w)
     check_terms(terms)

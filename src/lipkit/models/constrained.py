@@ -126,10 +126,8 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
     For a tall :math:`Q = [Q_1; Q_2]`: :math:`X = (Q_1 + I)/2`, :math:`V = -\tfrac12 Q_2 X^{-1}` and
     :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`. None where I + Q_1 is singular or
-    nearly so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1).
-
-    References:
-        [Cayley] proposition A.7, solved for its argument.
+    nearly so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1). This is [Cayley]
+    proposition A.7, solved for its argument.
     """
     m, n = q.shape
     if m < n:

@@ -197,10 +197,8 @@ def bounded(
 def split_gain(model: nn.Module) -> nn.Module:
     """The chain with its gain L spread evenly: L^(1/m) in front of each of its m layers with parameters.
 
-    A residual block is one layer. Without biases the function is the same where activations are homogeneous.
-
-    References:
-        [Cayley] section 5.1, "Ensuring Lipschitz constraints".
+    A residual block is one layer. Without biases the function is the same where activations are homogeneous: [Cayley]
+    section 5.1, "Ensuring Lipschitz constraints".
     """
     gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
     if gain is None:  # `bounded` makes none for a gain of 1

@@ -70,9 +70,6 @@ def patchnet(
     ['StiefelConv2d', 'MaxMinShift2d', 'StiefelConv2d', 'MaxMinShift2d']
     >>> net[-1]
     NormalizedLinear(16, 10, bias=True)
-
-    References:
-        docs/accuracy.md, which compares it with the networks of the papers at equal time.
     """
     plan = [tuple(stage) for stage in stages]
     if not plan or any(len(stage) != 2 for stage in plan):

@@ -98,7 +98,7 @@ def maxmin(x: Tensor) -> Tensor:
     [[3.0, 5.0, 1.0, 2.0]]
 
     References:
-        Anil, Lucas & Grosse, ICML 2019 (GroupSort with groups of 2).
+        Anil, Lucas & Grosse, ICML 2019 (:func:`group_sort` with groups of 2).
     """
     channels = x.shape[1]
     if channels % 2:
@@ -118,9 +118,6 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
 
     >>> group_sort(torch.tensor([[1.0, 5.0, 3.0, 2.0]]), 2).tolist()
     [[5.0, 1.0, 3.0, 2.0]]
-
-    References:
-        Anil, Lucas & Grosse, ICML 2019.
     """
     channels = x.shape[1]
     group_size = channels if group_size is None else group_size

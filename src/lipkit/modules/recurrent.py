@@ -167,10 +167,7 @@ def unitwise(phi: nn.Module) -> bool:
 
 
 def contraction(module: Recurrent) -> float:
-    r"""The proved rate a: states under the same inputs approach each other, :math:`\|x_t\|_P \le a^t \|x_0\|_P`.
-
-    Returns:
-        The claimed rate if the metric and the multiplier prove it, else infinity.
+    r"""The proved rate a, else infinity: states under equal inputs approach, :math:`\|x_t\|_P \le a^t \|x_0\|_P`.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
     >>> contraction(Recurrent(half, half[0], torch.eye(1), half[0, :0], nn.Identity(), 1, (0, 0), 1, 9.0, 0.75))

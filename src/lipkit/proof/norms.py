@@ -112,9 +112,6 @@ def spectral_norms(a: Tensor) -> Tensor:
     >>> norms = spectral_norms(torch.diag(torch.tensor([3.0, 1.0])))
     >>> 3.0 <= float(norms) < 3.0 + 1e-11
     True
-
-    References:
-        Rump, BIT Numerical Mathematics 46 (2006), theorem 2.3.
     """
     if a.ndim < 2 or 0 in a.shape[-2:]:
         raise ShapeError(f"expected matrices (..., m, n) with m, n >= 1, got shape {tuple(a.shape)}")

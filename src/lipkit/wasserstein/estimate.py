@@ -113,13 +113,9 @@ def distance(
 
     Guarantee:
         :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a critic is independent of its held-out
-        samples. The interval without ``diameter`` is Welch's with Student's t, whose coverage is asymptotic (on
-        unbounded supports no interval from samples alone can be proved). With ``diameter`` it is the empirical
-        Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Neither tells how far the
+        samples. Without ``diameter`` the interval is Welch's, whose coverage is asymptotic. With it, the empirical
+        Bernstein bound is proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Neither tells how far the
         critic is below W1; a warning is given if it was still rising.
-
-    Cost:
-        ``folds * steps`` training steps on ``2 * batch_size`` samples each.
 
     Args:
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.
