@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -98,6 +98,18 @@ def finite(name: str, value: Any, *, positive: bool = False, least: float = -mat
         limit = "" if least == -math.inf else f" >= {least:g}"
         raise OptionError(f"{name}: expected a {'positive ' * positive}finite number{limit}, got {value!r}")
     return found
+
+
+def check_choice(name: str, value: object, known: Collection[str]) -> None:
+    """Raise ``OptionError`` unless ``value`` is one of the names ``known``."""
+    if value not in known:
+        raise OptionError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is a boolean."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:

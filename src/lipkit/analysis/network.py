@@ -14,7 +14,7 @@ from lipkit.analysis.layers import Constants, LayerBound
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.bounds import METHODS
 from lipkit.certificates import gains
-from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError, interval
+from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError, check_choice, interval
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
@@ -182,8 +182,7 @@ def analyze(
     References:
         Szegedy et al., ICLR 2014, section 4.3 (products of layer norms); [LipBound] section 6 (whole networks).
     """
-    if method not in (names := ("auto", "best", *METHODS)):
-        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
+    check_choice("method", method, ("auto", "best", *METHODS))
     if not 1e-4 <= tolerance <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, check_choice, clip, like
+from lipkit.attacks.ascent import Box, clip, like
+from lipkit.errors import check_choice
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Ball:
 
 def ball(norm: str) -> Ball:
     """The ball of this norm, ``"l2"`` or ``"linf"``; ``OptionError`` for another."""
-    check_choice("norm", norm, tuple(BALLS))
+    check_choice("norm", norm, BALLS)
     return BALLS[norm]
 
 

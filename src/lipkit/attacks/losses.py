@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.attacks.ascent import Model, check_choice, check_logits, margin_loss, misclassified
-from lipkit.errors import LipkitError, OptionError, ShapeError, first_line, lacks_memory
+from lipkit.attacks.ascent import Model, check_logits, margin_loss, misclassified
+from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice, first_line, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
 _TINY = 1e-12  # added to the denominator of DLR: equal logits give 0 rather than NaN

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.apgd import apgd_then_targeted
-from lipkit.attacks.ascent import Box, Model, check_choice, check_inputs, like
+from lipkit.attacks.ascent import Box, Model, check_inputs, like
 from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.balls import ball
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
 from lipkit.attacks.pgd import pgd
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def run_attack(
     >>> model(found.points).argmax(1).item(), found.ran
     (1, 'FAB')
     """
-    check_choice("attack", name, tuple(ATTACKS))
+    check_choice("attack", name, ATTACKS)
     attack = ATTACKS[name]
     check_choice("norm", norm, ("l2", "linf"))
     if norm != "l2" and "norm" not in attack.takes:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Best, Box, Model, check_choice, check_inputs, like, seeded
+from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.losses import rivals, value_and_gradient
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 
 LOSSES = ("margin", "ce")
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lipkit import modules
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
 from lipkit.linalg.transforms import nnpack_enabled
 from lipkit.modules.blocked import BLOCK, blocked
@@ -77,8 +77,7 @@ def evaluator(
         if name != "float64":
             raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
         return Evaluator("real", "real", None, kind, torch.__version__, {})
-    if name not in _DTYPES:
-        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    check_choice("evaluator", name, _DTYPES)
     found = _sound_settings(name, kind, network)
     dtype = str(_DTYPES[name]).removeprefix("torch.")
     return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, found)

@@ -6,7 +6,7 @@ import sys
 
 
 def run() -> int:
-    """Entry point of the command ``lipkit``: runs `lipkit.cli.main.main`."""
+    """Entry point of the command ``lipkit``: the exit code of `lipkit.cli.main.main`; 2 without click."""
     try:
         from lipkit.cli.main import main
     except ModuleNotFoundError as error:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.attacks import ATTACKS, run_attack, shrink
-from lipkit.attacks.ascent import Box, check_choice, clip, like, misclassified
+from lipkit.attacks.ascent import Box, clip, like, misclassified
 from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, as_radii, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, interval
+from lipkit.errors import CertificateViolation, check_choice, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
 from lipkit.shown import Told
@@ -180,7 +180,7 @@ def attack_samples(
         # Local radii hold only for inputs in the range; rounding may have put samples slightly outside.
         low, high = certificate.input_range
         box = min(low, float(x.min())), max(high, float(x.max()))
-    check_choice("attack", attack.name, tuple(ATTACKS))
+    check_choice("attack", attack.name, ATTACKS)
     space, minimum_norm = ball(attack.norm), ATTACKS[attack.name].minimum_norm
     exact = float64_copy(network)
     # The attack runs in float32, whatever the network was trained in; the float64 copy confirms its examples.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice, check_flag
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
@@ -98,10 +98,8 @@ class EcoConv2d(ConstrainedConv2d):
             if value is not None:
                 check_integer(name, value, 3, 6) if name == "squarings" else check_terms(value, name)
         for name, flag in (("complex_p0", complex_p0), ("square", square)):
-            if not isinstance(flag, bool):
-                raise OptionError(f"{name}: expected True or False, got {flag!r}")
-        if evaluation not in EVALUATIONS:
-            raise OptionError(f"evaluation: expected one of {', '.join(EVALUATIONS)}, got {evaluation!r}")
+            check_flag(name, flag)
+        check_choice("evaluation", evaluation, EVALUATIONS)
         # None stands for the Taylor polynomial, whose degree follows the mode.
         self.orthogonalize = None if orthogonalize == "taylor" else resolve(orthogonalize, "taylor, ")
         self.train_terms = TRAIN_TERMS if train_terms is None else train_terms

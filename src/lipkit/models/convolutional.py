@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
 from lipkit.models.frame import Common, Image, Layers, Positive, architecture
@@ -264,8 +264,7 @@ def sllnet(
         Araujo et al., ICLR 2023, section 5 and appendix; the inner channels are those of its code, and the only ones
         that give the printed numbers of parameters. Convolutions are circular here, zero-padded there.
     """
-    if size not in SIZES:
-        raise OptionError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
+    check_choice("size", size, SIZES)
     width, convolutions, linears = SIZES[size]
     width = width if channels is None else channels
     convolutions = convolutions if depth is None else depth

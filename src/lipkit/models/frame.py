@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, get_type_hin
 
 from torch import nn
 
-from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.errors import OptionError, ShapeError, check_flag, finite
 from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
 from lipkit.layers.base import check_positive
 from lipkit.linalg.matrices import check_integer
@@ -224,12 +224,6 @@ def check_sizes(**sizes: Any) -> None:
             check_sizes(**{f"{name}[{i}]": each for i, each in enumerate(value)})
         else:
             check_positive(**{name: value})
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ``OptionError`` unless the value is a boolean."""
-    if not isinstance(value, bool):
-        raise OptionError(f"{name}: expected true or false, got {value!r}")
 
 
 def sizes_of(input_shape: Shape) -> Shape:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import LipkitError, OptionError, ShapeError
+from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice
 from lipkit.lowering import export
 from lipkit.modules import Shape, output_shape
 from lipkit.testing.reference import tolerance
@@ -97,8 +97,7 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.claim not in CLAIMS:
-            raise OptionError(f"claim: expected one of {', '.join(CLAIMS)}, got {self.claim!r}")
+        check_choice("claim", self.claim, CLAIMS)
         if self.dtype not in (torch.float32, torch.float64):
             raise OptionError(f"dtype: expected torch.float32 or torch.float64, got {self.dtype}")
         if not self.input_shapes:

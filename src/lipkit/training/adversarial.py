@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks.ascent import Box, check_choice
+from lipkit.attacks.ascent import Box
 from lipkit.attacks.balls import BALLS
 from lipkit.attacks.pgd import LOSSES, pgd
-from lipkit.errors import NoRuleError, OptionError, finite, interval
+from lipkit.errors import NoRuleError, OptionError, check_choice, finite, interval
+from lipkit.linalg.matrices import check_positive
 from lipkit.lowering import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
@@ -61,10 +62,9 @@ class PgdAdversary:
     beside: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("norm", self.norm, tuple(BALLS))
-        check_choice("loss", self.loss, tuple(LOSSES))
-        if type(self.steps) is not int or self.steps < 1:
-            raise OptionError(f"steps: expected an integer of at least 1, got {self.steps!r}")
+        check_choice("norm", self.norm, BALLS)
+        check_choice("loss", self.loss, LOSSES)
+        check_positive(steps=self.steps)
         if self.box is not None:
             interval("box", self.box, finite=False)
         finite("eps", self.eps, positive=True)
