@@ -127,8 +127,8 @@ def climb(
     """Run one start for the samples ``index`` and update ``best``; return those that were attacked to the end.
 
     Starts at the samples, or with ``random`` at random points. ``radius`` and ``target`` have one entry per sample.
-    Every ``look`` steps hopeless samples are dropped: those whose loss is below both -1/4 of its rise so far and -10
-    times its rise since the last such check.
+    Every ``look`` steps hopeless samples are dropped: their loss is below -1/4 of its rise so far, and below -10 times
+    its rise in the last ``look`` steps.
     """
     centre, label = best.samples[index], best.labels[index]
     point = space.start(centre, radius, box, generator) if random else centre

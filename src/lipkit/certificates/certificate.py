@@ -203,7 +203,7 @@ def certify(
     Args:
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
-        y: (N,) int64 labels, as `x`.
+        y: (N,) int64 labels, a tensor or a numpy array.
         method: ``"global"``; ``"local"``; or ``"best"``: as local, but called so only if a local radius counts.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which

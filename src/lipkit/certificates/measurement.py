@@ -80,7 +80,7 @@ class Proof(Shown):
         return self.pairs or pair_constants(self.chain, classes)
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
-        """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
+        """Raise unless this proof is of exactly this network (attributes included) and this evaluation."""
         guard(*(module for _, module in parts(network)))
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)

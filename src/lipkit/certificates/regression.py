@@ -151,7 +151,7 @@ def certify_regression(
 
     Args:
         network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
-        y: (N, d) floating-point targets, as `x`; or (N,) for one output.
+        y: (N, d) floating-point targets, a tensor or numpy array; or (N,) for one output.
         delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, a list or array of
             ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``, which tightens `RegressionCertificate.moved`.
 

@@ -67,10 +67,7 @@ class _Solved(torch.autograd.Function):
         kept += [None] * (4 - len(kept))
         if scale is not None and form == "second":
             out.mul_(scale)
-        if bias is not None:
-            # A constant image is the coefficient of frequency 0, the first row.
-            out[0].add_(bias, alpha=math.sqrt(h * w))
-        y = to_images(out, h, w, matrices)
+        y = to_images(out, h, w, matrices, bias)
         ctx.form = form
         ctx.save_for_backward(y if scale is not None and form == "second" else None, *kept, *inputs)
         return y

@@ -84,12 +84,9 @@ class RoundedSolve(torch.autograd.Function):
             out = torch.lerp(own, solved, 2.0)
         if form == "tall" and rest is not None:
             out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
-        if bias is not None:
-            # A constant image is the coefficient of frequency 0, the first row.
-            out[0].add_(bias, alpha=math.sqrt(h * w))
         ctx.form = form
         ctx.save_for_backward(*inputs, *(rest or (None, None)), solved, kept)
-        return to_images(out, h, w, matrices)
+        return to_images(out, h, w, matrices, bias)
 
     @staticmethod
     @without_autocast()

@@ -30,7 +30,7 @@ FORWARD_BYTES, BACKWARD_BYTES, PIECE_PIXELS = 2**23, 2**22, 256
 def apply_phases(
     symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor] | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
+    r"""The convolution with this symbol, applied to each phase image: one product for each distinct frequency.
 
     Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias (cout,).
 

@@ -9,7 +9,6 @@ The whole layer is matrix products, which export to any runtime.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -146,9 +145,7 @@ def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrice
     h, w = x.shape[-2:]
     out = x.new_empty(h * w, len(x), real.shape[1])
     multiplied(real, pair, split_rows(to_rows(x, matrices), h, w), split_rows(out, h, w), adjoint=False)
-    if bias is not None:
-        out[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row
-    return to_images(out, h, w, matrices)
+    return to_images(out, h, w, matrices, bias)
 
 
 def _plain(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:

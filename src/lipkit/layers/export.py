@@ -51,7 +51,7 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
 
 
 def symbol_norm(symbol: Symbol) -> Tensor:
-    """Proved bound of the norm of a convolution with this symbol; pairs of one part are real matrices."""
+    """Proved bound of the norm of a convolution with this symbol, whose ``pair`` may hold real parts only."""
     norms = [spectral_norm(symbol.real)]
     if symbol.pair.numel():
         parts = symbol.pair.double().unbind(1)

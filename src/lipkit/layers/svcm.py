@@ -54,7 +54,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
     are all 1, or only clip those above 1 to 1; then drop all taps outside kh x kw. It stops early at a fixed point.
 
     Args:
-        kernel: ``(cout, cin, kh, kw)``; of taps that coincide on the image, each takes an equal share of the change.
+        kernel: ``(cout, cin, kh, kw)``; taps that coincide on the image share the change equally.
         h, w: size of the image (after downsampling).
         rounds: number of alternations, at least 1, each with an eigenvalue problem at h (w // 2 + 1) frequencies.
         orthogonal: polar factors, as [Cayley] describes its baseline; False clips, as Sedghi et al. do: both sets are

@@ -221,7 +221,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
 
     Cost:
         For real matrices and T up to 5, squarings + 1 products of size max(m, n) forward and two more backward, else
-        squarings + :math:`2 \sqrt T` and twice that backward; of the smaller side if the other is above 2.5 times it.
+        squarings + :math:`2 \sqrt T` and twice as many backward. Beyond an aspect ratio of 2.5 their size is min(m, n).
 
     Raises:
         OptionError: ``terms`` or ``squarings`` out of range.

@@ -33,7 +33,7 @@ def unet(
     mean: float | None = None,
     lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
-    """A U-Net from images to images of the same shape; its constant is that of its layers, 1 for orthogonal ones.
+    """A U-Net from images to images of the same shape, of constant 1 if its layers are orthogonal.
 
     ======== =====================================================================================================
     first    patches (`nn.PixelUnshuffle`), a convolution to ``channels``, activation
@@ -106,7 +106,7 @@ def autoencoder(
     input_shape: Shape = (3, 32, 32),
     lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
-    """Encoder and decoder, each with the constant of its layers, 1 for orthogonal ones.
+    """Encoder and decoder; the constant of each is that of its layers, 1 for orthogonal layers.
 
     Each stage of the encoder maps 2 x 2 patches to its channels; a last layer reduces them to ``code``. The decoder
     mirrors this. Both are submodules, ``net.encoder`` and ``net.decoder``.

@@ -74,7 +74,7 @@ class BlockedConv2d(nn.Conv2d):
 def blocked(module: nn.Module, block: int = BLOCK) -> nn.Module:
     """A copy in which every ``nn.Linear`` and every ``nn.Conv2d`` without groups sums in blocks.
 
-    Fourier and phase layers keep their products: these are short, a side of the image or its channels.
+    Fourier and phase layers stay as they are: their inner products are short.
     """
     twin: Any = copy.deepcopy(module)
     if type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1):

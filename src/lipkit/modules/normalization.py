@@ -70,7 +70,7 @@ def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
 
 
 def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> nn.Module:
-    """A layer, in float64, whose outputs a normalisation maps; or the linear part of one whose ``inputs`` it scales."""
+    """A layer and the normalisation after it as one, in float64; with ``inputs``, the linear part of the reverse."""
     assert isinstance(norm, _BatchNorm)
     scale, shift = running_affine(norm)
     folded: Any = copy.deepcopy(layer)
@@ -252,9 +252,7 @@ class BatchLipNorm(Center):
 class LayerCenter(Together):
     r"""Layer centring: the mean over some dimensions of a sample is subtracted; an orthogonal projection, of norm 1.
 
-    .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x
-
-    with the mean over the dimensions ``dims``, n numbers.
+    .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x \qquad (n \text{ numbers in the dimensions dims})
 
     Raises:
         OptionError: no dimension, one twice, or the batch, which is 0.

@@ -41,7 +41,7 @@ def around(centre: Tensor, radius: Tensor) -> Range:
 
 
 def one_sign(module: Any, x: Range) -> Range:
-    """Range of a linear map whose weights have one sign in each row: ``W c +- |W r|``."""
+    """Range ``W c +- |W r|`` of a linear map W; the weights of a row all have the same sign."""
     return around(module(x.centre), module(x.radius).abs())
 
 
