@@ -136,7 +136,7 @@ class Circuit:
 
     @property
     def leaves(self) -> bool:
-        """True if a module has no rule."""
+        """True if some module has no rule here, and so became a `Leaf`."""
         return any(isinstance(node, Leaf) for node in self.nodes)
 
     def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:

@@ -336,7 +336,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
 
 
 def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Lowest and highest inputs, each of this shape, float64, of a box as `local_gain` takes it; not an empty one."""
+    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``OptionError`` for an empty box."""
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):

@@ -76,7 +76,7 @@ class Proof(Shown):
         )
 
     def pair_constants(self, classes: int) -> tuple[Tensor, Tensor | None]:
-        """`pair_constants` of the chain."""
+        """:func:`pair_constants` of this network."""
         return self.pairs or pair_constants(self.chain, classes)
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
@@ -301,7 +301,7 @@ def evaluate(
     proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:  # fmt: skip
-    """The network of a proof, evaluated in float64, batch by batch; arguments as `measure`, which checks them."""
+    """Evaluate the network of a proof in float64, batch by batch. See `measure`, which also checks the arguments."""
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(proof.device, proof.rounding == "sound"):
         for part in x.split(batch_size):

@@ -258,7 +258,7 @@ def columns(values: Tensor) -> Tensor:
 
 
 def with_targets(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of their shape, (N, d) float64."""
+    """Outputs and targets, both (N, d) float64; ``ShapeError`` if their shapes differ."""
     outputs, target = columns(outputs), columns(y.detach().cpu().double())
     if outputs.ndim != 2:
         raise ShapeError(f"expected outputs of shape (N,) or (N, d), got {tuple(outputs.shape)}")

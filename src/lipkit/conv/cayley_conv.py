@@ -166,7 +166,7 @@ FEW_ROWS = 8
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
-    Under a compiler and under transforms of functions None: the plain form has no use for them.
+    None under a compiler and under transforms of functions, where `solve_form` does without them.
 
     In half precision, where products are faster, an inverse pays once the images number a third of the channels, not
     half. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.

@@ -306,5 +306,5 @@ def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None
 
 
 def gradients(form: Form, inputs: Sequence[Any], g: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, bias, scale and the parts of `NormalMatrices`, where N counts as independent of W_2."""
+    """The gradients of x, bias, scale and each part of `NormalMatrices`; N counts as independent of W_2."""
     return plain_gradients(lambda x, bias, scale, *n: plain_solve(form, x, bias, scale, NormalMatrices(*n)), inputs, g)

@@ -119,7 +119,7 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
-    """Write files of one folder after ``check`` has accepted drafts, by the path of the first; return the first."""
+    """Write files of one folder if ``check`` accepts drafts, given the path of the first; return the first's path."""
     first = next(iter(files))
     with tempfile.TemporaryDirectory() as folder:
         for path, content in files.items():

@@ -121,7 +121,7 @@ class Call:
         return found
 
     def repeated(self, row: Tensor, sizes: Sequence[int]) -> Any:
-        """A constant as it is, or repeated for each sample if the batch is the first of the ``sizes`` asked for."""
+        """A constant, repeated for each sample if the first of the ``sizes`` asked for is that of the batch."""
         if BATCH not in sizes:
             return row
         if BATCH in sizes[1:] or row.dtype != self.dtype or row.ndim > len(sizes) or len(row) != 1:

@@ -118,7 +118,7 @@ def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int
 
 
 def check_same(padding: Any, same: tuple[int, ...] | None, kernel: tuple[int, ...]) -> None:
-    """Raise ``OptionError`` unless padding is 'same', or the numbers ``same`` of pixels that keep the size, if any."""
+    """Raise ``OptionError`` unless padding is 'same' or ``same``, the numbers that keep the size (None: no such)."""
     if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
         keeps = "'same'" if same is None else f"'same' or {same}"
         raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
@@ -195,7 +195,7 @@ class Constrained(Biased, ABC):
         """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     def bias_sizes(self) -> tuple[int, int]:
-        """Number of biases (one for each output, unless the bias sits inside the layer), and inputs of each output."""
+        """Number of biases (by default one for each output), and of the inputs that each output reads."""
         return self.shape[0], math.prod(self.shape[1:])
 
     def extra_repr(self) -> str:

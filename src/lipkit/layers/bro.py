@@ -45,7 +45,7 @@ class NearIdentity(base.Constrained):
         self.scale = nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
     def directions(self) -> Tensor:
-        """The kernel, V of a reflector, in float32 or better."""
+        """The kernel, which is V in a reflector, in float32 or better."""
         return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 

@@ -136,7 +136,7 @@ def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
 
 
 def circular_module(kernel: Tensor, bias: Tensor | None, padding_mode: str = "circular") -> nn.Conv2d:
-    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias (or pads zeros)."""
+    """The ``nn.Conv2d`` with copies of this kernel and bias that keeps the image size: circular, or padded as told."""
     return _module(kernel, bias, padding="same", padding_mode=padding_mode)
 
 

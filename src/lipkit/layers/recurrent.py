@@ -29,7 +29,7 @@ from lipkit.modules.registry import export_part
 
 
 class Parts(NamedTuple):
-    """A system as a layer makes it."""
+    """The numbers of a system, as a layer makes them from its parameters."""
 
     matrix: Tensor  # M, from (w, x, u) to (v, x+, y)
     bias: Tensor  # b
@@ -108,7 +108,7 @@ class RecurrentLayer(nn.Module):
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values ``(B, T, n)``, 0 where the mask ``(B, T)`` is false, whatever they were."""
+    """Values ``(B, T, n)``, replaced by 0 where the mask ``(B, T)`` is false, NaN included."""
     if mask.shape != values.shape[:2] or mask.dtype != torch.bool:
         raise ShapeError(
             f"mask: expected booleans {tuple(values.shape[:2])}, got {mask.dtype} of shape {tuple(mask.shape)}"

@@ -1,4 +1,4 @@
-"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, is made a contraction and divided by the root of its taps."""
+"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, is made a contraction, over the root of the tap count."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ export_rule(RkoConv2d)(export_kernel_conv)
 
 
 class Divided(Constrained):
-    """Base of both Cholesky layers: makes W and keeps ``ridge``."""
+    """Base of both Cholesky layers: the parameter W and the option ``ridge``."""
 
     def make_parameters(self, device: Any, dtype: Any, *, ridge: float = 1e-3) -> None:
         self.ridge = finite("ridge", ridge, positive=True)
@@ -104,7 +104,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
 
 class CholeskyConv2d(Divided, KernelConv2d):
-    r"""Convolution whose reshaped kernel is divided by its Cholesky factor and the root of its taps: a contraction.
+    r"""Convolution whose reshaped kernel is divided by a Cholesky factor and the root of the tap count: a contraction.
 
     .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, L^{-1} W, \qquad LL^\top = WW^\top + eI, \qquad
               W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}

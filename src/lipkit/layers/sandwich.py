@@ -144,7 +144,7 @@ class Sandwich(CayleyPair):
             )
 
     def solved(self, x: Tensor, own: Tensor, rest: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer on images, from kernels [X Y], in solve form: neither map is formed."""
+        """The layer on images, from the kernels X and Y, by `solve_form`: neither of the two linear maps is formed."""
         psi = self.psi()
         normal = normal_matrices_of(own, rest, *x.shape[-2:], wide=True)
         factors = factors_for(normal, x, uses=2)  # both maps solve with the same matrices

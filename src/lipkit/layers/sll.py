@@ -107,7 +107,7 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
 
 
 class Sll(SlopeResidualLayer):
-    """Lambda of SLL, with a learnable q."""
+    """The multiplier Lambda of SLL, with a learnable q."""
 
     def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
         super().make_parameters(device, dtype, **options)
@@ -128,7 +128,7 @@ class Sll(SlopeResidualLayer):
 
 
 class Cpl(SlopeResidualLayer):
-    """Lambda of CPL."""
+    """The multiplier Lambda of CPL."""
 
     def multiplier(self, proved: bool = True) -> Tensor:
         free = at_least_float32(self.free)

@@ -205,7 +205,7 @@ class Residual(Graph):
 
 
 class HalfThrough(nn.Module):
-    r"""Half of the channels pass, the others go through ``body``: the skip connection of a U-Net that stays orthogonal.
+    r"""Half of the channels stay, the others go through ``body``: a skip connection for orthogonal U-Nets.
 
     .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
 

@@ -19,7 +19,7 @@ NEAR = 0.5
 
 
 def tangent(w: Tensor, g: Tensor) -> Tensor:
-    r"""The part of G along the manifold at W: :math:`G - \mathrm{sym}(G W^T) W`, or the same on the tall side.
+    r"""The part of G along the manifold at a wide W: :math:`G - \mathrm{sym}(G W^T) W`; for a tall W transposed.
 
     The gradient in the Euclidean metric (Edelman, Arias & Smith, SIAM J. Matrix Anal. Appl. 20, 1998, section 2.2).
     """
@@ -30,7 +30,7 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 
 
 def sign_factor(gram: Tensor, steps: int) -> Tensor:
-    r"""P, a polynomial in :math:`K = T T^T / \|T\|_F^2`, with :math:`P T \approx \mathrm{msign}(T)`.
+    r"""P with :math:`P T \approx \mathrm{msign}(T)`, the polar factor of T, from ``gram`` :math:`T T^T`: a polynomial.
 
     Singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21 after four steps; smaller
     ones grow by at most 3.4445 a step.

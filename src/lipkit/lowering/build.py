@@ -28,7 +28,7 @@ Rule = Callable[..., Value]
 
 
 class Bounded(nn.Module):
-    """A leaf of a wiring with a known Lipschitz constant, and the method that found it, but without a plain form.
+    """A map that can be bounded but not exported: only its Lipschitz constant, and the method that found it, are known.
 
     ``shape`` of one sample of its output is needed where the same call goes on with it.
     """

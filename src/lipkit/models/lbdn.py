@@ -175,7 +175,7 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
 
 
 def _unfolded(network: LBDN) -> Unfolded | None:
-    """The plain form of an LBDN, for `lipkit.layers.R2dn`; None if its activations differ."""
+    """An LBDN as plain dense layers, for `lipkit.layers.R2dn`; None if its activations differ."""
     kinds, weights = [layer.activation for layer in network._sandwiches()], network.weights()
     if len(set(map(repr, kinds))) != 1 or kinds[0] is None:  # repr shows the settings of an activation, too
         return None

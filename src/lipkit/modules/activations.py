@@ -141,7 +141,7 @@ class MaxMin(nn.Module):
 
 
 class MaxMinShift2d(Shift2d):
-    """`MaxMin` and `Shift2d` in one pass where they are trained; exported as the two. 1-Lipschitz.
+    """`MaxMin`, then `Shift2d`: one pass over memory in training, exported as the two modules. 1-Lipschitz.
 
     >>> x = torch.randn(2, 16, 4, 4, requires_grad=True)
     >>> torch.equal(MaxMinShift2d(16, 2)(x), Shift2d(16, 2)(MaxMin()(x)))

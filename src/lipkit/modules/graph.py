@@ -124,7 +124,7 @@ def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
 
 
 class Joining(NamedTuple):
-    """The answers of a join."""
+    """The functions by which a type of join is bounded, exported and checked for rounding."""
 
     form: Callable[[Any, Sequence[Form]], Form]  # the bound of the result from those of the values
     error: Callable[[Any, Sequence[Line]], Line]  # how far the exact result moves, from how far the values move
@@ -141,7 +141,7 @@ def beside(lines: Sequence[Line]) -> Line:
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
-    """The answers of a join that computes ``share x_1 + (1 - share) x_2``."""
+    """The `Joining` of a join that computes ``share x_1 + (1 - share) x_2``."""
 
     def lines(join: Join, given: Sequence[Line]) -> Line:
         s = float(share(join).detach())

@@ -70,7 +70,7 @@ def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
 
 
 def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> nn.Module:
-    """A layer and the normalisation after it as one, in float64; with ``inputs``, the linear part of the reverse."""
+    """A layer and the normalisation after it as one, in float64; with ``inputs`` that before it, without any bias."""
     assert isinstance(norm, _BatchNorm)
     scale, shift = running_affine(norm)
     folded: Any = copy.deepcopy(layer)

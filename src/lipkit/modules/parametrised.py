@@ -18,7 +18,7 @@ from lipkit.modules.guarding import type_name
 
 
 def settled(module: nn.Module) -> nn.Module:
-    """The module with its own parametrised tensors (not those of its parts) as parameters of their present values.
+    """The module with its parametrised tensors, not those of its children, as plain parameters of their present values.
 
     So are the weights that the hooks of ``nn.utils.weight_norm`` and ``nn.utils.spectral_norm`` make. The values have
     the derivatives of the parametrizations. Options that are numbers of numpy become Python's. All else is shared with

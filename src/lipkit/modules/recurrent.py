@@ -162,7 +162,7 @@ class Recurrent(nn.Module):
 
 
 def unitwise(phi: nn.Module) -> bool:
-    """True if phi acts on each unit alone, wherever it stands (half of the places in a block for `HalfAbs`)."""
+    """True if phi acts on each unit alone and on all alike; also for `HalfAbs`, which acts on half of a block."""
     return type(phi) is HalfAbs or (type(phi) in ACTIVATIONS and not list(phi.parameters()))
 
 
@@ -393,7 +393,7 @@ def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
 
 
 class Outputs(nn.Module):
-    """The outputs of an ``nn.RNN`` at all steps, without its last state: its form in traced networks."""
+    """The outputs of an ``nn.RNN`` at all steps, without its last state; stands for it in traced networks."""
 
     def __init__(self, rnn: nn.RNN) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ def contents(network: nn.Module) -> Contents:
 
 
 def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors of ``state_dict``, whose hooks could change what it shows."""
+    """The tensors that ``state_dict`` names, read from the modules: hooks of ``state_dict`` could show others."""
     return {
         f"{place}.{name}".removeprefix("."): tensor
         for place, module in parts(network)
@@ -263,7 +263,7 @@ def configuration(network: Network) -> dict[str, Any]:
 
 
 def rebuilt(config: dict[str, Any], tensors: dict[str, Tensor], *, run: bool = True) -> Network:
-    """The network of a configuration and its tensors; ``run`` checks it on shapes alone (the first run takes 1 s)."""
+    """The network of a configuration and its tensors; ``run`` also checks it by a forward pass on the meta device."""
     network = _skeleton(config.get("network"), tensors, run)
     network.input_range = _input_range(config)
     network.load_state_dict(tensors, assign=True)  # shapes and dtypes are checked

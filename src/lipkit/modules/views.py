@@ -59,7 +59,7 @@ def reshaped(shape: Shape) -> nn.Module:
 
 
 class Together(Shown):
-    """The base of modules that take some dimensions of a sample together: from 1 on, the batch is 0."""
+    """The base of modules that act on several dimensions at once, counted with the batch as 0."""
 
     def __init__(self, *dims: int) -> None:
         super().__init__()
