@@ -153,12 +153,8 @@ class Calibration(Shown):
 
         Args:
             x: (N, *input_shape), attacked or not.
-            alpha: allowed probability of a miss.
+            alpha: allowed probability of a miss, at least 1 / (n + 1).
             eps: l2 radius in units of the input; 0 for plain sets.
-
-        Raises:
-            OptionError: an ``alpha`` below 1 / (n + 1), an ``eps`` below 0, a calibration of a regression.
-            ShapeError: samples of another shape.
         """
         eps = self._checked(True, eps)
         q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
@@ -194,9 +190,6 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
         x: (n, *input_shape), not used in training.
         y: (n,) int64 labels, or (n,) or (n, d) targets, scored by :math:`|y - f(x)|` output by output.
         proof: of this network, from `lipkit.prove` for its default evaluator.
-
-    Raises:
-        NoRuleError, ShapeError, OptionError: as `lipkit.certify`.
 
     >>> net = Network([torch.nn.Linear(1, 2, bias=False)], (1,))
     >>> _ = net[0].weight.copy_(torch.tensor([[-0.5], [0.5]]))

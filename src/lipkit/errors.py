@@ -1,6 +1,7 @@
 """The errors lipkit raises on purpose: one clear sentence each, with the expected and the actual value.
 
-Every class also inherits the built-in exception a caller would expect, so that ``except ValueError`` works.
+Every class also inherits the built-in exception a caller would expect, so that ``except ValueError`` works. Docstrings
+list errors only where they say more than these classes do.
 """
 
 from __future__ import annotations

@@ -50,9 +50,6 @@ def lipschitz_lower_bound(
     Guarantee:
         LOWER, up to the rounding of one float64 evaluation: never a certificate.
 
-    Raises:
-        ShapeError: the input shape is unknown or does not fit. OptionError: a bad box, restarts, steps or dtype.
-
     >>> layer = nn.Linear(2, 2)
     >>> found = lipschitz_lower_bound(layer, input_shape=(2,), restarts=4, steps=20)
     >>> abs(found.lower - torch.linalg.matrix_norm(layer.weight, 2).item()) < 1e-4

@@ -48,7 +48,7 @@ def apgd(
     **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that are misclassified early.
 
     Args:
-        model, x, y, eps, norm, box, generator, stop_early: see `lipkit.attacks.pgd`.
+        model, x, y, eps, norm, box, generator, stop_early: as in `lipkit.attacks.pgd`, which names the errors.
         loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
         targeted: whether each start aims at one wrong class.
         steps: gradient steps of each start.
@@ -56,9 +56,6 @@ def apgd(
 
     Returns:
         (N, ...), as `lipkit.attacks.pgd` does; the best point is the one with the largest margin loss.
-
-    Raises:
-        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10, stop_early=False)

@@ -38,24 +38,19 @@ def carlini_wagner(
     bisection moves the closest point seen to the boundary.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
-    distance is an upper bound of the distance to the boundary.
+    distance is an upper bound of the distance to the boundary. The sample itself is returned where it is misclassified
+    already or nothing was found.
 
     **Cost.** ``targets searches steps`` gradients. It draws nothing at random.
 
     Args:
-        model, x, y, box: see `lipkit.attacks.pgd`.
+        model, x, y, box: as in `lipkit.attacks.pgd`, which names the errors.
         steps: of Adam for each weight.
         searches: values of the weight c that are tried.
         rate: learning rate of Adam, for x' in units of half the width of the box (1 without a box).
         weight: the first c.
         confidence: margin, in logits, that the objective asks for.
         targets: how many classes are tried.
-
-    Returns:
-        (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
-
-    Raises:
-        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> model, x = lambda x: torch.stack([1 - x[:, 0], x[:, 1]], 1), torch.zeros(1, 2)
     >>> near = carlini_wagner(model, x, torch.tensor([0]), box=None)

@@ -14,9 +14,8 @@ from lipkit.errors import OptionError, ShapeError
 def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: int = 20) -> Tensor:
     r"""The closest misclassified point that bisection finds on the segment from each sample to its adversarial example.
 
-    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. A fixed-radius attack
-    uses its whole radius, although the boundary is usually much closer. The closer the example, the sharper the
-    comparison with a certificate.
+    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. The closer an example
+    to the boundary, the sharper its comparison with a certificate.
 
     **Guarantee.** The returned point was seen to be misclassified, or is ``adversarial`` itself. It lies in every box
     that holds both ends, up to one rounding of the sum.
@@ -25,9 +24,6 @@ def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: in
         model, y: see `lipkit.attacks.pgd`.
         x, adversarial: (N, ...) of one shape and dtype.
         steps: number of halvings; after 20 the point is within a millionth of the distance from the boundary.
-
-    Raises:
-        ShapeError: the shapes differ. OptionError: ``steps`` is below 1.
 
     >>> x, far = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
     >>> near = shrink(lambda x: torch.stack([0.25 - x[:, 0], x[:, 0] - 0.25], 1), x, far, torch.tensor([0]))
@@ -117,22 +113,17 @@ def fab(
     kept where it is closer: on a piecewise linear network they end at the nearest point of a face.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
-    distance is an upper bound of the distance to the boundary.
+    distance is an upper bound of the distance to the boundary. The sample itself is returned where it is misclassified
+    already or nothing was found.
 
     **Cost.** ``restarts targets (steps + polish)`` gradients and some 20 evaluations for each bisection.
 
     Args:
-        model, x, y, norm, box, generator: see `lipkit.attacks.pgd`.
+        model, x, y, norm, box, generator: as in `lipkit.attacks.pgd`, which names the errors.
         steps: iterations for each class and start.
         restarts: starts for each class: the sample, then random points at half the distance found so far.
         targets: how many classes are tried, the largest wrong logits first; None for all.
         polish: projections at the end; 0 for FAB as published.
-
-    Returns:
-        (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
-
-    Raises:
-        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> model, x = lambda x: torch.stack([1 - x[:, 0], x[:, 1]], 1), torch.zeros(1, 2)
     >>> near = fab(model, x, torch.tensor([0]), box=None)

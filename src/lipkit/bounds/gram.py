@@ -40,9 +40,6 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
     Cost:
         t + 1 matrix products of the smaller side at each frequency.
 
-    Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups, size or iterations.
-
     >>> 1.0 <= float(gram(torch.full((1, 1, 3, 3), 1 / 9), size=(6, 6))) < 1.0 + 1e-6
     True
 

@@ -44,9 +44,6 @@ def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]
 
     Returns:
         0-d float64; ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
-
-    Raises:
-        ShapeError, OptionError: not a kernel, or wrong groups.
     """
     check_kernel(kernel)
     check_readable(kernel)

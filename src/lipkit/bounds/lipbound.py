@@ -43,9 +43,6 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
     Cost:
         ``(kh kw)^2 / 2`` multiplications for each pair of channels; the rest grows linearly with the channels.
 
-    Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups, points or correction.
-
     >>> k = torch.full((1, 1, 3, 3), 1 / 9)
     >>> 1.0 <= float(lipbound(k)) <= 1.106
     True

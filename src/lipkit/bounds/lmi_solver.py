@@ -8,10 +8,8 @@ H^{-1}` and the columns :math:`e_i` of E, :math:`v_i` of V, a Newton step has th
 .. math:: M_{il} = P^X_{il} P^G_{li} + P^X_{li} P^G_{il} + Q^X_{il} R^G_{il} + R^X_{il} Q^G_{il}, \qquad
           P^Y = E^\top Y V,\quad Q^Y = V^\top Y V,\quad R^Y = E^\top Y E .
 
-A step costs an inverse and two dense products of the total width N and a solve of the number of hidden units; 10 to 20
-steps suffice (up to 54 on 400 random networks). A general conic solver factors a system in the N(N+1)/2
-entries of H, which is slower by orders of magnitude here. No proof rests on this file: its answer is proved, or
-rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
+A step costs an inverse and two dense products of the total width and a solve of the number of hidden units; 10 to 20
+steps suffice. No proof rests on this file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
 Given multipliers can be balanced between input and output: a common factor t > 0 turns :math:`G = C M^+ C^\top`
 (`lipkit.bounds.lmi.couplings`) into :math:`D G D`, :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest

@@ -33,9 +33,6 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     Cost:
         One Gram matrix, eigenvalue problem and Cholesky factorisation.
 
-    Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups or stride.
-
     >>> 1.0 <= float(reshaped(torch.full((1, 1, 2, 2), 0.5), stride=2)) < 1.0 + 1e-9
     True
 
@@ -60,11 +57,7 @@ def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     R is ``(cout kh) x (cin kw)``, S ``(cout kw) x (cin kh)``, T ``cout x (cin kh kw)``, U ``(cout kh kw) x cin``.
 
-    Arguments and errors are those of :func:`reshaped`, without a stride.
-
-    Guarantee:
-        Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
-        axis in total, for any stride and dilation.
+    Arguments and guarantee are those of :func:`lipkit.bounds.lipbound`: the convolution may have any stride.
 
     Cost:
         Four Gram matrices, eigenvalue problems and Cholesky factorisations.

@@ -107,9 +107,6 @@ def symbol_sup(
         ``(kh kw)^2 / 2`` products of channel matrices for the autocorrelation, then about 100 to 500 (3 x 3) Cholesky
         factorisations of the smaller channel number; with ``points``, ``S^2 / 2`` of them.
 
-    Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups, tolerance or points.
-
     >>> k = torch.full((1, 1, 3, 3), 1 / 9)
     >>> 1.0 <= float(symbol_sup(k)) <= 1.01
     True

@@ -89,9 +89,6 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
         Upper bound for the stored numbers, rounding included, and never above ``lipschitz(network)``. Softplus counts
         as its formula on both sides of its threshold.
 
-    Raises:
-        OptionError, ShapeError: a box that does not fit, or is empty.
-
     >>> net = Network([nn.Linear(1, 1, bias=False), nn.Tanh()], (1,))
     >>> _ = nn.init.ones_(net[0].weight)
     >>> round(local_gain(net, (2.0, 3.0)), 6), round(local_gain(net, (-1.0, 1.0)), 6)  # 1 - tanh(2)^2

@@ -78,9 +78,6 @@ def auroc(
         moves: ``"both"``, ``"positives"`` or ``"negatives"``.
         proof: from `lipkit.prove`, for another evaluator or rounding.
 
-    Raises:
-        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; a network with several outputs.
-
     >>> net = Network([torch.nn.Linear(1, 1, bias=False)], (1,))
     >>> _ = net[0].weight.fill_(1.0)
     >>> found = auroc(net, torch.tensor([[2.0], [3.0]]), torch.tensor([[1.0], [0.0]]), 0.6)

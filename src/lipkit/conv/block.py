@@ -83,9 +83,6 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     Cost:
         kh + kw - 2 pairs of products ``(c, r)`` by ``(r, min(m, n) kh kw)``.
 
-    Raises:
-        ShapeError: wrong shapes of ``h`` or ``v``.
-
     >>> bcop_kernel(torch.eye(2), torch.zeros(4, 2, 0), (3, 3))[:, :, 1, 1].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
 

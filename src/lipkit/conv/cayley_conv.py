@@ -195,9 +195,6 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Returns:
         ``(B, cout, h, w)``, with the norm of x if cout >= cin and there is no bias.
 
-    Raises:
-        ShapeError: the kernel has no four dimensions, or x other ones.
-
     Cost:
         For c = min(cout, cin), at each of about h w / 2 frequencies: LU factors of size c and a solve for B images
         forward, a solve and one product of B c^2 backward. From B = c / 2 on, an inverse replaces the solves. Where

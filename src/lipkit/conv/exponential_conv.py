@@ -45,13 +45,10 @@ def adjoint(kernel: Tensor) -> Tensor:
 
 
 def skew(kernel: Tensor) -> Tensor:
-    r"""Twice the skew part of M ``(c, c, kh, kw)``: :math:`K[s] = M[s] - M[-s]^\top`.
+    r"""Twice the skew part of M ``(c, c, kh, kw)``, of odd kh and kw: :math:`K[s] = M[s] - M[-s]^\top`.
 
     The result is skew to the last bit: each tap and its partner are one rounded difference with two signs. Its
     exponential is orthogonal (Singla & Feizi, ICML 2021, theorem 2).
-
-    Raises:
-        ShapeError: channels differ, or a size is even.
 
     >>> import torch
     >>> skew(torch.tensor([[[[1.0, 2.0, 4.0]]]])).flatten().tolist()
@@ -136,10 +133,6 @@ def exponential_conv2d(
         outputs: how many channels of the result ``(B, outputs, h, w)`` are kept, by default c.
         way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast, products of features
             run in its dtype, all others in that of the kernel, and 'frequencies' is not chosen.
-
-    Raises:
-        ShapeError: the kernel is not square in its channels, or has fewer than x. OptionError: another way, or terms
-            out of range.
 
     >>> import torch
     >>> turn = torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])[:, :, None, None]

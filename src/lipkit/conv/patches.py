@@ -103,9 +103,6 @@ def contraction_from_matrix(matrix: Tensor, kh: int, kw: int) -> Tensor:
         :math:`\|Px\|^2 = k_h k_w \|x\|^2` and :math:`\|MPx\| \le \|M\| \sqrt{k_h k_w}\, \|x\|`. Zero padding drops
         entries of the shifted images: at most the same. The factor is attained (equal blocks on a constant image).
 
-    Raises:
-        ShapeError: the columns of ``matrix`` are no multiple of kh kw.
-
     References:
         Li et al., NeurIPS 2019, section 4.1 (RKO); Tsuzuku, Sato & Sugiyama, NeurIPS 2018, section 4 (the factor).
     """

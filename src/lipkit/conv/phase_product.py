@@ -48,9 +48,6 @@ def apply_phases(
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
         small transforms and two copies. Backward, real matrices on a CPU keep no features but ``x``.
-
-    Raises:
-        ShapeError: the kernel does not divide the image.
     """
     check_fits(x.shape[-2], x.shape[-1], kernel_size)
     if kernel_size == (1, 1):

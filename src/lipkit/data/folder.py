@@ -103,9 +103,6 @@ SOURCE = (
 def load_imagenet(root: Path) -> Data:
     """Load `imagenet/{train,val}/WNID`: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
 
-    Raises:
-        DataError: as `load_images`.
-
     References:
         Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
     """

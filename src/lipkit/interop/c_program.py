@@ -21,9 +21,6 @@ from lipkit.proof.arithmetic import FLOAT64
 def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
     """The integer program of an exported network, and the proof in float64 of its constants.
 
-    Raises:
-        NoRuleError, OptionError: as `lipkit.integer.quantise`.
-
     >>> net = modules.Network([torch.nn.Linear(2, 3)], (2,))
     >>> net.input_range = (0.0, 1.0)
     >>> integer_program(net)[0](torch.zeros(1, 2)).shape

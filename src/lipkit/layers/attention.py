@@ -84,9 +84,6 @@ class MemoryAttention(Attention):
         1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
         direction of x passes unchanged.
 
-    Raises:
-        OptionError: sizes below 1, another dtype. ShapeError: another input.
-
     >>> MemoryAttention(4, 8)(torch.randn(2, 5, 4)).shape
     torch.Size([2, 5, 4])
 
@@ -117,9 +114,6 @@ class TokenAttention(Attention):
 
     Guarantee:
         1-Lipschitz, by construction, and attained: the mean of all tokens is kept.
-
-    Raises:
-        OptionError: sizes below 1, heads that do not divide hidden, another dtype. ShapeError: another input.
 
     >>> layer, x = TokenAttention(4, heads=2), torch.randn(2, 5, 4)
     >>> torch.allclose(layer(x).mean(1), x.mean(1), atol=1e-6)

@@ -63,10 +63,6 @@ class EcoConv2d(ConstrainedConv2d):
         L matrices of size c per forward pass (without ``square`` of the smaller side, if that is below 0.4 c), and per
         image the H W / s^2 products of out_channels x s^2 in_channels of a 1 x 1 convolution.
 
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit; the message names the
-        kernel sizes that do.
-
     >>> x = torch.ones(1, 3, 6, 9)
     >>> bool(torch.isclose(EcoConv2d(3, 8, 3, bias=False, orthogonalize="exponential")(x).norm(), x.norm()))
     True

@@ -175,11 +175,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     Guarantee:
         1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` whose bound is proved from its numbers with the
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
-        One inverse of size out_features per forward pass, or LU factors and solves (``lipkit.conv.cayley_conv``).
-
-    Raises:
-        OptionError: an activation that does not qualify (MaxMin would reach norm 2 and more), and what the base class
-            refuses.
+        A forward pass takes one inverse of size out_features, or LU factors and solves (``lipkit.conv.cayley_conv``).
 
     >>> x = torch.randn(2, 3)
     >>> y = SandwichLinear(3, 5, activation="tanh")(x)

@@ -158,15 +158,13 @@ class OssnConv2d(ConstrainedConv2d):
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts with all singular values 1.
 
     Guarantee:
-        No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, at least 1 up to rounding.
+        No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, at least 1 up to rounding;
+        without the shape it raises ``ShapeError``.
         Random kernels are the hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041.
 
     Cost:
         Per forward pass about eight convolutions of one image and products by vectors at 16 frequencies; next to
         nothing backward. With few channels the eigenvalues at all frequencies, and the estimate is the norm.
-
-    Raises:
-        ShapeError: ``lipschitz`` without an input shape, and what the base class refuses.
 
     >>> from lipkit.lowering import lipschitz
     >>> 0.9999 < lipschitz(OssnConv2d(3, 8, 3), (3, 7, 5)).item() < 1.001

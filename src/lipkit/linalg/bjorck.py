@@ -90,9 +90,6 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         ``1 + order`` products of size m n min(m, n) per step (if one side is twice the other or more, the first eight
         steps multiply matrices of the smaller side only). Trained weights take 2 to 7 steps.
 
-    Raises:
-        OptionError: ``iterations`` or ``order`` below 1.
-
     >>> bjorck(torch.tensor([[3.0, 0.0], [0.0, -0.5]])).round(decimals=5).tolist()
     [[1.0, 0.0], [0.0, -1.0]]
 

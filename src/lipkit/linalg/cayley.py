@@ -26,7 +26,7 @@ def cayley(w: Tensor) -> Tensor:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
         ``n * eps * (1 + ||Z||)``. The inverse always exists: the Hermitian part of :math:`I + Z` is at least I.
         A square Q never has the eigenvalue -1.
-        One inverse of size min(m, n) and two products.
+        It takes one inverse of size min(m, n) and two products.
 
     >>> cayley(torch.tensor([[0.0, 1.0], [0.0, 0.0]])).tolist()
     [[0.0, -1.0], [1.0, 0.0]]

@@ -37,9 +37,6 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         ``(..., m)``, of the dtype of x. It takes one product of max(m, n) min(m, n)^2 forward and at most one backward,
         where forming the transform takes two and three; for at most min(m, n) / 2 vectors LU factors and no inverse.
 
-    Raises:
-        ShapeError: ``weight`` is not a matrix, or x does not have its columns.
-
     >>> w, x = torch.arange(6.0).reshape(2, 3), torch.ones(4, 3)
     >>> torch.allclose(cayley_linear(w, x), x @ cayley(w).mT, atol=1e-6)
     True

@@ -37,10 +37,7 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
 
     Guarantee:
         Norm at most 1 up to rounding, for every ``w``; a zero matrix stays zero.
-        One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
-
-    Raises:
-        OptionError: ``ridge`` is not positive.
+        It takes one Gram matrix of the smaller side, one Cholesky factorisation and one triangular solve.
 
     >>> cholesky(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), ridge=3.0).tolist()
     [[0.5, 0.0], [0.0, 0.5]]
@@ -67,10 +64,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         \mathrm{trace}(V^*V)`, so that its factor exists, and a closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` of
         :math:`Q = VL^{-*}` takes the shift back. A singular value s of V gives the eigenvalue -1 up to
         :math:`\tfrac32 (e/s^2)^2`: between -1 and 1 where V loses its rank.
-        One Cholesky factorisation and one triangular solve of size m, four products.
-
-    Raises:
-        OptionError: more columns than rows.
+        It takes one Cholesky factorisation and one triangular solve of size m, and four products.
 
     >>> block_reflector(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0, -1.0], [-1.0, 0.0]]

@@ -102,7 +102,7 @@ def polar(w: Tensor) -> Tensor:
     Guarantee:
         Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
         least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises OptionError.
-        One singular value decomposition; four to six products backward.
+        It takes one singular value decomposition; four to six products backward.
 
     >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]

@@ -224,9 +224,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         For real matrices and T up to 5, squarings + 1 products of size max(m, n) forward and two more backward, else
         squarings + :math:`2 \sqrt T` and twice as many backward. Beyond an aspect ratio of 2.5 their size is min(m, n).
 
-    Raises:
-        OptionError: ``terms`` or ``squarings`` out of range.
-
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
     True

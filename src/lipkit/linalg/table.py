@@ -30,9 +30,6 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
 def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonalize:
     """The function in :data:`ORTHOGONALIZE` under a name; a function ``(..., m, n) -> (..., m, n)`` is returned itself.
 
-    Raises:
-        OptionError: an unknown name, or neither a name nor a function.
-
     >>> resolve("cayley") is cayley, resolve(cayley) is cayley
     (True, True)
     """

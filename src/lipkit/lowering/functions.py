@@ -31,7 +31,7 @@ from lipkit.proof.roundoff import reciprocal_up, root
 
 
 def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | None = None) -> Callable[[Rule], Rule]:
-    """Register a rule that makes modules for these functions; ``place`` finds the batch's dimension in their results."""
+    """Register a rule that makes modules for these functions; ``place`` finds the batch in their results."""
 
     def put(rule: Rule) -> Rule:
         FUNCTIONS.update(dict.fromkeys(targets, Function(rule, place)))

@@ -122,9 +122,6 @@ def lbdn_conv(
         kernel_size: of the layers of stride 1; strided layers have half of it, rounded down, after downsampling.
         image: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
 
-    Raises:
-        OptionError: another number of blocks or units than above. ShapeError: an input shape that does not fit.
-
     >>> net = lbdn_conv(width=4, hidden=[32], input_shape=(3, 8, 8))
     >>> type(net[-1]).__name__, net[-1].out_features
     ('NormalizedLinear', 100)
@@ -181,9 +178,6 @@ def lipconvnet(
         kernel_size: of the convolutions on more than one pixel.
         side: working size, a multiple of 24.
         first_options, last_options: options of the two families' convolutions.
-
-    Raises:
-        OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
 
     >>> net = lipconvnet(5, layer="cayley", width=0.125)
     >>> from lipkit.lowering import lipschitz
@@ -249,12 +243,9 @@ def sllnet(
         dense: inner units of each dense layer.
         inner: inner channels of each convolution.
         last_layer_normalization: whether to append a last layer with rows of unit norm, otherwise free. False: the
-            first outputs are the logits, without further parameters.
+            first outputs are the logits, without further parameters: the layers need as many features as classes.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the layers: ``activation``.
-
-    Raises:
-        OptionError: an unknown size, fewer features than classes. ShapeError: an input shape that does not fit.
 
     >>> net = sllnet(channels=4, depth=2, dense=[8], input_shape=(1, 8, 8), last_layer_normalization=True)
     >>> [type(layer).__name__ for layer in net]

@@ -65,9 +65,6 @@ class LBDN(nn.Module):
     Cost:
         One inverse of the layer's width for each layer and forward pass.
 
-    Raises:
-        OptionError: sizes, gamma or activations that are not as above.
-
     >>> from lipkit.lowering import export
     >>> net = LBDN([12, 16, 16, 4], gamma=2.0, dtype=torch.float64)
     >>> plain = export(net, (12,))
@@ -229,9 +226,6 @@ def lbdn(
         sizes, gamma, activation, learnable_gamma, bias, device, dtype: as in :class:`LBDN`, which is the result.
         hidden, input_shape, classes: instead of ``sizes``, for flattened inputs and a chain that ends in an `LBDN`.
         mean, std: input normalisation per channel, part of the network; the gain is that of the rest.
-
-    Raises:
-        OptionError: both or neither of ``sizes`` and the other three, or values that do not fit.
 
     >>> type(lbdn([12, 64, 64, 4], gamma=2)).__name__
     'LBDN'

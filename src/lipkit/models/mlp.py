@@ -47,9 +47,6 @@ def mlp(
         mean, std: input normalisation per channel, part of the network.
         options: options of the family's dense layer, in the hidden layers.
 
-    Raises:
-        OptionError: sizes, a gain or an activation that are not as above. ShapeError: another input shape.
-
     >>> from lipkit.lowering import lipschitz
     >>> net = mlp([16, 16], "sandwich", gamma=4.0, input_shape=(1, 4, 4), classes=3)
     >>> [type(m).__name__ for m in net], float(lipschitz(net))

@@ -62,9 +62,6 @@ def patchnet(
         position: whether a `lipkit.modules.PositionCode` follows the first layer.
         image: (C, H, W) with H and W multiples of p 2^(stages - 1).
 
-    Raises:
-        OptionError: sizes that are not as above. ShapeError: another input shape.
-
     >>> net = patchnet(2, [(16, 2), (32, 1)], narrow=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][:4]
     ['StiefelConv2d', 'MaxMinShift2d', 'StiefelConv2d', 'MaxMinShift2d']
@@ -150,9 +147,6 @@ def bronet(
         dense: units of the hidden dense layers.
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
-    Raises:
-        OptionError, ShapeError: sizes that are not as above.
-
     >>> net = bronet(2, 16, 2, neck=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][:4], net[-1]
     (['CholeskyConv2d', 'MaxMin', 'BroConv2d', 'MaxMin'], NormalizedLinear(16, 10, bias=True))
@@ -190,9 +184,6 @@ def liresnet(
         blocks: number of blocks, at least 1; the initial kernels depend on it (``depth`` of `LiResConv2d`).
         padding_mode: of the blocks, 'circular' or 'zeros'.
         image: (C, H, W) with H and W multiples of ``2 patch`` (of ``patch`` with ``neck=None``).
-
-    Raises:
-        OptionError: sizes that are not as above. ShapeError: another input shape.
 
     >>> net = liresnet(2, 16, 2, neck=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][2:5]

@@ -57,9 +57,6 @@ def unet(
         mean: of the pixel values; subtracted in front, and the initial bias of the last layer.
         lipschitz: gain in front.
 
-    Raises:
-        OptionError: sizes below 1, odd channels. ShapeError: another input shape.
-
     >>> from lipkit.lowering import lipschitz
     >>> net = unet(8, depth=1, blocks=1, input_shape=(1, 8, 8))
     >>> net(torch.rand(2, 1, 8, 8)).shape, round(lipschitz(net, (1, 8, 8)).item(), 5)
@@ -118,9 +115,6 @@ def autoencoder(
         input_shape: (C, H, W), H and W multiples of 2^stages.
         lipschitz: gain in front of the encoder.
 
-    Raises:
-        OptionError: sizes below 1, no stage. ShapeError: another input shape.
-
     >>> net = autoencoder([8], code=2, input_shape=(1, 8, 8))
     >>> net.encoder(torch.rand(1, 1, 8, 8)).shape, net(torch.rand(1, 1, 8, 8)).shape
     (torch.Size([1, 2, 4, 4]), torch.Size([1, 1, 8, 8]))
@@ -154,9 +148,6 @@ def denoiser(channels: int = 32, depth: Count = 1, blocks: int = 2, **options: A
 
     The arguments are those of `unet` except ``lipschitz``; ``mean`` is 0.5 by default. With ``layer="plain_conv"``
     nothing is proved.
-
-    Raises:
-        OptionError, ShapeError: as `unet`.
 
     >>> import lipkit
     >>> net = denoiser(8, depth=0, blocks=1, input_shape=(1, 8, 8))

@@ -89,10 +89,7 @@ def _exchanged(keep: Tensor, x: Tensor) -> Tensor:
 
 
 def maxmin(x: Tensor) -> Tensor:
-    """Split dimension 1 in halves a, b and return (max(a, b), min(a, b)): an isometry at almost every point.
-
-    Raises:
-        ShapeError: an odd number of channels.
+    """The halves a, b of dimension 1, of even size, become (max(a, b), min(a, b)): an isometry at almost every point.
 
     >>> maxmin(torch.tensor([[1.0, 5.0, 3.0, 2.0]])).tolist()
     [[3.0, 5.0, 1.0, 2.0]]
@@ -157,11 +154,7 @@ class MaxMinShift2d(Shift2d):
 
 
 class GroupSort(Shown):
-    """:func:`group_sort` as a module. 1-Lipschitz.
-
-    Raises:
-        OptionError: ``group_size`` is below 2.
-    """
+    """:func:`group_sort` as a module. 1-Lipschitz."""
 
     def __init__(self, group_size: int | None = 2) -> None:
         super().__init__()

@@ -85,9 +85,6 @@ def attraction(u: Tensor, heads: int) -> Tensor:
 class Attraction(nn.Module):
     """:func:`attraction` as a module: 1-Lipschitz, the gradient of a convex function, all values in (-1, 1).
 
-    Raises:
-        OptionError: no head. ShapeError: an input that is not (B, ..., n, heads * e).
-
     >>> Attraction(2)(torch.ones(1, 3, 4)).abs().max().item()
     0.0
     """
@@ -112,9 +109,6 @@ class GradientStep(nn.Module):
             (`Attraction`, ``nn.Softmax``, an activation of slope in [0, 1]) and s >= 0, the constant is :math:`\max(1,
             s \ell \|A\|^2 - 1)`, proved from stored numbers; otherwise :math:`1 + |s| \ell \|A\|^2`.
         step: s, 0-d.
-
-    Raises:
-        OptionError: ``first`` is no ``nn.Linear``. ShapeError: ``step`` is not 0-d.
 
     >>> step = GradientStep(nn.Linear(1, 1), nn.Softmax(-1), torch.tensor(0.0))
     >>> step(torch.ones(1, 1)).item(), lipschitz(step).item()

@@ -38,9 +38,6 @@ class Affine(nn.Module):
     Args:
         scale, shift: tensors with the first dimensions of a sample, each of its size or 1: ``(C,)`` for each channel.
 
-    Raises:
-        ShapeError: other numbers of dimensions, or a sample that they would repeat.
-
     >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
     [[1.0, 1.0, 1.0]]
     >>> Affine(torch.tensor([[2.0, 3.0]]), torch.zeros(1, 1))(torch.ones(1, 2, 2)).tolist()
@@ -76,9 +73,6 @@ class PositionCode(Shown):
 
     It lets layers that treat all places alike tell them apart. Parameter ``offset`` (channels, height, width), zeros at
     the start.
-
-    Raises:
-        OptionError: a size below 1. ShapeError: an input of another shape (it would be repeated).
 
     >>> PositionCode(2, 4, 4)(torch.ones(1, 2, 4, 4)).sum().item()
     32.0

@@ -61,10 +61,6 @@ class FourierConv2d(nn.Module):
     no state: it follows from the size, is made in float64 and rounded once to the dtype of the module (again after
     ``.double()`` or ``.to``).
 
-    Raises:
-        ShapeError: an empty or too large size, a kernel that does not divide the image; an input of another image size
-            or channel number.
-
     >>> layer = FourierConv2d(2, 4, 5, 6, bias=False)
     >>> layer(torch.ones(1, 2, 5, 6)).shape
     torch.Size([1, 4, 5, 6])

@@ -41,9 +41,6 @@ class Join(Shown):
 class Add(Join):
     r"""``y = +-x_1 +- x_2 ...``: values of one shape with their signs, 1 or -1 each.
 
-    Raises:
-        OptionError: other signs. ShapeError: values of different shapes (one would be repeated).
-
     >>> Add(1, -1)(torch.ones(1, 2), torch.ones(1, 2)).tolist()
     [[0.0, 0.0]]
     """
@@ -63,10 +60,7 @@ class Add(Join):
 
 
 class Concatenate(Join):
-    """Values concatenated along dimension ``dim`` (the batch is 0).
-
-    Raises:
-        OptionError: ``dim`` below 1.
+    """Values concatenated along dimension ``dim`` >= 1; 0 is the batch.
 
     >>> Concatenate(1)(torch.zeros(1, 1), torch.ones(1, 2)).tolist()
     [[0.0, 1.0, 1.0]]
@@ -96,9 +90,6 @@ class Maximum(Join):
 
 class Blend(Join):
     """``y = s x_1 + (1 - s) x_2`` with a constant share s in [0, 1]: a residual connection that stays 1-Lipschitz.
-
-    Raises:
-        ShapeError: ``share`` is not 0-d, or values of different shapes.
 
     >>> Blend(torch.tensor(0.25))(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
     [[0.25, 0.25]]

@@ -42,9 +42,6 @@ class NActivation(Shown):
     Args:
         low, high: thresholds at the start. In whichever order training leaves them, the smaller one is t_1.
 
-    Raises:
-        OptionError: ``channels`` below 1, thresholds that are not finite. ShapeError: an input with other channels.
-
     >>> NActivation(1, -1.0, 0.0)(torch.tensor([[-3.0], [-0.5], [2.0]])).flatten().tolist()
     [-1.0, 0.5, 2.0]
 
@@ -66,9 +63,6 @@ class NActivation(Shown):
 
 class LPReLU(Shown):
     """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz, as in deel-torchlip. Options as ``nn.PReLU``.
-
-    Raises:
-        OptionError: ``num_parameters`` below 1, ``init`` not finite.
 
     >>> LPReLU(init=-3.0)(torch.tensor([[-2.0, 2.0]])).tolist()
     [[2.0, 2.0]]
@@ -96,9 +90,6 @@ class Householder(Shown):
         order: how many folds follow each other, each with angles of its own.
 
     Parameters ``angles`` (order, channels / 2), :math:`\pi/2` at the start, later folds at half of the angle before.
-
-    Raises:
-        OptionError: an odd number of channels, ``order`` below 1. ShapeError: an input with other channels.
 
     >>> Householder(2)(torch.tensor([[1.0, 5.0], [3.0, 2.0]])).round(decimals=4).tolist()
     [[5.0, 1.0], [3.0, 2.0]]

@@ -146,9 +146,6 @@ class Center(Shown):
 
     Buffer ``running_mean`` (channels,).
 
-    Raises:
-        OptionError: ``channels`` below 1, another momentum. ShapeError: an input with other channels.
-
     >>> layer = Center(1, momentum=1.0)
     >>> layer(torch.tensor([[1.0], [3.0]])).flatten().tolist(), layer.running_mean.tolist()
     ([-1.0, 1.0], [2.0])
@@ -211,9 +208,6 @@ class BatchLipNorm(Center):
 
     Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
 
-    Raises:
-        OptionError: options out of range. ShapeError: an input with other channels, or one number of each in training.
-
     >>> layer = BatchLipNorm(2, momentum=1.0, eps=1e-9)
     >>> y = layer(torch.tensor([[1.0, 1.0], [3.0, 5.0]]))
     >>> layer.running_var.tolist(), round(y[1, 1].item(), 4), round(y[1, 0].item(), 4)
@@ -254,9 +248,6 @@ class LayerCenter(Together):
 
     .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x \qquad (n \text{ numbers in the dimensions dims})
 
-    Raises:
-        OptionError: no dimension, one twice, or the batch, which is 0.
-
     >>> LayerCenter(2, 3)(torch.tensor([[[[1.0, 3.0]]]])).tolist()
     [[[[-1.0, 1.0]]]]
 
@@ -275,9 +266,6 @@ class UnitNorm(Together):
 
     over the dimensions ``dims``: the projection onto the ball of radius eps, divided by eps, so of constant
     :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm of x in the box.
-
-    Raises:
-        OptionError: no dimension, one twice, or the batch, which is 0; eps not positive and finite.
 
     >>> UnitNorm(1, eps=10.0)(torch.tensor([[30.0, 40.0], [5.0, 0.0]])).mul(10).round().tolist()
     [[6.0, 8.0], [5.0, 0.0]]

@@ -136,9 +136,6 @@ def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) 
 class Mean(Together):
     r"""The mean over dimensions ``dims`` (the batch is 0) of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
 
-    Raises:
-        OptionError: no dimension, one twice, or the batch.
-
     >>> Mean(2, 3)(torch.ones(1, 5, 2, 2)).shape
     torch.Size([1, 5])
     """
@@ -166,9 +163,6 @@ class L2NormPool2d(Shown):
 
     Shapes:
         ``(B, C, H, W) -> (B, C, H / s, W / s)``, or ``(B, C, 1, 1)``. The gradient at a window of zeros is zero.
-
-    Raises:
-        OptionError: ``kernel_size`` below 1. ShapeError: s does not divide the height and width.
 
     >>> L2NormPool2d()(torch.tensor([[[[3.0, 4.0]]]])).item()
     5.0

@@ -81,9 +81,6 @@ class MatrixProduct(Limited):
 
     A matrix with entries of at most a has a norm of at most :math:`a \sqrt{rows \cdot inner}`.
 
-    Raises:
-        OptionError: sizes below 1. ShapeError: values of other sizes.
-
     >>> one = torch.ones(1, 2, 2)
     >>> MatrixProduct(2, 2, 2, torch.tensor([1.0, 1.0]))(one, 3 * one).tolist()
     [[[2.0, 2.0], [2.0, 2.0]]]

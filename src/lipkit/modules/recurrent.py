@@ -55,9 +55,6 @@ class Recurrent(nn.Module):
         gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
             wherever they are used, never trusted.
 
-    Raises:
-        ShapeError: sizes that do not fit.
-
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
     >>> system = Recurrent(half, torch.zeros(2), torch.eye(1), torch.ones(0), nn.Identity(), 1, (0, 0), 1, 2.001, 1.0)
     >>> system(torch.ones(1, 3, 1)).flatten().tolist(), lipschitz(system).item()

@@ -73,9 +73,6 @@ class SandwichBlock(Block):
         multiplier: ``(n,)`` for n hidden channels, positive. A claim that is checked, never trusted: where it proves
             nothing, the bound is the product of the three constants.
 
-    Raises:
-        ShapeError: a multiplier that is not a vector.
-
     >>> block = SandwichBlock(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), torch.ones(3))
     >>> block(torch.ones(1, 2)).shape
     torch.Size([1, 2])

@@ -55,9 +55,6 @@ class SpreadConv2d(nn.Module):
         convolution: fast algorithms for these round differently, and some runtimes have none in float64. On a CPU, in
         float32 and without gradients, it is oneDNN's convolution, which uses the direct algorithm.
 
-    Raises:
-        OptionError: parts of another type or size. ShapeError: an input of another size.
-
     >>> layer = SpreadConv2d(FourierConv2d(1, 1, 4, 4, bias=False), 2, (3, 3))
     >>> layer(torch.ones(1, 1, 4, 4))[0, :, 0, 0].tolist()
     [-1.0, 0.0]

@@ -35,9 +35,6 @@ class TaylorConv2d(nn.Module):
 
     Buffers ``kernel`` (c, c, kh, kw) and ``bias`` are zero until they are set.
 
-    Raises:
-        OptionError: an even kernel size or wrong terms. ShapeError: another channel number.
-
     >>> TaylorConv2d(2, 3, (3, 3), terms=5)(torch.ones(1, 2, 4, 5)).shape
     torch.Size([1, 3, 4, 5])
     """

@@ -26,9 +26,6 @@ class Reshape(Shown):
 
     Without sizes: outputs ``(N,)``.
 
-    Raises:
-        OptionError: sizes below 1. ShapeError: an input of another number of entries.
-
     >>> Reshape(2, 2)(torch.arange(4.0)[None]).tolist()
     [[[0.0, 1.0], [2.0, 3.0]]]
     """
@@ -72,9 +69,6 @@ class Together(Shown):
 class Permute(Shown):
     """The dimensions after the batch, 1, 2, ..., in another order.
 
-    Raises:
-        OptionError: not a permutation of 1, 2, ...
-
     >>> Permute(2, 1)(torch.zeros(1, 3, 4)).shape
     torch.Size([1, 4, 3])
     """
@@ -91,9 +85,6 @@ class Permute(Shown):
 
 class Piece(Shown):
     """The entries ``start, start + step, ...`` below ``stop`` of one dimension, as chunks and slices take them.
-
-    Raises:
-        OptionError: a dimension below 1, or no entry. ShapeError: an input without some of the entries.
 
     >>> Piece(1, 1, 4, 2)(torch.arange(5.0)[None]).tolist()
     [[1.0, 3.0]]
@@ -140,9 +131,6 @@ class Pad(Shown):
     Args:
         padding: before and after the last dimension, the one before it, and so on.
 
-    Raises:
-        OptionError: an odd number of sizes. ShapeError: an input of too few dimensions, whose batch would be padded.
-
     >>> Pad(1, 0)(torch.ones(1, 2)).tolist()
     [[0.0, 1.0, 1.0]]
     """
@@ -167,9 +155,6 @@ class Pad(Shown):
 
 class Enlarge(Shown):
     r"""Every pixel ``rows`` times ``cols``: nearest-neighbour upsampling, of constant :math:`\sqrt{rows\,cols}`.
-
-    Raises:
-        OptionError: factors below 1. ShapeError: an input that is no image.
 
     >>> Enlarge(1, 2)(torch.tensor([[[[1.0, 2.0]]]])).tolist()
     [[[[1.0, 1.0, 2.0, 2.0]]]]
@@ -197,9 +182,6 @@ class EnlargeBilinear(Enlarge):
     at the borders too: :math:`\|A\|^2 \le \|A\|_1 \|A\|_\infty = f`, which equal pixels attain. Weights are multiples
     of 1 / 2f, exact in every format; pixels lie as with ``align_corners=False``.
 
-    Raises:
-        OptionError: factors that are no powers of two. ShapeError: an input that is no image.
-
     >>> EnlargeBilinear(1, 2)(torch.tensor([[[[0.0, 4.0]]]])).tolist()
     [[[[0.0, 1.0, 3.0, 4.0]]]]
     """
@@ -217,9 +199,6 @@ class EnlargeBilinear(Enlarge):
 
 class Expand(Shown):
     """The numbers of each sample repeated to another shape, along its dimensions of size 1.
-
-    Raises:
-        OptionError: sizes below 1. ShapeError: an input that does not fit it.
 
     >>> Expand(2, 2)(torch.tensor([[[1.0, 2.0]]])).tolist()
     [[[1.0, 2.0], [1.0, 2.0]]]
@@ -316,9 +295,6 @@ def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
 
 class Shift2d(Shown):
     """:func:`shift` as a module, for inputs with ``channels`` channels: 1-Lipschitz.
-
-    Raises:
-        OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.
 
     >>> Shift2d(16, 2)(torch.zeros(1, 16, 4, 4)).shape
     torch.Size([1, 16, 4, 4])

@@ -109,11 +109,7 @@ def check_readable(a: Tensor) -> None:
 
 
 def to_double(a: Tensor) -> Tensor:
-    """``a`` in float64 or complex128: exact for every floating dtype of torch up to float64.
-
-    Raises:
-        OptionError: as `check_readable`.
-    """
+    """``a``, after `check_readable`, in float64 or complex128: exact for all floating dtypes of torch up to float64."""
     check_readable(a)
     return a.to(torch.complex128 if a.is_complex() else torch.float64)
 

@@ -75,9 +75,6 @@ class Case:
         backends: of ``torch.compile``.
         fullgraph: whether the layer must compile as one graph; False if its steps depend on values.
         seed: of the weights and inputs. The global random state is left as it was.
-
-    Raises:
-        OptionError: an unknown claim or dtype, or no shape.
     """
 
     make: Callable[..., nn.Module]

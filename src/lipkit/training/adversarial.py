@@ -39,9 +39,6 @@ class PgdAdversary:
         beside: True trains on the samples followed by their examples, as ``losses.trades`` needs. By default the
             examples replace the samples.
 
-    Raises:
-        OptionError: an option outside its range.
-
     >>> adversary = PgdAdversary("linf", eps=0.25, steps=4, random_start=False)
     >>> net = nn.Linear(2, 2, bias=False)
     >>> _ = net.weight.data.copy_(torch.eye(2))
@@ -72,11 +69,7 @@ class PgdAdversary:
             finite("step_size", self.step_size, positive=True)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-        """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient.
-
-        Raises:
-            ShapeError, OptionError: inputs outside ``box``, or targets other than labels.
-        """
+        """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient."""
         if y.is_floating_point():
             raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
         attacked = frozen(model, tuple(x.shape[1:]))

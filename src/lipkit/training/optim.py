@@ -68,9 +68,6 @@ class SpectralDescent(_ManifoldOptimizer):
         momentum: :math:`\beta`, in [0, 1).
         steps, every: of the iteration for the matrix sign; k. Both at least 1.
 
-    Raises:
-        OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
-
     >>> w = nn.Parameter(torch.eye(2))
     >>> optimizer = SpectralDescent([w], lr=0.1)
     >>> w.grad = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
@@ -117,9 +114,6 @@ class RiemannianAdam(_ManifoldOptimizer):
     Args:
         params: semi-orthogonal matrices.
         lr, betas, eps: :math:`\alpha`, :math:`(\beta_1, \beta_2)`, :math:`\epsilon`.
-
-    Raises:
-        OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
 
     >>> w = nn.Parameter(torch.eye(2))
     >>> optimizer = RiemannianAdam([w], lr=0.1)

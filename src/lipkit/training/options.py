@@ -200,9 +200,6 @@ class TrainOptions(Numbers):
         progress: called with a `Progress` every few steps and at the end of each epoch.
         epochs, ..., channels_last: as ``lipkit recipe show`` describes the keys of ``train``.
 
-    Raises:
-        OptionError: an unknown option, or one outside its values.
-
     >>> TrainOptions(epochs=3, lr=0.1).batch_size
     128
     >>> TrainOptions(epochs=0)

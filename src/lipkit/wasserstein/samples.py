@@ -59,9 +59,6 @@ def assignment(x: Any, y: Any) -> float:
     Args:
         x, y: n <= MAX_SAMPLES samples each of P and of Q, as in `distance`.
 
-    Raises:
-        ShapeError: the shapes differ. OptionError: too many samples. DataError: none, or see `as_samples`.
-
     >>> assignment(torch.tensor([[0.0], [1.0]]), torch.tensor([[3.0], [0.0]]))
     1.0
 
