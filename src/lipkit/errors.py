@@ -150,22 +150,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f", did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else ""
 
 
-__all__ = [
-    "CertificateViolation",
-    "DataError",
-    "LipkitError",
-    "NoRuleError",
-    "OptionError",
-    "RecipeError",
-    "RunError",
-    "ShapeError",
-    "alike",
-    "finite",
-    "first_line",
-    "interval",
-    "lacks_memory",
-    "suggestion",
-]
+__all__ = ["CertificateViolation", "DataError", "LipkitError", "NoRuleError"]
+__all__ += ["OptionError", "RecipeError", "RunError", "ShapeError"]
+__all__ += ["alike", "finite", "first_line", "interval", "lacks_memory", "suggestion"]  # checks and messages
 
 __dir__ = __all__.copy
 

@@ -8,17 +8,7 @@ from lipkit.attacks.fab import fab, shrink
 from lipkit.attacks.named import ATTACKS, AttackResult, Named, run_attack
 from lipkit.attacks.pgd import pgd
 
-__all__ = [
-    "ATTACKS",
-    "AttackResult",
-    "Named",
-    "apgd",
-    "autoattack",
-    "carlini_wagner",
-    "fab",
-    "pgd",
-    "run_attack",
-    "shrink",
-]
+__all__ = ["ATTACKS", "AttackResult", "Named", "apgd", "autoattack"]
+__all__ += ["carlini_wagner", "fab", "pgd", "run_attack", "shrink"]
 
 __dir__ = __all__.copy

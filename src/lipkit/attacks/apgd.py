@@ -43,7 +43,7 @@ def apgd(
     raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
-    Not finding an adversarial example proves nothing.
+    Not finding an adversarial example proves nothing. Of several points the one with the largest margin loss is kept.
 
     **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that are misclassified early.
 
@@ -53,9 +53,6 @@ def apgd(
         targeted: whether each start aims at one wrong class.
         steps: gradient steps of each start.
         restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
-
-    Returns:
-        (N, ...), as `lipkit.attacks.pgd` does; the best point is the one with the largest margin loss.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10, stop_early=False)

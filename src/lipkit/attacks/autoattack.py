@@ -47,6 +47,7 @@ def autoattack(
     misclassified. Targets are the 9 largest wrong logits. The global random state is restored.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
+    Where no example was found it is the sample itself.
 
     Args:
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
@@ -54,12 +55,8 @@ def autoattack(
         batch_size: samples (with ``parts=None`` starts) attacked at once.
         parts: names of pyautoattack's attacks, one start each; None for lipkit's APGD and FAB, then Square.
 
-    Returns:
-        (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
-
     Raises:
-        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.pgd`.
-        ShapeError: see `lipkit.attacks.pgd`.
+        OptionError: it cannot run on these inputs, or pyautoattack is not installed.
 
     References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", ICML 2020.

@@ -40,10 +40,8 @@ def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]
     """The bound by ``method``, which gets groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
 
     A power of two brings the largest entry into [1/2, 1), so that squares stay in range. Scaling is exact except for
-    entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down.
-
-    Returns:
-        0-d float64; ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
+    entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down. It is 0-d float64,
+    ``inf`` for a kernel with entries that are not finite, and 0 for a zero one.
     """
     check_kernel(kernel)
     check_readable(kernel)

@@ -286,12 +286,9 @@ def sandwich_gain(first: Tensor, second: Tensor, multiplier: Tensor, transform: 
         multiplier: diagonal of Lambda ``(q,)``, any floating dtype.
         transform: proved bound of ``||T||^2``.
 
-    Returns:
-        0-d float64; ``inf`` if the multiplier is not positive and finite.
-
     Guarantee:
         Upper bound for the stored numbers, all rounding included: for *some* positive diagonal next to ``multiplier``
-        (the square of its rounded square root), which serves as well.
+        (the square of its rounded square root), which serves as well. ``inf`` if it is not positive and finite.
     """
     multiplier = to_double(multiplier.detach())
     if not bool((torch.isfinite(multiplier) & (multiplier > 0)).all()):

@@ -12,26 +12,10 @@ from lipkit.certificates.regression import RegressionCertificate, certify_regres
 from lipkit.certificates.vnnlib import read_vnnlib
 from lipkit.text import format_radius
 
-__all__ = [
-    "Answer",
-    "AurocCertificate",
-    "Certificate",
-    "DenseCertificate",
-    "Proof",
-    "RegressionCertificate",
-    "auroc",
-    "certify",
-    "certify_regression",
-    "dense",
-    "format_radius",
-    "gain_matrix",
-    "lipsdp",
-    "local_gain",
-    "monotone",
-    "prove",
-    "read_vnnlib",
-    "tight",
-    "verify_property",
-]
+__all__ = ["Certificate", "Proof", "certify", "format_radius", "prove"]  # of classifiers
+__all__ += ["AurocCertificate", "DenseCertificate"]  # of regressions, decisions, detectors
+__all__ += ["RegressionCertificate", "auroc", "certify_regression", "dense"]
+__all__ += ["Answer", "gain_matrix", "lipsdp", "local_gain", "monotone"]  # gains, properties
+__all__ += ["read_vnnlib", "tight", "verify_property"]
 
 __dir__ = __all__.copy

@@ -118,11 +118,7 @@ class Certificate(Shown):
         return {name: getattr(self, name) for name in names}
 
     def to_frame(self) -> Any:
-        """The columns of `save_csv` as a pandas DataFrame, one row per sample.
-
-        Raises:
-            OptionError: pandas is not installed.
-        """
+        """The columns of `save_csv` as a DataFrame of pandas, which must be installed; one row per sample."""
         try:
             pandas: Any = importlib.import_module("pandas")
         except ModuleNotFoundError as error:
@@ -148,11 +144,7 @@ class Certificate(Shown):
         return "\n".join([head, *([curve] if eps else []), made])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw certified accuracy against the l2 radius on axes of matplotlib, None for new ones; returns them.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
+        """Draw certified accuracy against the l2 radius on axes of matplotlib, None for new ones; returns them."""
         ax = axes(ax, "l2 radius", "certified accuracy")
         for radius, style in ((self.radius, "-"), (self.radius_ignored, ":")):
             end = radius[self.correct].sort().values  # steps down at each radius

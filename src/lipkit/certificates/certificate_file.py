@@ -140,9 +140,6 @@ def read_certificate(path: str | Path) -> CertificateFile:
     """Read a file of `write_certificate`; only its form is checked, not its claims.
 
     A name that ends in ``.gz`` is a file that gzip has compressed.
-
-    Raises:
-        DataError: the file is missing, truncated or altered in form, or of another schema version.
     """
     path = Path(path)
     try:

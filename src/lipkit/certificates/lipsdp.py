@@ -176,9 +176,6 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
 
     Inside its graphs, chains of dense modules become a `Network`, which carries their multipliers.
 
-    Raises:
-        ShapeError, OptionError: places where no multiplier can be.
-
     >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> proved = attach(net, solve(net).multipliers)
     >>> bool(lipschitz(proved) <= lipschitz(net))

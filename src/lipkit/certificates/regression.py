@@ -156,10 +156,7 @@ def certify_regression(
             ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``, which tightens `RegressionCertificate.moved`.
 
     Raises:
-        NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
-        ShapeError: ``x`` does not fit the network, or ``y`` does not fit its outputs.
-        OptionError: targets are not floating point or not finite, there is no sample, ``delta`` is out of range, or a
-            ``proof`` of another network or evaluation.
+        NoRuleError, ShapeError, OptionError: as in `lipkit.certify`; targets that are not floating point or finite.
 
     >>> net = Network([nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))

@@ -29,10 +29,7 @@ from lipkit.linalg.precision import autocast_off, autocast_on
 
 
 def adjoint(kernel: Tensor) -> Tensor:
-    """The kernel of the transposed convolution: channels exchanged, taps reversed.
-
-    Raises:
-        ShapeError: an even kernel size; its reversed taps have another centre.
+    """The kernel of the transposed convolution, of odd sizes: channels exchanged, taps reversed.
 
     >>> import torch
     >>> adjoint(torch.tensor([[[[1.0, 2.0, 3.0]]]])).flatten().tolist()

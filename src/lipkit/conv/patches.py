@@ -97,11 +97,9 @@ def contraction_from_matrix(matrix: Tensor, kh: int, kw: int) -> Tensor:
 
     Guarantee:
         :math:`\|K\|_2 \le \|\text{matrix}\|_2` for circular padding on an image of **any** size, kernels larger than
-        the image included, and for zero padding. Proof: the layer is the matrix M applied to the patch
-        :math:`(Px)(p) = (x(p + s))_s` at each pixel p. Each of the kh kw taps s is a shift of the whole image, on a
-        circle a permutation of its pixels (also where taps wrap around and coincide), so
-        :math:`\|Px\|^2 = k_h k_w \|x\|^2` and :math:`\|MPx\| \le \|M\| \sqrt{k_h k_w}\, \|x\|`. Zero padding drops
-        entries of the shifted images: at most the same. The factor is attained (equal blocks on a constant image).
+        the image included, and for zero padding. Proof: the matrix acts on kh kw shifted images. On a circle each is
+        a permutation of the pixels, also where taps coincide, so together they have the norm
+        :math:`\sqrt{k_h k_w}\, \|x\|`; zero padding drops entries. Attained for equal blocks on a constant image.
 
     References:
         Li et al., NeurIPS 2019, section 4.1 (RKO); Tsuzuku, Sato & Sugiyama, NeurIPS 2018, section 4 (the factor).

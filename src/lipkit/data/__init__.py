@@ -1,6 +1,7 @@
 """Data sets, checked when they are read: whole in memory, or image files that are decoded batch by batch.
 
-Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model.
+Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model. A file that is missing or damaged
+raises ``DataError``.
 """
 
 from lipkit.data.augment import random_crop, random_flip
@@ -8,18 +9,7 @@ from lipkit.data.images import ImageFiles
 from lipkit.data.registry import DATASETS, data_root, load
 from lipkit.data.split import Data, Entry, Split, as_data, as_split
 
-__all__ = [
-    "DATASETS",
-    "Data",
-    "Entry",
-    "ImageFiles",
-    "Split",
-    "as_data",
-    "as_split",
-    "data_root",
-    "load",
-    "random_crop",
-    "random_flip",
-]
+__all__ = ["DATASETS", "Data", "Entry", "ImageFiles", "Split", "as_data", "as_split"]
+__all__ += ["data_root", "load", "random_crop", "random_flip"]
 
 __dir__ = __all__.copy

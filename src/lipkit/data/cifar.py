@@ -78,9 +78,6 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
     """Load CIFAR-10 or CIFAR-100: 50 000 training and 10 000 test RGB images of 32 x 32, uint8.
 
     Reads the folder of the binary version in the data root, else that of the python version (by `read_pickle`).
-
-    Raises:
-        DataError: neither folder exists, or a file is missing or damaged.
     """
     binary, python = root / variant.binary, root / variant.python
     for folder, read, suffix in ((binary, read_binary, ".bin"), (python, read_python, "")):

@@ -71,11 +71,7 @@ class ImageFiles:
         return len(self.files)
 
     def __getitem__(self, index: Tensor | slice) -> Tensor:
-        """Decode the images at ``index``.
-
-        Raises:
-            DataError: a file is missing, damaged, too large, or not of the shape.
-        """
+        """Decode the images at ``index``."""
         files = self.files[index] if isinstance(index, slice) else self.subset(index).files
         images = torch.empty(len(files), *self.sample_shape, dtype=torch.uint8)
 

@@ -57,10 +57,6 @@ def load(
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.
         limits: (low, high) of every entry, see `Data`; None keeps those of the data set.
 
-    Raises:
-        OptionError: if `spec` is none of these, or `limit` is not a positive integer.
-        DataError: if the data are missing or corrupt.
-
     >>> data = load("digits", limit=100)
     >>> len(data.train), len(data.test), data.input_shape, data.task
     (100, 100, (1, 8, 8), 'classification')

@@ -249,9 +249,6 @@ def as_split(value: Any, name: str = "data") -> Split:
     one. Integer targets of shape (N,) become int64 labels; floating-point targets of shape (N,) or (N, d) are
     for regression, (N,) becoming (N, 1). A Dataset is read once, in order, into memory. Errors call the data ``name``.
 
-    Raises:
-        DataError: it is none of these, or the samples do not have one shape.
-
     >>> split = as_split((np.zeros((4, 2)), np.array([0, 1, 1, 0], dtype=np.uint8)))
     >>> split.x.shape, split.y.dtype
     (torch.Size([4, 2]), torch.int64)

@@ -38,10 +38,7 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
     """Compare adversarial examples, at l2 ``distance`` (M,) from the samples ``index`` (M,), with certified radii.
 
     ``numbers`` (N,) name the samples in the message; None counts from 0. Returns the smallest ratio of distance and
-    radius; inf if no sample has a positive radius.
-
-    Raises:
-        CertificateViolation: a distance is below the radius.
+    radius; inf if no sample has a positive radius. A distance below the radius raises ``CertificateViolation``.
     """
     radius = certificate.radius[index]
     ratio = torch.where(radius > 0, distance / radius, math.inf)  # a radius of 0 certifies nothing
@@ -172,7 +169,6 @@ def attack_samples(
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius.
-        OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     numbers = torch.arange(len(x)) if numbers is None else numbers
     box, radii = resolved_box(attack.box, x), as_radii("eps", attack.eps)

@@ -101,9 +101,7 @@ def evaluate(
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
-        OptionError: an eps below 0, not finite or implausible (`lipkit.certificates.intervals.check_radii`), or
-            another value outside its range.
-        NoRuleError, ShapeError: see `lipkit.certify`.
+        OptionError: an implausible eps (`lipkit.certificates.intervals.check_radii`).
     """
     attack = Attack() if attack is None else attack
     eps = as_radii("eps", eps)

@@ -231,11 +231,8 @@ def read_recipe(
 
     Args:
         folder, overrides: the run's folder, and changes as in `load_recipe`.
-        allow_code: whether data and model may be code, which `train` and `certify` then run.
+        allow_code: whether data and model may be code, which `train` and `certify` then run; else it raises `RunError`.
         build: whether the caller will build the model; if not, its name may be code, or that of a file.
-
-    Raises:
-        RunError: the folder has no run, or its recipe names code (the message says which).
     """
     path = Path(folder) / RECIPE
     if not path.is_file():

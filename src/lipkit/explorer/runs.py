@@ -160,11 +160,7 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
 
 
 def open_runs(opened: Sequence[tuple[Path, Split, Sequence[str]]]) -> list[ExploredRun]:
-    """Open one run, or two on the same test samples to compare.
-
-    Raises:
-        RunError: see `open_run`. OptionError: none or more than two, or runs on different test samples.
-    """
+    """Open one run, or two on the same test samples to compare."""
     if not 1 <= len(opened) <= 2:
         raise OptionError(f"expected one run, or two to compare, got {len(opened)}")
     runs = [open_run(*one) for one in opened]

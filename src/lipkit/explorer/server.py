@@ -124,9 +124,6 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
         runs: from `lipkit.explorer.open_runs`.
         allowed: accepted values of the Host header.
         ends: returns True once the server shuts down; waiting attacks are then dropped.
-
-    Raises:
-        OptionError: fastapi or jinja2 is not installed.
     """
     try:
         import jinja2

@@ -8,24 +8,9 @@ from lipkit.interop.pretrained import from_pretrained, save_pretrained
 from lipkit.interop.program_reader import load_program
 from lipkit.interop.runtimes import onnx_runtime, program_runtime, write_onnx, write_program
 
-__all__ = [
-    "RobustBenchModel",
-    "RuntimeCheck",
-    "c_runtime",
-    "check_runtime",
-    "from_pretrained",
-    "integer_program",
-    "load_onnx",
-    "load_program",
-    "model_card",
-    "module_runtime",
-    "onnx_runtime",
-    "program_runtime",
-    "robustbench_info",
-    "save_pretrained",
-    "write_c",
-    "write_onnx",
-    "write_program",
-]
+__all__ = ["RuntimeCheck", "c_runtime", "check_runtime"]  # other runtimes
+__all__ += ["module_runtime", "onnx_runtime", "program_runtime"]
+__all__ += ["integer_program", "load_onnx", "load_program", "write_c", "write_onnx", "write_program"]  # files
+__all__ += ["RobustBenchModel", "from_pretrained", "model_card", "robustbench_info", "save_pretrained"]  # model hubs
 
 __dir__ = __all__.copy

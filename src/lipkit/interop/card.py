@@ -137,9 +137,6 @@ class RobustBenchModel(nn.Module):
     Args:
         network: the exported network of a classifier of images.
 
-    Raises:
-        NoRuleError: not an exported network. ShapeError: one that does not take images.
-
     >>> import torch
     >>> net = modules.Network([nn.Flatten(), nn.Linear(4, 3)], (1, 2, 2))
     >>> RobustBenchModel(net)(torch.rand(5, 1, 2, 2)).shape

@@ -75,7 +75,6 @@ def check_runtime(
 
     Raises:
         CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
-        ShapeError: the runtime returns another shape.
     """
     x = random_inputs(network) if x is None else x.cpu()
     if len(x) == 0:

@@ -94,9 +94,6 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     The architecture is looked up by name in ``lipkit.models.MODELS``; no file can name anything else. Hash and shapes
     are checked before memory is allocated. For inference and certificates load the exported network instead:
     ``lipkit.load(folder / "network")``.
-
-    Raises:
-        DataError: a file is missing, broken or altered, or the weights do not fit the architecture.
     """
     folder = Path(folder)
     try:

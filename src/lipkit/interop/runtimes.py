@@ -197,11 +197,7 @@ def program_bytes(network: modules.Network) -> bytes:
 
 
 def onnx_runtime(path: str | Path) -> Runtime:
-    """The network of an ONNX file in onnxruntime on the CPU.
-
-    Raises:
-        OptionError: onnxruntime is not installed. DataError: the file cannot be read.
-    """
+    """The network of an ONNX file in onnxruntime, which must be installed, on the CPU."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -224,11 +220,7 @@ def onnx_runtime(path: str | Path) -> Runtime:
 
 
 def program_runtime(path: str | Path) -> Runtime:
-    """The network of a ``torch.export`` program.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """The network of a ``torch.export`` program."""
     try:
         with _quiet():
             module = torch.export.load(path).module()

@@ -125,14 +125,11 @@ def check_same(padding: Any, same: tuple[int, ...] | None, kernel: tuple[int, ..
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
-    """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
+    """The activation of this name, or a copy of this module; ``OptionError`` unless its slope is in [0, 1] everywhere.
 
     These do: relu, relu6, hardtanh, tanh, sigmoid, hardsigmoid, softplus, softsign, logsigmoid, softshrink, tanhshrink,
     celu, elu (alpha <= 1), leakyrelu (slope <= 1). These do not: GELU, SiLU, Mish, Hardswish, SELU, abs (slopes above 1
     or below 0), PReLU (learnable), MaxMin, GroupSort, Softmax (not elementwise), Hardshrink and Threshold (jumps).
-
-    Raises:
-        OptionError: an activation that does not qualify; the message lists those that do.
 
     >>> slope_activation("tanh"), slope_activation(nn.LeakyReLU(0.1))
     (Tanh(), LeakyReLU(negative_slope=0.1))
@@ -236,9 +233,6 @@ class ConstrainedLinear(DenseLayer):
         in_features, out_features, bias, device: as ``nn.Linear``.
         dtype: of the parameters, float32 or float64.
         own: keyword options of the subclass, handed to :meth:`make_parameters`.
-
-    Raises:
-        OptionError: sizes below 1, another dtype.
     """
 
     @abstractmethod

@@ -33,7 +33,7 @@ class BcopConv2d(KernelConv2d):
 
     Parameters ``free`` W_0 (out_channels, s^2 in_channels), ``projectors`` W_i (kh + kw - 2, c, c // 2) with
     c = max(out_channels, s^2 in_channels), absent for a 1 x 1 kernel or a single channel, and ``bias``. All of them
-    start orthonormal. (The published construction draws H square and crops; this is the same set of kernels.)
+    start orthonormal.
 
     Guarantee:
         1-Lipschitz for the named functions, also where an iteration stops early; on convergence all singular values are

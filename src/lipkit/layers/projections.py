@@ -56,9 +56,6 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         input_shape: of one input of the model, without the batch: a copy runs one to find the shape each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
-    Raises:
-        ShapeError: the model does not accept that input. OptionError: ``step`` is not an integer of at least 1.
-
     >>> from lipkit.layers import SvcmConv2d, after_step
     >>> after_step(nn.Sequential(SvcmConv2d(1, 2, 3), SvcmConv2d(2, 2, 3, stride=2)), (1, 8, 8))
     2

@@ -234,10 +234,6 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and :math:`B = U
         \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`: [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
 
-        Raises:
-            ShapeError: ``weight`` is not a matrix, or ``bias`` does not fit. OptionError: a norm above 1, another dtype
-            than float32 and float64.
-
         >>> layer = SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]]))
         >>> layer.weight().abs().round(decimals=5).tolist()
         [[0.0, 1.0], [0.5, 0.0]]

@@ -15,20 +15,8 @@ from lipkit.linalg.polar import polar
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import ORTHOGONALIZE, resolve
 
-__all__ = [
-    "ORTHOGONALIZE",
-    "at_least_float32",
-    "bjorck",
-    "block_reflector",
-    "cayley",
-    "cholesky",
-    "exponential",
-    "householder",
-    "newton_schulz",
-    "orthogonality_residual",
-    "polar",
-    "resolve",
-    "taylor_exponential",
-]
+__all__ = ["ORTHOGONALIZE", "bjorck", "cayley", "exponential", "householder", "newton_schulz", "polar", "resolve"]
+__all__ += ["at_least_float32", "block_reflector", "cholesky"]  # contractions, helpers
+__all__ += ["orthogonality_residual", "taylor_exponential"]
 
 __dir__ = __all__.copy

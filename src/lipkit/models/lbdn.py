@@ -62,9 +62,6 @@ class LBDN(nn.Module):
         :math:`\delta` of 1e-13, 2e-13, 5e-13, ... that suffices (about 1e-12 in float64 and 1e-7 in float32): the
         outputs change by about :math:`(L + 1) \delta`, relatively.
 
-    Cost:
-        One inverse of the layer's width for each layer and forward pass.
-
     >>> from lipkit.lowering import export
     >>> net = LBDN([12, 16, 16, 4], gamma=2.0, dtype=torch.float64)
     >>> plain = export(net, (12,))
@@ -280,7 +277,6 @@ def from_network(
 
     Raises:
         OptionError: modules that are not as above, no multipliers, or an LMI that does not hold at ``gamma``.
-        ShapeError: multipliers or weights that do not fit.
 
     >>> layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)]
     >>> for layer in layers[::2]: _ = nn.init.orthogonal_(layer.weight)

@@ -33,72 +33,18 @@ from lipkit.modules.storage import load, save, sha256
 from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
 
-__all__ = [
-    "ROWS",
-    "Activation",
-    "Add",
-    "Affine",
-    "Attraction",
-    "BatchLipNorm",
-    "Blend",
-    "Center",
-    "Concatenate",
-    "Enlarge",
-    "EnlargeBilinear",
-    "Expand",
-    "FourierConv2d",
-    "GradientStep",
-    "Graph",
-    "GroupSort",
-    "HalfAbs",
-    "Householder",
-    "L2NormPool2d",
-    "LPReLU",
-    "LayerCenter",
-    "MatrixProduct",
-    "MaxMin",
-    "MaxMinShift2d",
-    "Maximum",
-    "Mean",
-    "NActivation",
-    "Network",
-    "Pad",
-    "Permute",
-    "Piece",
-    "Plain",
-    "PositionCode",
-    "Product",
-    "Range",
-    "Recurrent",
-    "Reshape",
-    "Roll",
-    "RoundingBound",
-    "SandwichBlock",
-    "Shape",
-    "Shift2d",
-    "SlopeResidual",
-    "SpreadConv2d",
-    "Stored",
-    "TaylorConv2d",
-    "UnitNorm",
-    "add_activation",
-    "add_plain",
-    "around",
-    "contraction",
-    "exact",
-    "export_rule",
-    "group_sort",
-    "guard",
-    "lipschitz_rule",
-    "load",
-    "local_error",
-    "maxmin",
-    "monotone",
-    "one_sign",
-    "output_shape",
-    "rules",
-    "save",
-    "sha256",
-]
+__all__ = ["ROWS", "Plain", "RoundingBound", "Shape", "Stored"]  # what a module answers, and the table
+__all__ += ["add_plain", "export_rule", "lipschitz_rule", "rules"]
+__all__ += ["Range", "around", "exact", "guard", "local_error", "monotone", "one_sign", "output_shape"]  # rules
+__all__ += ["Network", "load", "save", "sha256"]  # networks
+__all__ += ["Activation", "GroupSort", "HalfAbs", "Householder", "LPReLU", "MaxMin"]  # activations
+__all__ += ["NActivation", "add_activation", "group_sort", "maxmin"]
+__all__ += ["Affine", "FourierConv2d", "PositionCode", "SpreadConv2d", "TaylorConv2d"]  # linear and affine maps
+__all__ += ["Attraction", "GradientStep", "Recurrent"]  # with an activation
+__all__ += ["SandwichBlock", "SlopeResidual", "contraction"]
+__all__ += ["BatchLipNorm", "Center", "L2NormPool2d", "LayerCenter", "Mean", "UnitNorm"]  # norms, pools
+__all__ += ["Add", "Blend", "Concatenate", "Graph", "MatrixProduct", "Maximum", "Product"]  # branches
+__all__ += ["Enlarge", "EnlargeBilinear", "Expand", "MaxMinShift2d", "Pad"]  # moved numbers
+__all__ += ["Permute", "Piece", "Reshape", "Roll", "Shift2d"]
 
 __dir__ = __all__.copy

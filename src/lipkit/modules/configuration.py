@@ -104,11 +104,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def build(config: Any) -> nn.Module:
-    """The module of a configuration made by :func:`describe`, its tensors unset.
-
-    Raises:
-        DataError: the configuration names an unknown module or unknown arguments.
-    """
+    """The module of a configuration made by `describe`, its tensors unset; ``DataError`` for what is unknown in it."""
     return _build(config, 0)
 
 

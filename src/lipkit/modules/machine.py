@@ -17,11 +17,7 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 
 
 def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """The rounding rule of a module, prepared for inputs of one shape.
-
-    Raises:
-        NoRuleError: no rule for exactly this type, or a module whose forward pass may not be that of its type.
-    """
+    """The rounding rule of a module, prepared for inputs of one shape."""
     guard(module)
     rule = row_of(type(module)).rounding
     if rule is None:

@@ -51,9 +51,8 @@ class SpreadConv2d(nn.Module):
         ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
 
     Cost:
-        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images. It is no
-        convolution: fast algorithms for these round differently, and some runtimes have none in float64. On a CPU, in
-        float32 and without gradients, it is oneDNN's convolution, which uses the direct algorithm.
+        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images: convolutions by
+        fast algorithms round differently. On a CPU, in float32 and without gradients, oneDNN's direct convolution.
 
     >>> layer = SpreadConv2d(FourierConv2d(1, 1, 4, 4, bias=False), 2, (3, 3))
     >>> layer(torch.ones(1, 1, 4, 4))[0, :, 0, 0].tolist()

@@ -279,9 +279,6 @@ def load(folder: str | Path) -> Network:
     Args:
         folder: where it was saved; or, if nothing lies there, a name of ``lipkit list networks``.
 
-    Raises:
-        DataError: a file is missing or corrupt, or weights and configuration do not fit each other.
-
     >>> network = load("digits-cayley")
     >>> network(torch.zeros(1, 1, 8, 8)).shape
     torch.Size([1, 10])

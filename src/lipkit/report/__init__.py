@@ -3,13 +3,6 @@
 from lipkit.report.html import write_report
 from lipkit.report.record import Record, RegressionRecord, read_record, save_evaluation, write_record
 
-__all__ = [
-    "Record",
-    "RegressionRecord",
-    "read_record",
-    "save_evaluation",
-    "write_record",
-    "write_report",
-]
+__all__ = ["Record", "RegressionRecord", "read_record", "save_evaluation", "write_record", "write_report"]
 
 __dir__ = __all__.copy

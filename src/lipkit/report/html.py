@@ -30,9 +30,6 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     Reads ``record.json`` and, if present, ``certificate.jsonl``, ``metrics.jsonl``, ``examples.safetensors`` and, for a
     regression, ``curve.safetensors``.
     The page holds its pictures and styles, and its content policy forbids it to load anything else.
-
-    Raises:
-        RunError, DataError: the folder has no record, or a file in it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():

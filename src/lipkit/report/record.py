@@ -220,9 +220,6 @@ def save_evaluation(
     Args:
         evaluation: of ``network`` on the samples of ``split``.
         record: its record, from `from_evaluation` or `from_regression`.
-
-    Raises:
-        RunError: the folder does not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():

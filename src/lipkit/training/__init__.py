@@ -7,16 +7,7 @@ from lipkit.training.options import TrainOptions
 from lipkit.training.progress import Progress
 from lipkit.training.regularisation import LipschitzPenalty
 
-__all__ = [
-    "LipschitzPenalty",
-    "PgdAdversary",
-    "Progress",
-    "RiemannianAdam",
-    "Run",
-    "SpectralDescent",
-    "Together",
-    "TrainOptions",
-    "fit",
-]
+__all__ = ["LipschitzPenalty", "PgdAdversary", "Progress", "Run", "TrainOptions", "fit"]
+__all__ += ["RiemannianAdam", "SpectralDescent", "Together"]  # optimisers
 
 __dir__ = __all__.copy

@@ -73,11 +73,7 @@ class Run(Shown):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
+        """Draw the loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left."""
         ax = axes(ax, "epoch", "loss")
         ax.plot([row["epoch"] for row in self.history], [row["loss"] for row in self.history], "k", label="loss")
         # Collect names from all rows, because not every epoch was evaluated.
@@ -125,7 +121,6 @@ def fit(
         changes: options by name, in place of those of ``options``: ``fit(model, data, epochs=10, lr=0.01)``.
 
     Raises:
-        OptionError: an argument is outside its documented values.
         DataError: ``data`` is none of the above, or does not fit the model or the loss.
         RunError: the run folder is taken, missing, or was started with other settings; or the loss or a weight became
             NaN or infinite (the last checkpoint is from before that).

@@ -136,7 +136,6 @@ def distance(
 
     Raises:
         DataError, ShapeError: samples that are not as above, or further apart than ``diameter``.
-        OptionError: options outside their ranges, or a critic that does not have one output.
         NoRuleError: a critic without a proved constant.
 
     >>> x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
