@@ -129,7 +129,7 @@ class Calibration(Shown):
         )
 
     def quantile(self, alpha: float) -> Tensor:
-        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column; alpha in [1 / (n + 1), 1)."""
+        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column, 1 / (n + 1) <= alpha < 1."""
         least = Fraction(1, len(self) + 1)
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         # As it is written: 0.3 is three tenths.

@@ -96,9 +96,8 @@ class Certificate(Shown):
     def accuracy(self, eps: float, *, rounding: str | None = None, large_eps: bool = False) -> float:
         """Certified accuracy: fraction of samples that are correct with a radius above ``eps`` (units of the input).
 
-        Raises:
-            OptionError: see `certified`; or an ``eps`` that is probably a slip (36 for 36/255) by the range of the
-                inputs, see `lipkit.certificates.intervals.check_radii`: ``large_eps`` allows a large one.
+        An eps that is probably a slip, such as 36 for 36/255, is refused (`lipkit.certificates.intervals.check_radii`);
+        ``large_eps`` allows a large one.
         """
         found = self.certified(eps, rounding=rounding)
         check_radii([eps], self.input_shape, self.input_range, seen=self.sample_range, large=large_eps)

@@ -26,10 +26,7 @@ class Split:
 
     Args:
         x: inputs of shape (N, *shape): uint8 images 0..255, or floating point (images in [0, 1]); or `ImageFiles`.
-        y: int64 labels of shape (N,), or floating-point targets of shape (N, d) for regression.
-
-    Raises:
-        DataError: another shape or dtype, different lengths, no sample, a negative label, a value that is not finite.
+        y: int64 labels >= 0 of shape (N,), or floating-point targets of shape (N, d) for regression. All are finite.
 
     >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
     >>> split.batch(torch.tensor([1, 2]))
@@ -101,13 +98,8 @@ class Data:
         train: samples to train on.
         test: held-out samples, of the same shape and dtype.
         classes: the name of each class, in label order; empty for regression.
-        limits: (low, high) of every entry, infinite for no limit. None: (0, 1) for samples of shape (C, H, W), which
-            are taken to be images; no limit for others.
-
-    Raises:
-        ShapeError: if the splits differ in the shape of a sample or of a target.
-        DataError: if the splits differ in dtype, a label has no class name, or samples leave the limits
-            (normalisation is a layer of the model, so that radii are in pixel units).
+        limits: (low, high) that every entry must keep to, infinite for no limit. None: (0, 1) for samples of shape
+            (C, H, W), which are taken to be images (normalisation is a layer of the model); no limit for others.
     """
 
     name: str
@@ -228,11 +220,7 @@ def as_data(
     classes: Sequence[str] | np.ndarray = (),
     limits: tuple[float, float] | None = None,
 ) -> Data:
-    """Join two splits into a `Data`; classes without names are numbered.
-
-    Raises:
-        ShapeError, DataError: if the splits do not fit together, see `Data`, or have far more classes than samples.
-    """
+    """Join two splits into a `Data`; classes without names are numbered. Far more classes than samples are refused."""
     labels = [split.y for split in (train, test) if not split.y.is_floating_point()]
     count, samples = max([len(classes), *(int(y.max()) + 1 for y in labels)]), len(train) + len(test)
     if count > (most := max(1000, samples)):  # before each class gets a name: a tiny file can hold any label

@@ -177,7 +177,6 @@ def certify(
 
     Raises:
         RunError: the folder has no exported network.
-        OptionError: a radius that is implausible for the data.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     folder, where = Path(folder), device_here(device)

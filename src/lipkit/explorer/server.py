@@ -189,9 +189,6 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
         host: address to listen on; only loopback without ``allow_remote``.
         port: 0 takes a free one.
         allow_remote: serve to other machines as well. There are no passwords.
-
-    Raises:
-        OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.
     """
     check_host(host, allow_remote)
     if importlib.util.find_spec("uvicorn") is None:
@@ -208,11 +205,7 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
 
 
 def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127.0.0.1") -> None:
-    """Serve ``runs`` from `open_runs` until interrupted, then close ``listener``, opened by `listen` on ``host``.
-
-    Raises:
-        KeyboardInterrupt: it was interrupted. OptionError: fastapi or jinja2 is not installed.
-    """
+    """Serve ``runs`` from `open_runs` on ``host`` and ``listener``, from `listen`, until a ``KeyboardInterrupt``."""
     import uvicorn
 
     with listener:

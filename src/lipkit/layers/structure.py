@@ -106,8 +106,7 @@ class Rescale(_PerChannel):
 
 
 class Scale(nn.Module):
-    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma, positive and finite (else
-    ``OptionError``).
+    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma, positive and finite.
 
     If ``learnable``, gamma is trained as its logarithm, so it stays positive.
 
@@ -139,8 +138,7 @@ class Scale(nn.Module):
 
 
 class ConvexSum(Join):
-    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`, at first
-    ``weight`` in (0, 1).
+    r"""The join :math:`y = s x_1 + (1 - s) x_2`, with a learnable s in (0, 1), at first ``weight``.
 
     Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1 ([Cayley] section 5).
 

@@ -49,8 +49,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
-    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n): A as in the module docstring, of norm at most
-    :math:`\beta`.
+    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n); A and :math:`\beta`: see `taylor_exponential`.
 
     Equals :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times. It takes
     25 products of size m for T = 5, and two of m x m by m x (n - m).

@@ -75,11 +75,7 @@ MAX_DEPTH = 50
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """The configuration of one plain module, as JSON values.
-
-    Raises:
-        OptionError: the module is not in the closed list of plain modules, or has an option of another type, a tensor
-            for instance.
+    """The configuration of one plain module, as JSON values; ``OptionError`` for another module or kind of option.
 
     >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
     ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))

@@ -83,11 +83,7 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 
 def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `to_integers` stored, rounded: w = step * n in the dtype of the steps.
-
-    Raises:
-        DataError: integers without steps, or steps that are not one positive finite number for each block.
-    """
+    """The tensors that `to_integers` stored, rounded: w = step * n in the dtype of the steps."""
     integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
@@ -158,10 +154,6 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     Args:
         bits: 8 or 16 rounds the weights to integers of as many bits (`to_integers`): a quarter or half
             of the size in float32. What ``load`` returns is then another network than ``network``: certify that one.
-
-    Raises:
-        OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
-            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")

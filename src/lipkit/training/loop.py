@@ -73,7 +73,7 @@ class Run(Shown):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left."""
+        """Draw loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left."""
         ax = axes(ax, "epoch", "loss")
         ax.plot([row["epoch"] for row in self.history], [row["loss"] for row in self.history], "k", label="loss")
         # Collect names from all rows, because not every epoch was evaluated.
