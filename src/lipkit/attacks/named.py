@@ -100,7 +100,7 @@ def run_attack(
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).
 
     Raises:
-        OptionError, ShapeError: as the attack; cw in l_inf, no sample.
+        OptionError: ``cw`` in l_inf, no sample, or what the attack itself refuses.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1

@@ -187,7 +187,7 @@ def _packed(side: int, device: torch.device) -> bool:
 
 
 def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and sign of the imaginary part of each entry that :func:`cholesky_succeeds` reads, each ``(E,)``."""
+    """For each entry that `cholesky_succeeds` reads: row, column, and sign of its imaginary part; each ``(E,)``."""
     if not _packed(side, device):
         row, column = torch.cartesian_prod(torch.arange(side), torch.arange(side)).reshape(-1, 2).unbind(1)
         return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)

@@ -71,7 +71,7 @@ class Evaluator:
 def evaluator(
     name: str, device: str | torch.device, network: nn.Module | None = None, rounding: str = "sound"
 ) -> Evaluator:
-    """The evaluator of this name; refuses settings of torch that break its model. Without rounding: ``"real"``."""
+    """The evaluator of this name, ``"real"`` if rounding is ignored; refuses settings of torch that break its model."""
     kind = torch.device(device).type
     if check_rounding(rounding) == "ignore":
         if name != "float64":

@@ -130,7 +130,7 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment, or too small."""
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError`` if the data cannot be augmented so."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     moved = functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None
     if moved is not None and len(data.input_shape) != 3:

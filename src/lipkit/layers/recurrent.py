@@ -179,7 +179,7 @@ class R2dn(RecurrentLayer):
 
     Args:
         in_features, out_features, states: numbers of inputs, outputs and states.
-        units: numbers that phi takes.
+        units: how many numbers phi takes.
         phi: 'abs', another 1-Lipschitz scalar activation by name or as a module, or a 1-Lipschitz network from
             ``(B, units)``, such as ``models.lbdn([units, 64, units])``. Dense layers with one kind of activation
             between them are unfolded into M; any other network is run as it is, step by step, which takes longer.

@@ -103,7 +103,7 @@ class ContractionLinear(CayleyPairLinear):
 
     Guarantee:
         1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`):
-        [LBDN] equations 6, 7 and 9. One inverse of size out_features per forward pass.
+        [LBDN] equations 6, 7 and 9. A forward pass takes one inverse of size out_features.
 
     >>> bool(torch.linalg.matrix_norm(ContractionLinear(5, 3).weight(), 2) <= 1 + 1e-6)
     True

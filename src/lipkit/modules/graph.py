@@ -238,7 +238,7 @@ def forms_of(
 ) -> list[Form]:
     """The bound of every value of a wiring.
 
-    ``behind`` maps the number of a module (no join) and the bounds so far to the bound of its output.
+    For a module that is no join, ``behind`` maps its number and the bounds so far to the bound of its output.
     """
     pieces = _disjoint(nodes, sources)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()

@@ -88,7 +88,7 @@ def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> 
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
-    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
+    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if no such layer does.
 
     ``shape`` is that of one sample in front of the normalisation; a reshape may stand between it and the layer.
     """

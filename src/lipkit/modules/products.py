@@ -142,7 +142,7 @@ _SLACK, _LEAST = 1e-6, 2.0**-100
 
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
-    """The network with limits on its products that no input with entries in the box exceeds.
+    """The network with limits on its products, so wide that no input with entries in the box exceeds them.
 
     >>> from lipkit.lowering import export
     >>> from lipkit.modules import Graph
