@@ -76,7 +76,7 @@ class PredictionSets(Shown):
 class PredictionIntervals(Shown):
     """Intervals for N samples and d outputs that hold each target with probability at least ``1 - alpha``.
 
-    ``low`` and ``high`` are (N, d) float64; ``alpha`` and ``eps`` as of `PredictionSets`.
+    ``low`` and ``high`` are (N, d) float64; ``alpha`` and ``eps`` as in `PredictionSets`.
     """
 
     low: Tensor
@@ -129,11 +129,7 @@ class Calibration(Shown):
         )
 
     def quantile(self, alpha: float) -> Tensor:
-        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column.
-
-        Raises:
-            OptionError: alpha outside [1 / (n + 1), 1).
-        """
+        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column, 1 / (n + 1) <= alpha < 1."""
         least = Fraction(1, len(self) + 1)
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         # As it is written: 0.3 is three tenths.
@@ -153,12 +149,8 @@ class Calibration(Shown):
 
         Args:
             x: (N, *input_shape), attacked or not.
-            alpha: allowed probability of a miss.
+            alpha: allowed probability of a miss, at least 1 / (n + 1).
             eps: l2 radius in units of the input; 0 for plain sets.
-
-        Raises:
-            OptionError: an ``alpha`` below 1 / (n + 1), an ``eps`` below 0, a calibration of a regression.
-            ShapeError: samples of another shape.
         """
         eps = self._checked(True, eps)
         q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
@@ -168,7 +160,7 @@ class Calibration(Shown):
     def predict_interval(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionIntervals:
         r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
 
-        **Guarantee.** As of `predict_set`, for each output by itself.
+        **Guarantee.** As for `predict_set`, for each output by itself.
         """
         eps = self._checked(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)
@@ -194,9 +186,6 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
         x: (n, *input_shape), not used in training.
         y: (n,) int64 labels, or (n,) or (n, d) targets, scored by :math:`|y - f(x)|` output by output.
         proof: of this network, from `lipkit.prove` for its default evaluator.
-
-    Raises:
-        NoRuleError, ShapeError, OptionError: as `lipkit.certify`.
 
     >>> net = Network([torch.nn.Linear(1, 2, bias=False)], (1,))
     >>> _ = net[0].weight.copy_(torch.tensor([[-0.5], [0.5]]))

@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def first_line(error: BaseException) -> str:
 
 
 def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
-    """The two ends of an interval; ``OptionError`` unless the smaller comes first, and both are finite if ``finite``.
+    """The two ends of an interval; ``OptionError`` unless they ascend, and are finite if ``finite``.
 
     >>> interval("box", [0, 1])
     (0.0, 1.0)
@@ -102,6 +102,18 @@ def finite(name: str, value: Any, *, positive: bool = False, least: float = -mat
         limit = "" if least == -math.inf else f" >= {least:g}"
         raise OptionError(f"{name}: expected a {'positive ' * positive}finite number{limit}, got {value!r}")
     return found
+
+
+def check_choice(name: str, value: object, known: Collection[str]) -> None:
+    """Raise ``OptionError`` unless ``value`` is one of the names ``known``."""
+    if value not in [*known]:  # it may be unhashable
+        raise OptionError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is a boolean."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:

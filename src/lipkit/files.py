@@ -86,12 +86,6 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     r"""Write ``content`` to ``path``, replacing a file, so that no reader, and no crash, ever sees a part of it.
 
     An ``OSError`` (a missing folder, a full disk) names ``path`` and leaves it unchanged.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_atomic(Path(folder) / "a.txt", b"new")
-    ...     [p.name for p in Path(folder).iterdir()], (Path(folder) / "a.txt").read_bytes()
-    (['a.txt'], b'new')
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

@@ -18,9 +18,6 @@ def keep_freed_memory() -> bool:
     By default glibc returns freed tensors to the system, which zeroes and maps every page anew: about a tenth of the
     time of a training step (``docs/lab/performance.md``). The price: a process keeps its peak of memory. Programs call
     this for their own process; a library must not. It does not affect a preloaded allocator, although glibc agrees.
-
-    >>> isinstance(keep_freed_memory(), bool)
-    True
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -38,9 +35,6 @@ def importing() -> Iterator[None]:
     """Switch garbage collection off during imports, and exempt the imported objects from it for good.
 
     Modules are never garbage, but collections scan them: a quarter of the time to import the training code.
-
-    >>> with importing():
-    ...     import json
     """
     enabled = gc.isenabled()
     gc.disable()

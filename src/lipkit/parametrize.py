@@ -174,8 +174,8 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
         (or of ``input_shape``). In training it is an estimate: :func:`gaps` shows by how much.
 
     Cost:
-        Three convolutions of one image, 16 x 16 or ``input_shape``, for each step of training. In evaluation a proof at
-        each forward pass: export the network, or stay in ``torch.nn.utils.parametrize.cached()``.
+        Three convolutions of one image for each step of training. In evaluation a proof at each forward pass: export
+        the network, or stay in ``torch.nn.utils.parametrize.cached()``.
 
     Raises:
         OptionError: no such layer, matrices elsewhere, a float format below float32. NoRuleError: a geometry without
@@ -287,7 +287,7 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
     r"""Constrain the weight of a layer, or of each layer of a network, by a family: orthogonal, or a contraction.
 
     Args:
-        module: as of :func:`spectral_norm`.
+        module: as in :func:`spectral_norm`.
         family, options: an acronym of ``lipkit list layers``, and options of its layer. Linear layers, and convolutions
             whose windows do not overlap, use its matrix; other convolutions use its kernel: aoc, bcop, cayley,
             cayley_bcop (block convolutions of projectors, made by Björck or Cayley), rko, crko and aol with any stride,

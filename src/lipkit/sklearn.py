@@ -225,7 +225,6 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
     Guarantee:
         ``lipschitz_`` is proved from the numbers of ``export_``, and at most ``lipschitz``.
 
-    >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = LipschitzClassifier((16,), max_iter=30, random_state=0).fit(X[:100], X[:100, 0] > 0)
     >>> model.score(X[100:], X[100:, 0] > 0) > 0.9, model.lipschitz_ <= 5
@@ -307,13 +306,12 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
     Args:
         lipschitz: L, for targets scaled to unit standard deviation.
         hidden_layer_sizes, scale, monotonic_cst, learning_rate_init, batch_size, max_iter, early_stopping,
-        validation_fraction, n_iter_no_change, tol, random_state: as of `LipschitzClassifier`.
+        validation_fraction, n_iter_no_change, tol, random_state: as in `LipschitzClassifier`.
 
     Guarantee:
         ``lipschitz_`` is proved from the numbers of ``export_``, in units of the target, and at most ``lipschitz``
         times the target's standard deviation (times 1 for a constant target).
 
-    >>> import numpy as np
     >>> X = np.random.default_rng(0).normal(size=(200, 2))
     >>> model = LipschitzRegressor((16,), max_iter=100, random_state=0).fit(X, X[:, 0])
     >>> model.score(X, X[:, 0]) > 0.95

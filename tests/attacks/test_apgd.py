@@ -170,7 +170,7 @@ def test_checkpoints_grow_denser_and_end_within_the_steps() -> None:
         ({"steps": 0}, OptionError, "steps: expected an integer of at least 1, got 0"),
         ({"restarts": 0}, OptionError, "restarts: expected an integer of at least 1, got 0"),
         ({"loss": "mse"}, OptionError, "got 'mse'"),
-        ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
+        ({"norm": "l1"}, OptionError, "norm: expected one of l2, linf, got 'l1'"),
         ({"eps": -1.0}, OptionError, "finite and >= 0"),
         ({"eps": math.inf}, OptionError, "finite and >= 0"),
         ({"y": torch.zeros(2, dtype=torch.int64)}, ShapeError, "expected 3 labels"),
@@ -195,7 +195,7 @@ def test_refusals(change: dict, error: type[Exception], message: str) -> None:
 
 def test_refusals_by_name() -> None:
     x, y = points(3, 5), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(OptionError, match=r"expected attack 'pgd' or .*got 'fgsm'"):
+    with pytest.raises(OptionError, match=r"attack: expected one of pgd, .*got 'fgsm'"):
         run_attack("fgsm", linear(), x, y, eps=0.1)
     with pytest.raises(OptionError, match="expected norm 'l2' for the attack 'cw'"):
         run_attack("cw", linear(), x, y, eps=0.1, norm="linf")

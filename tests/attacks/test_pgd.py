@@ -349,7 +349,7 @@ def test_a_sample_without_gradient_moves_at_random() -> None:
         ({"steps": [-1.0]}, OptionError, "got the length -1.0"),
         ({"steps": [math.nan]}, OptionError, "got the length nan"),
         ({"steps": [math.inf]}, OptionError, "got the length inf"),
-        ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
+        ({"norm": "l1"}, OptionError, "norm: expected one of l2, linf, got 'l1'"),
         ({"restarts": 0}, OptionError, "restarts: expected an integer of at least 1, got 0"),
         ({"loss": "dlr"}, OptionError, "got 'dlr'"),
         ({"eps": -1.0}, OptionError, "finite and >= 0"),

@@ -162,7 +162,7 @@ def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
     assert set(default.metrics()) == {"clean", "certified(0.1)", "pgd(0.1)", "lipschitz"}
     assert set(chosen.metrics()) == {"clean", "certified(0.1)", "apgd(0.1)", "lipschitz"}
     assert chosen.attacked[0].share.count <= default.attacked[0].share.count
-    with pytest.raises(OptionError, match="expected attack"):
+    with pytest.raises(OptionError, match="attack: expected one of"):
         evaluate(network(), data, eps=(0.1,), attack=Attack(name="fgsm"))
 
 

@@ -58,7 +58,7 @@ def test_only_the_last_layer_is_above_the_target() -> None:
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match="multiples of 8"):
         lbdn_conv(input_shape=(3, 12, 12))
-    with pytest.raises(OptionError, match="last_layer_normalization: expected true or false, got 1"):
+    with pytest.raises(OptionError, match="last_layer_normalization: expected True or False, got 1"):
         lbdn_conv(last_layer_normalization=1)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"hidden\[0\]"):
         lbdn_conv(hidden=[0])

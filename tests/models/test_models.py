@@ -50,7 +50,7 @@ def test_every_architecture_for_images_has_the_common_keywords(name: str) -> Non
         ("kwlarge", {"width": "abc"}, "width: expected an integer of at least 1, got 'abc'"),
         ("kwlarge", {"width": True}, "width: expected an integer of at least 1, got True"),
         ("kwlarge", {"dense": 5}, "dense: expected a list of sizes, got 5"),
-        ("kwlarge", {"pool": 1}, "pool: expected true or false, got 1"),
+        ("kwlarge", {"pool": 1}, "pool: expected True or False, got 1"),
         ("lbdn_conv", {"hidden": "ab"}, "hidden: expected a list of sizes, got 'ab'"),
         ("lipconvnet", {"width": "abc"}, "width: expected a positive finite number, got 'abc'"),
         ("lipconvnet", {"width": 0.0}, r"width: expected a positive finite number, got 0.0"),

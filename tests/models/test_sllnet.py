@@ -68,5 +68,5 @@ def test_refusals() -> None:
         sllnet(channels=3, input_shape=(3, 8, 8), classes=100)
     with pytest.raises(ShapeError, match="multiples of 4"):
         sllnet(input_shape=(3, 30, 30))
-    with pytest.raises(OptionError, match="last_layer_normalization: expected true or false, got 1"):
+    with pytest.raises(OptionError, match="last_layer_normalization: expected True or False, got 1"):
         sllnet(last_layer_normalization=1)  # type: ignore[arg-type]

@@ -286,7 +286,7 @@ def test_refusals() -> None:
         Graph([], [])
     with pytest.raises(OptionError, match="one sign"):
         Add(2, 1)
-    with pytest.raises(OptionError, match="behind the batch"):
+    with pytest.raises(OptionError, match="after the batch"):
         Concatenate(0)
     with pytest.raises(ShapeError, match="values of one shape"):
         Graph([nn.Linear(2, 1), Add(1, 1)], [[0], [0, 1]])(torch.ones(3, 2))
@@ -354,9 +354,9 @@ def test_views_refuse() -> None:
         (lambda: Permute(0, 1), "1, 2, ..."),
         (lambda: Piece(0, 0, 1), "dimension from 1 on"),
         (lambda: Piece(1, 2, 2), "entries"),
-        (lambda: Roll(0, 1), "behind the batch"),
+        (lambda: Roll(0, 1), "after the batch"),
         (lambda: Pad(1), "before and after"),
-        (lambda: Mean(), "behind the batch"),
+        (lambda: Mean(), "after the batch"),
         (lambda: Mean(1, 1), "different dimensions"),
     ):
         with pytest.raises(OptionError, match=word):

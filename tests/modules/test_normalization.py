@@ -269,7 +269,7 @@ def test_the_range_of_a_layer_norm_holds_its_values_and_is_reached() -> None:
 
 @pytest.mark.parametrize(
     ("dims", "eps", "error", "message"),
-    [((), 1.0, OptionError, "different dimensions"), ((0,), 1.0, OptionError, "behind the batch"),
+    [((), 1.0, OptionError, "different dimensions"), ((0,), 1.0, OptionError, "after the batch"),
      ((1,), 0.0, OptionError, "UnitNorm: eps: expected a positive"), ((1,), math.inf, OptionError, "positive finite")],
 )  # fmt: skip
 def test_other_normalisations_are_refused(dims: Any, eps: float, error: type[Exception], message: str) -> None:

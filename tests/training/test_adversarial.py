@@ -207,8 +207,8 @@ def test_a_run_is_resumed_with_its_own_adversary_only(tmp_path) -> None:
 
 def test_refusals() -> None:
     for options, message in (
-        ({"norm": "l1"}, "expected norm .l2. or .linf., got .l1."),
-        ({"loss": "dlr"}, "expected loss .margin. or .ce., got .dlr."),
+        ({"norm": "l1"}, "norm: expected one of l2, linf, got .l1."),
+        ({"loss": "dlr"}, "loss: expected one of margin, ce, got .dlr."),
         ({"eps": 0.0}, "eps: expected a positive finite number, got 0.0"),
         ({"eps": None}, "eps: expected a positive finite number, got None"),
         ({"step_size": math.nan}, "step_size: expected a positive finite number, got nan"),

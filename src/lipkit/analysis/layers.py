@@ -37,9 +37,6 @@ def layer_bound(
     """Lipschitz bound of one layer, and the name of its method; ``method`` matters for zero-padded nn.Conv2d only.
 
     ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
-
-    >>> layer_bound(nn.ReLU(), (3,))[1]
-    'rule'
     """
     with torch.no_grad():
         if not _searched(module) or method == "auto":
@@ -68,11 +65,7 @@ def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def price(kernel: Tensor, groups: int) -> float:
-    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times cubed matrix sides.
-
-    >>> price(torch.zeros(64, 64, 3, 3), 1), price(torch.zeros(64, 64, 1, 1), 1)
-    (1048576.0, 0.0)
-    """
+    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times cubed matrix sides."""
     cout, cin, kh, kw = kernel.shape
     cells = math.prod(k - 1 for k in (kh, kw) if k > 1) if max(kh, kw) > 1 else 0
     # A small matrix costs at least a call, as much as one of 32 x 32.
@@ -83,10 +76,7 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
     r"""Tolerances of several proofs with the least total price; their mean over those with a price is at most ``mean``.
 
     A proof of tolerance t costs :math:`a / t`: with the sum of all t fixed, the cheapest are those proportional to the
-    roots of the prices a. None is above ten times the mean.
-
-    >>> [round(t, 4) for t in shared_tolerances([1.0, 9.0, 0.0], 0.01)]
-    [0.005, 0.015, 0.01]
+    square roots of the prices a. No tolerance exceeds ten times the mean.
     """
     roots = [math.sqrt(p) for p in prices if p > 0]
     weights = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
@@ -99,14 +89,7 @@ def folded_bound(
     """Lipschitz bound of a linear layer W and a batch normalisation of scales D: ``bound(D W)``, or ``bound(W D)``.
 
     Guarantee:
-        Upper, including rounding. ``bound`` is the Lipschitz bound of one module.
-
-    >>> import torch; from lipkit import lipschitz
-    >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
-    >>> _ = norm.running_var.copy_(torch.tensor([0.25, 4.0])); layer = nn.Linear(2, 2)
-    >>> _ = layer.weight.data.copy_(torch.diag(torch.tensor([1.0, 2.0])))
-    >>> round(folded_bound(layer, norm, norm_first=False, bound=lipschitz).item(), 9)
-    2.0
+        An upper bound, including rounding, if ``bound`` maps a module to one.
     """
     given: Any = linear
     layer: Any = scaled_layer(linear, norm, inputs=norm_first)
@@ -143,7 +126,8 @@ class LayerBound:
 class Constants:
     """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
 
-    ``method`` bounds convolutions, ``tolerance`` is the mean over their `symbol_sup` proofs, ``box`` limits products.
+    ``method`` bounds the convolutions, by `symbol_sup` with a mean tolerance of ``tolerance``. Products of values are
+    bounded for inputs in ``box``.
     """
 
     def __init__(

@@ -40,10 +40,10 @@ def lipschitz_lower_bound(
     iteration on the Jacobian at the best points improves the direction. The result is a secant evaluated in float64.
 
     Args:
-        model: any module; :class:`lipkit.modules.Network` knows its ``input_shape``, of others it has to be given.
-        box: (low, high) that both inputs stay in, numbers or tensors ``input_shape``; None for all of space.
-        start: points to search around ``(n, *input_shape)``, for instance test images; otherwise uniform in the box,
-            or normal in all of space, and the middle.
+        model: any module; all but a :class:`lipkit.modules.Network` need ``input_shape``, that of one sample.
+        box: (low, high) of both inputs, numbers or tensors of shape ``input_shape``; None for all of space.
+        start: points to search around ``(n, *input_shape)``, for instance test images; None for the middle of the
+            box and uniform points in it, or the origin and normal ones without a box.
         restarts, steps, seed: number of starting points, of ascent steps, and the seed of points and directions.
         dtype: of the search, float64 or float32. The final slopes are float64 in both cases.
 

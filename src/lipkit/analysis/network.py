@@ -14,7 +14,7 @@ from lipkit.analysis.layers import Constants, LayerBound
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.bounds import METHODS
 from lipkit.certificates import gains
-from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError, interval
+from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError, check_choice, interval
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
@@ -56,7 +56,7 @@ class NetworkBound(Shown):
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """The use of the bound in words, and the next step."""
+        """How useful the bound is, and what to try next, in words."""
         local = (
             "lipkit certify MODEL DATA --method local; lipkit.convert makes a network with a small constant to train"
         )
@@ -73,11 +73,7 @@ class NetworkBound(Shown):
         return f"true, but too large: {far}; try local, convert, fine-tune", local
 
     def describe(self, everything: bool = False) -> str:
-        """The bounds, and a bill: by which factor each layer raises the product, the largest first.
-
-        Args:
-            everything: show layers that contribute nothing, too.
-        """
+        """The bounds, and the factor of each layer, the largest first; ``everything`` shows factors of 1, too."""
         layers = sorted(self.layers, key=lambda layer: -layer.factor)
         shown = [x for x in layers if everything or abs(x.factor - 1) >= 5e-4]
         most = max((abs(math.log(x.factor)) for x in shown if 0 < x.factor < math.inf), default=0.0)
@@ -141,20 +137,16 @@ def analyze(
     by ``chunk`` or ``split``). Batch normalisation is folded into the linear layer beside it where that is smaller.
 
     Args:
-        model: a module in evaluation mode; it is not changed. A module with a rule (``lipkit.modules.rules()``) is
-            bounded by it, functions and tensor methods by :func:`lipkit.analysis.function_rules`; other modules are
-            traced.
+        model: a module in evaluation mode; it is not changed. Modules without a rule (``lipkit.modules.rules()``) are
+            traced down to modules and functions (:func:`lipkit.analysis.function_rules`) that have one.
         input_shape: shape of one sample, without the batch.
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
         tolerance: of ``"auto"``: how far the bounds of those convolutions may lie above their norms, on average over
             all layers, in [1e-4, 1]. Large kernels, whose proofs cost most, get more of it.
-        restarts, steps, seed: of the search for ``lower``, see :func:`lipkit.analysis.lipschitz_lower_bound`; without
-            restarts ``lower`` is 0.
-        box: (low, high) of the inputs, numbers, or tensors or arrays for each entry or channel, as
-            `lipkit.certificates.local_gain` takes them. Dense layers then count with the slopes that their activations
-            have in the box, if that gives a smaller bound; a product of two values has a constant only in a box. The
-            search stays inside.
+        restarts, steps, seed: of the search for ``lower`` (`lipkit.analysis.lipschitz_lower_bound`); 0 restarts: none.
+        box: (low, high) of the inputs, as for `lipkit.certificates.local_gain`; the search stays inside. Slopes of
+            activations in the box may lower the bound, and a product of two values has a constant only in a box.
         tight: bound runs of dense layers by LipSDP, too (`lipkit.certificates.tight`); None does so for at most 600
             hidden units.
 
@@ -165,8 +157,7 @@ def analyze(
         own format are not covered: :func:`lipkit.certify` bounds them.
 
     Cost:
-        A few forward passes with up to three samples, one bound of each layer, and the search, about
-        ``2 restarts x steps + 10 restarts`` passes forward and backward, in float32 where that is the network's format.
+        A few forward passes, one bound of each layer, and ``restarts (2 steps + 10)`` passes back for the search.
 
     Raises:
         NoRuleError: anything without a rule, by name; values that depend on the input and are no floating-point
@@ -191,8 +182,7 @@ def analyze(
     References:
         Szegedy et al., ICLR 2014, section 4.3 (products of layer norms); [LipBound] section 6 (whole networks).
     """
-    if method not in (names := ("auto", "best", *METHODS)):
-        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
+    check_choice("method", method, ("auto", "best", *METHODS))
     if not 1e-4 <= tolerance <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()

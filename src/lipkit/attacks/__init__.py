@@ -1,8 +1,6 @@
 """Attacks: search for inputs that a network gets wrong. Their results bound its robustness from above and certify
 nothing."""
 
-from __future__ import annotations
-
 from lipkit.attacks.apgd import apgd
 from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.carlini_wagner import carlini_wagner

@@ -43,19 +43,16 @@ def apgd(
     raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
-    Not finding an adversarial example proves nothing.
+    Not finding an adversarial example proves nothing. Of several points the one with the largest margin loss is kept.
 
     **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that are misclassified early.
 
     Args:
-        model, x, y, eps, norm, box, generator, stop_early: see `lipkit.attacks.pgd`.
+        model, x, y, eps, norm, box, generator, stop_early: as in `lipkit.attacks.pgd`, which names the errors.
         loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
         targeted: whether each start aims at one wrong class.
         steps: gradient steps of each start.
         restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
-
-    Returns:
-        (N, ...), as of `lipkit.attacks.pgd`; the best point is the one of largest margin loss.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.
@@ -102,11 +99,6 @@ def apgd_then_targeted(
     """One start of `apgd` on the margin loss; then ``restarts - 1`` targeted starts on the samples that survive it.
 
     ``restarts=None`` is one start, then one for each of the 9 largest wrong logits.
-
-    >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
-    >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
-    >>> model(apgd_then_targeted(model, x, y, eps=1.0, box=None)).argmax(1).item()
-    1
     """
     radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
     common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
@@ -129,11 +121,11 @@ def climb(
     space: Ball, model: Model, best: Best, index: Tensor, radius: Tensor, random: bool, target: Tensor | None,
     loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool, look: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run one start, at the samples ``index`` or ``random``, and update ``best``; return those that stayed to the end.
+    """Run one start for the samples ``index`` and update ``best``; return those that were attacked to the end.
 
-    ``radius`` and ``target`` have an entry for each of ``index``. Every ``look`` steps it drops hopeless rows: those
-    whose loss is further below 0 than a quarter of its rise so far and than ten times its rise since the last such
-    check.
+    Starts at the samples, or with ``random`` at random points. ``radius`` and ``target`` have one entry per sample.
+    Every ``look`` steps hopeless samples are dropped: their loss is below -1/4 of its rise so far, and below -10 times
+    its rise in the last ``look`` steps.
     """
     centre, label = best.samples[index], best.labels[index]
     point = space.start(centre, radius, box, generator) if random else centre
@@ -198,8 +190,7 @@ def climb(
 
 
 def checkpoints(steps: int) -> frozenset[int]:
-    """Steps after which APGD checks its progress: first at 0.22 of all steps, then in gaps shorter by 0.03 each, at
-    least 0.06.
+    """Steps after which APGD checks its progress: at 0.22 of all steps, then in gaps that shrink by 0.03, down to 0.06.
 
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]

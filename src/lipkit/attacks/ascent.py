@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -107,9 +107,3 @@ def check_logits(logits: Tensor, y: Tensor) -> None:
     if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(y):
         raise ShapeError(f"expected logits of shape ({len(y)}, K >= 2), got {tuple(logits.shape)}")
     check_labels(y, len(y), logits.shape[1])
-
-
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise unless ``value`` is one of the names."""
-    if value not in known:
-        raise OptionError(f"expected {name} {' or '.join(map(repr, known))}, got {value!r}")

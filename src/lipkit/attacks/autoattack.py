@@ -1,4 +1,4 @@
-"""AutoAttack: the parts of pyautoattack, or lipkit's APGD and FAB followed by its Square."""
+"""AutoAttack: the parts of pyautoattack, or lipkit's APGD and FAB followed by pyautoattack's Square."""
 
 from __future__ import annotations
 
@@ -39,30 +39,24 @@ def autoattack(
 ) -> Tensor:
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
-    With ``parts=None`` lipkit's APGD and FAB take over, at about 0.7 of the evaluations: all rival classes of a sample
-    are attacked in one batch, which the sample leaves when one start succeeds. A heuristic gives up starts whose
-    margin rises too slowly; FAB tries the samples of which a start ran to the end. Square stays pyautoattack's, with
-    5000 queries.
+    With ``parts=None`` lipkit's APGD and FAB come first, at about 0.7 of the evaluations: all rival classes of a sample
+    share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without another start.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
-    all samples. pyautoattack works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the
-    ball and count only if they are still misclassified. Targets are the 9 largest wrong logits. It restores the global
-    random state, gives parameters no gradient, and keeps a trace function (coverage, debugger) in place.
+    all samples. Points that overshoot ``eps`` in float32 are projected on the ball and count only if they are still
+    misclassified. Targets are the 9 largest wrong logits. The global random state is restored.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
+    Where no example was found it is the sample itself.
 
     Args:
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
-        batch_size: samples attacked at once; with ``parts=None`` starts.
-        parts: attacks of pyautoattack by its names, one start each; None for lipkit's APGD and FAB before its Square.
-
-    Returns:
-        (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
+        batch_size: samples (with ``parts=None`` starts) attacked at once.
+        parts: names of pyautoattack's attacks, one start each; None for lipkit's APGD and FAB, then Square.
 
     Raises:
-        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.pgd`.
-        ShapeError: see `lipkit.attacks.pgd`.
+        OptionError: it cannot run on these inputs, or pyautoattack is not installed.
 
     References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", ICML 2020.

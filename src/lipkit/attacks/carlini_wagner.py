@@ -34,26 +34,23 @@ def carlini_wagner(
 
     with ``x'(w) = middle + half width tanh(w)``, which never leaves the box, or ``x' = w`` without a box. The weight c
     of each sample is searched: halved where the attack succeeded, multiplied by 10 until it does, then bisected. The
-    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. (The maximum over
-    all classes would have local minima even for a linear model.) At the end bisection moves the closest point seen to
-    the boundary.
+    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. At the end
+    bisection moves the closest point seen to the boundary.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
-    distance is an upper bound of the distance to the boundary.
+    distance is an upper bound of the distance to the boundary. The sample itself is returned where it is misclassified
+    already or nothing was found.
 
     **Cost.** ``targets searches steps`` gradients. It draws nothing at random.
 
     Args:
-        model, x, y, box: see `lipkit.attacks.pgd`.
+        model, x, y, box: as in `lipkit.attacks.pgd`, which names the errors.
         steps: of Adam for each weight.
         searches: values of the weight c that are tried.
         rate: learning rate of Adam, for x' in units of half the width of the box (1 without a box).
         weight: the first c.
         confidence: margin, in logits, that the objective asks for.
         targets: how many classes are tried.
-
-    Returns:
-        (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.

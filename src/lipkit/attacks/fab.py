@@ -14,9 +14,8 @@ from lipkit.errors import OptionError, ShapeError
 def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: int = 20) -> Tensor:
     r"""The closest misclassified point that bisection finds on the segment from each sample to its adversarial example.
 
-    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. A fixed-radius attack
-    uses its whole radius, although the boundary is usually much closer. The closer the example, the sharper the
-    comparison with a certificate.
+    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. The closer an example
+    to the boundary, the sharper its comparison with a certificate.
 
     **Guarantee.** The returned point was seen to be misclassified, or is ``adversarial`` itself. It lies in every box
     that holds both ends, up to one rounding of the sum.
@@ -63,12 +62,6 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     ``s`` solves ``sum_j |w_j| min(s r_j, room_j) = |gap|``, whose left side is concave and piecewise linear: Newton's
     method from below grows towards the root and never passes it. Where the hyperplane does not meet the box, the step
     goes to the corner nearest to it. Points, ``normal`` w and steps are (N, d); the step is 0 where ``normal`` is.
-
-    >>> w = torch.tensor([[3.0, 4.0]])
-    >>> towards_hyperplane(torch.zeros(1, 2), w, torch.tensor([5.0]), "l2", None).tolist()
-    [[0.6000000238418579, 0.800000011920929]]
-    >>> towards_hyperplane(torch.zeros(1, 2), w, torch.tensor([3.5]), "linf", (0, 1)).tolist()
-    [[0.5, 0.5]]
     """
     # scaled to largest entry 1, so that squares neither overflow nor vanish
     largest = normal.abs().amax(dim=1, keepdim=True)
@@ -123,19 +116,17 @@ def fab(
     kept where it is closer: on a piecewise linear network they end at the nearest point of a face.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
-    distance is an upper bound of the distance to the boundary.
+    distance is an upper bound of the distance to the boundary. The sample itself is returned where it is misclassified
+    already or nothing was found.
 
     **Cost.** ``restarts targets (steps + polish)`` gradients and some 20 evaluations for each bisection.
 
     Args:
-        model, x, y, norm, box, generator: see `lipkit.attacks.pgd`.
+        model, x, y, norm, box, generator: as in `lipkit.attacks.pgd`, which names the errors.
         steps: iterations for each class and start.
         restarts: starts for each class: the sample, then random points at half the distance found so far.
         targets: how many classes are tried, the largest wrong logits first; None for all.
         polish: projections at the end; 0 for FAB as published.
-
-    Returns:
-        (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.

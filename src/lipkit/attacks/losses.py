@@ -23,22 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.attacks.ascent import Model, check_choice, check_logits, margin_loss, misclassified
-from lipkit.errors import LipkitError, OptionError, ShapeError, first_line, lacks_memory
+from lipkit.attacks.ascent import Model, check_logits, margin_loss, misclassified
+from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice, first_line, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
 _TINY = 1e-12  # added to the denominator of DLR: equal logits give 0 rather than NaN
 
 
 def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None) -> Tensor:
-    """The named loss of each sample (N,); with ``target`` (N,), its targeted form.
-
-    >>> logits = torch.tensor([[4.0, 1.0, 0.0, 0.0]])
-    >>> [rise(logits, torch.tensor([0]), loss).item() for loss in ("margin", "dlr")]
-    [-3.0, -0.75]
-    >>> rise(logits, torch.tensor([0]), "margin", torch.tensor([2])).item()
-    -4.0
-    """
+    """The named loss of each sample (N,); with ``target`` (N,), its targeted form."""
     if loss == "ce":
         if target is None:
             return F.cross_entropy(logits, labels, reduction="none")
@@ -84,12 +77,7 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
 
 
 def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(M,) indices of the samples that the model classifies correctly, and their logits (M, K).
-
-    >>> index, logits = correct_samples(torch.neg, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
-    >>> index.tolist(), logits.tolist()
-    ([1], [[-0.0, -1.0]])
-    """
+    """(M,) indices of the samples that the model classifies correctly, and their logits (M, K)."""
     if not len(x):
         return torch.arange(0, device=x.device), x.new_zeros(0, 2)
     logits = first_logits(model, x, y)
@@ -106,11 +94,7 @@ def warn_where_flat(attack: str, model: Model, x: Tensor, y: Tensor) -> None:
 
 
 def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
-    """(N, min(count, K - 1)) the wrong classes of each sample, the largest logit first; None for all.
-
-    >>> rivals(torch.tensor([[3.0, 0.0, 1.0, 2.0]]), torch.tensor([0]), 2).tolist()
-    [[3, 2]]
-    """
+    """(N, min(count, K - 1)) the wrong classes of each sample, the largest logit first; None for all."""
     order = logits.scatter(1, labels[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
     return order if count is None else order[:, :count]
 
@@ -133,9 +117,9 @@ def nearest_rivals(
 def value_and_gradient(
     model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None = None, *, gradient: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each sample (NaN counts as infinity), the logits, and the gradient of the loss in the input.
+    """The loss of each sample (infinity for NaN), the logits, and the gradient of the loss with respect to ``point``.
 
-    Parameters get no gradient. With ``gradient=False`` the gradient is 0.
+    Parameters get no gradient. With ``gradient=False`` the returned gradient is 0.
     """
     with torch.set_grad_enabled(gradient):
         point = point.detach().requires_grad_(gradient)

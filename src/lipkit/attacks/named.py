@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.apgd import apgd_then_targeted
-from lipkit.attacks.ascent import Box, Model, check_choice, check_inputs, like
+from lipkit.attacks.ascent import Box, Model, check_inputs, like
 from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.balls import ball
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
 from lipkit.attacks.pgd import pgd
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ def run_attack(
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).
 
     Raises:
-        OptionError: an unknown name, no sample, cw in l_inf, or see the attack.
-        ShapeError: see the attack.
+        OptionError: ``cw`` in l_inf, no sample, or what the attack itself refuses.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
@@ -109,7 +108,7 @@ def run_attack(
     >>> model(found.points).argmax(1).item(), found.ran
     (1, 'FAB')
     """
-    check_choice("attack", name, tuple(ATTACKS))
+    check_choice("attack", name, ATTACKS)
     attack = ATTACKS[name]
     check_choice("norm", norm, ("l2", "linf"))
     if norm != "l2" and "norm" not in attack.takes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Best, Box, Model, check_choice, check_inputs, like, seeded
+from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.losses import rivals, value_and_gradient
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.matrices import check_integer
 
 LOSSES = ("margin", "ce")
@@ -43,10 +44,8 @@ def pgd(
     random direction.
 
     The first start is the sample itself, with the margin loss ``max_{i != t} y_i - y_t``. Each further start is a
-    random point of the ball; with the margin loss it raises ``y_i - y_t`` for one class i, the second start for the
-    largest wrong logit at the sample, the third for the next, and so on: the maximum over classes has local maxima
-    even for a linear model, so ``restarts`` = K covers all of them. Cross-entropy alone overstates robustness: its
-    gradient vanishes where the margin is large.
+    random point of the ball; with the margin loss it raises ``y_i - y_t`` for one class i, in the order of the logits
+    at the sample: the maximum over classes has local maxima even for a linear model, so ``restarts`` = K covers all.
 
     **Guarantee.** Every returned point satisfies ``||x' - x|| <= eps``, measured in float64 on the returned numbers,
     and lies in ``box``. Not finding an adversarial example proves nothing.
@@ -57,15 +56,12 @@ def pgd(
         y: (N,) int64 labels.
         eps: radius, one number or (N,), in the norm's units: 8/255 in l_inf for images in [0, 1].
         norm: ``"l2"`` or ``"linf"``.
-        steps: gradient steps of each start; or the length of each step as a fraction of eps, in place of the cosine:
-            ``[0.2] * 10`` is common in adversarial training, the cosine finds more in as many steps.
+        steps: gradient steps of each start; or, in place of the cosine, each step as a fraction of eps: ``[0.2] * 10``.
         restarts: number of starts, at least 1.
         box: smallest and largest value of an input entry, or None.
         loss: ``"margin"`` or ``"ce"``.
-        generator: source of random starts and directions, never the global one; None is a CPU generator with seed 0. A
-            CPU generator gives the same start on every device.
-        stop_early: leave a sample alone once it is misclassified (at the start this costs a single evaluation);
-            False keeps raising the loss, as adversarial training needs it.
+        generator: source of random starts and directions, never the global one; None is a CPU generator with seed 0.
+        stop_early: leave a sample alone once it is misclassified; adversarial training needs False.
         random_start: whether the first start is a random point of the ball too.
 
     Returns:
@@ -116,7 +112,7 @@ def pgd(
     return best.points
 
 
-def _lengths(steps: int | Sequence[float]) -> Sequence[float]:
+def _lengths(steps: Any) -> Sequence[float]:
     """Length of each step as a fraction of the radius: as given, or from 1 down to 0.01 along half a cosine."""
     if isinstance(steps, str) or not isinstance(steps, Iterable):
         check_integer("steps", steps, 1)

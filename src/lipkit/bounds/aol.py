@@ -16,11 +16,8 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     and the same with the roles of the channels exchanged; the smaller wins.
 
-    Arguments, result and errors are those of :func:`lipkit.bounds.lipbound`.
-
-    Guarantee:
-        Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
-        axis in total, for any stride and dilation. Tight for nearly orthogonal kernels, loose for others.
+    Arguments and guarantee are those of :func:`lipkit.bounds.lipbound`. Tight for nearly orthogonal kernels, loose for
+    others.
 
     Cost:
         Two autocorrelations, each of ``(kh kw)^2 / 2`` products of channel matrices.

@@ -69,7 +69,7 @@ def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
 
 
 def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-    """The cells of half the size into which ``cells`` divide, and the periods of these."""
+    """The cells of half the size that make up ``cells``, and the new ``periods``."""
     moves = [[1, 0], [-1, 0], [0, 1], [0, -1]]
     kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
     first, second = (2 if n > 1 else 1 for n in periods)  # an axis of one tap is not divided
@@ -81,7 +81,9 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
-    """First periods with the fewest expected tests, and that number, if ``||G||`` is distributed like ``sample``."""
+    """The periods to start with: those with the fewest expected tests, if ``||G||`` is distributed like ``sample``.
+
+    Also returns that number of tests."""
     axes = sum(m > 0 for m in symbol.degrees)
     one, two = symbol.degrees
     # Even numbers of points per turn, about q per degree.

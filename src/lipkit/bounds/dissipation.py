@@ -76,10 +76,6 @@ def dissipation_matrix(
 
     Rows and columns are w, x, u, then the rows of N. Of the metric P only the lower triangle is read; the multiplier is
     the diagonal of Lambda (one repeated number if phi acts on all units together).
-
-    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])  # x+ = x / 2 + u, y = x
-    >>> dissipation_matrix(System(half, 1, (0, 0), 1), torch.eye(1), torch.ones(0), 4.0, 1.0)[0].tolist()
-    [[1.0, 0.0, 0.5, 1.0], [0.0, 4.0, 1.0, 0.0], [0.5, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 4.0]]
     """
     (v, s, o), (nv, nw), nx = system.rows(), system.units, system.states
     lower, lam = to_double(metric.detach()).tril(), to_double(multiplier.detach())

@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 26
 
 
 def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None, iterations: int = 6) -> Tensor:
-    r"""Upper bound of the spectral norm of a convolution by Gram iteration at each frequency.
+    r"""Differentiable upper bound of the spectral norm of a convolution, by Gram iteration at each frequency.
 
     .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
 
@@ -31,14 +31,11 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
         iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
             number of channels.
 
-    Returns:
-        0-d float64, differentiable.
-
     Guarantee:
-        Upper bound, including rounding, at any number of iterations. Without ``size``: as
-        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size, and for
+        Upper bound, including rounding, for any number of iterations. Without ``size``: for the convolutions of
+        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size; for
         zero-padded ones, with any stride, on n x n images with p rows and columns of padding in total, if
-        ``size >= n + p`` and the kernel fits into ``size``; not for other sizes.
+        ``size >= n + p`` and the kernel fits into ``size``; for no others.
 
     Cost:
         t + 1 matrix products of the smaller side at each frequency.

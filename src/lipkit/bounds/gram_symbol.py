@@ -187,14 +187,7 @@ def _packed(side: int, device: torch.device) -> bool:
 
 
 def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and sign of the imaginary part of each entry that :func:`cholesky_succeeds` reads, each ``(E,)``.
-
-    >>> row, column, sign = stored_entries(2, torch.device("cpu"))
-    >>> row.tolist(), column.tolist()
-    ([0, 0, 1, 1], [0, 1, 0, 1])
-    >>> len(stored_entries(20, torch.device("cpu"))[0])
-    210
-    """
+    """For each entry that `cholesky_succeeds` reads: row, column, and sign of its imaginary part; each ``(E,)``."""
     if not _packed(side, device):
         row, column = torch.cartesian_prod(torch.arange(side), torch.arange(side)).reshape(-1, 2).unbind(1)
         return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)
@@ -210,11 +203,6 @@ def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
 
     ``entries`` ``(N, E)`` are those that :func:`stored_entries` lists, the imaginary parts times its signs: contiguous
     and finite, complex128 or complex64. A factorisation that fails stops at the first negative pivot.
-
-    >>> row, column, _ = stored_entries(20, torch.device("cpu"))
-    >>> identity = (row == column).to(torch.complex128)
-    >>> cholesky_succeeds(torch.stack((identity, -identity)), 20).tolist()
-    [True, False]
     """
     if side == 1:
         return entries[:, 0].real > 0

@@ -25,7 +25,7 @@ def symbol_error(kernel: Tensor) -> Tensor:
 
 
 def grid(kernel: Tensor, points: int | Callable[[int], int]) -> tuple[int, int]:
-    """Points per axis: as many as given, or as a function of the taps there; one where the kernel has one tap."""
+    """Points per axis: ``points``, or ``points(taps)``; 1 along an axis with a single tap."""
     check_kernel(kernel)
     first, second = (1 if k == 1 else points if isinstance(points, int) else points(k) for k in kernel.shape[-2:])
     return first, second
@@ -40,13 +40,8 @@ def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]
     """The bound by ``method``, which gets groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
 
     A power of two brings the largest entry into [1/2, 1), so that squares stay in range. Scaling is exact except for
-    entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down.
-
-    Returns:
-        0-d float64; ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
-
-    Raises:
-        ShapeError, OptionError: not a kernel, or wrong groups.
+    entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down. It is 0-d float64,
+    ``inf`` for a kernel with entries that are not finite, and 0 for a zero one.
     """
     check_kernel(kernel)
     check_readable(kernel)

@@ -25,7 +25,7 @@ from lipkit.proof.roundoff import gamma, up
 
 
 def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, correction: str = "exact") -> Tensor:
-    r"""Upper bound of the spectral norm of a convolution, for every image size: LipBound by PolyGrid, corrected.
+    r"""Differentiable upper bound of the norm of a convolution, for every image size: LipBound by PolyGrid, corrected.
 
     .. math:: \min_{\text{rows, columns}} \sqrt{\textstyle\sum_i \max_{w \in \text{grid}} \sum_j |f_{ij}(w)|^2}
               \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}
@@ -34,9 +34,6 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         points: S, points per axis (default 5 (k - 1), which is the paper's 10 for a 3 x 3 kernel: a factor 1.106).
         correction: 'exact', as above, or 'paper', the factor ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
-
-    Returns:
-        0-d float64, differentiable.
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
@@ -75,9 +72,9 @@ def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, corr
 
 
 def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> Tensor:
-    r"""ESTIMATE: LipBound on a grid without correction, as printed in the paper. It can lie below the norm.
+    r"""ESTIMATE: LipBound on a grid without correction, [LipBound] algorithm 1. It can lie below the norm.
 
-    Arguments and result are those of :func:`lipbound`.
+    Arguments are those of :func:`lipbound`.
 
     Guarantee:
         None: between the points of the grid the polynomials can be higher.
@@ -85,9 +82,6 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
     >>> k = torch.tensor([1.0, 0.0, -1.0]).reshape(1, 1, 1, 3)  # norm 2, at a frequency between the points
     >>> float(lipbound_estimate(k)) < 2.0 <= float(lipbound(k))
     True
-
-    References:
-        [LipBound] algorithm 1 (PolyGrid).
     """
     check_integer("points", points, 1)
     return _polygrid(kernel, groups, grid(kernel, points), 1.0)

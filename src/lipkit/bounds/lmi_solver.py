@@ -8,10 +8,8 @@ H^{-1}` and the columns :math:`e_i` of E, :math:`v_i` of V, a Newton step has th
 .. math:: M_{il} = P^X_{il} P^G_{li} + P^X_{li} P^G_{il} + Q^X_{il} R^G_{il} + R^X_{il} Q^G_{il}, \qquad
           P^Y = E^\top Y V,\quad Q^Y = V^\top Y V,\quad R^Y = E^\top Y E .
 
-A step costs an inverse and two dense products of the total width N and a solve of the number of hidden units; 10 to 20
-steps suffice (up to 54 on 400 random networks). A general conic solver factors a system in the N(N+1)/2
-entries of H, which is slower by orders of magnitude here. No proof rests on this file: its answer is proved, or
-rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
+A step costs an inverse and two dense products of the total width and a solve of the number of hidden units; 10 to 20
+steps suffice. No proof rests on this file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
 Given multipliers can be balanced between input and output: a common factor t > 0 turns :math:`G = C M^+ C^\top`
 (`lipkit.bounds.lmi.couplings`) into :math:`D G D`, :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest
@@ -217,11 +215,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with the strictly feasible ``safe`` as needed.
-
-    >>> repaired([torch.eye(2), torch.eye(2)], [torch.ones(2)], [torch.ones(2)])[0] < 1 + 1e-9
-    True
-    """
+    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with strictly feasible ``safe`` if needed."""
     # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
     for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
         mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
@@ -239,10 +233,6 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
-
-    >>> gain, multipliers, _ = minimise_gain([torch.eye(2), torch.eye(2)])
-    >>> abs(gain - 1) < 1e-4, [m.shape for m in multipliers]
-    (True, [torch.Size([2])])
     """
     weights = [to_double(w.detach()).cpu() for w in weights]
     if any(b.shape[1] != len(a) for a, b in pairwise(weights)):  # the norms would prove nothing of others

@@ -1,7 +1,7 @@
 r"""Where the norm of a symbol is largest: a search in float32 that proposes and never proves.
 
-A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once; then, at the best points, steps that
-improve the frequency (of a scalar trigonometric polynomial, for a fixed vector) and the vector in turn.
+A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once; then, from the best points, steps that
+alternate between the vector and the frequency. For a fixed vector the norm is a scalar function of the frequency.
 """
 
 from __future__ import annotations
@@ -110,12 +110,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 @without_autocast()
 def find_peak(kernels: Tensor) -> Peak:
-    """Search for the largest norm of the symbols of kernels ``(g, cout, cin, kh, kw)`` (finite, entries near 1).
-
-    >>> peak = find_peak(torch.ones(1, 1, 1, 3, 3))
-    >>> peak.point, round(peak.sample.amax().item())
-    ((0, 0), 81)
-    """
+    """Search for the largest norm of the symbols of kernels ``(g, cout, cin, kh, kw)`` (finite, entries near 1)."""
     kernels = kernels.detach().to(torch.float32)
     if kernels.shape[1] < kernels.shape[2]:
         kernels = kernels.transpose(1, 2)

@@ -15,7 +15,7 @@ from lipkit.proof.roundoff import up
 
 
 def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] = 1) -> Tensor:
-    r"""Upper bound of the spectral norm of a convolution by one matrix norm, for every image size.
+    r"""Differentiable upper bound of the spectral norm of a convolution by one matrix norm, for every image size.
 
     .. math:: \|K\| \le \|\mathrm{reshape}(K, c_{out} \times c_{in} k_h k_w)\|_2
               \sqrt{\lceil k_h/s_1 \rceil \lceil k_w/s_2 \rceil}
@@ -25,9 +25,6 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         stride: of the convolution; with circular padding it must divide the image (else leave it at 1).
-
-    Returns:
-        0-d float64, differentiable.
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
@@ -63,16 +60,11 @@ def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
     R is ``(cout kh) x (cin kw)``, S ``(cout kw) x (cin kh)``, T ``cout x (cin kh kw)``, U ``(cout kh kw) x cin``.
 
-    Arguments, result and errors are those of :func:`reshaped`, without a stride.
-
-    Guarantee:
-        Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
-        axis in total, for any stride and dilation.
+    Arguments and guarantee are those of :func:`lipkit.bounds.lipbound`: the convolution may have any stride.
 
     Cost:
         Four Gram matrices, eigenvalue problems and Cholesky factorisations.
 
-    >>> import torch
     >>> 1.0 <= float(fantastic_four(torch.full((1, 1, 3, 3), 1 / 9))) < 1.0 + 1e-6
     True
 

@@ -1,4 +1,4 @@
-r"""Bounds of a convolution by its matrix symbol: at the frequencies of one image size, or at all.
+r"""Bounds of a convolution by its matrix symbol: at the frequencies of one image size, or at all frequencies.
 
 For a kernel :math:`K` the norm of the convolution with zero padding of any width, of a circular one of any size,
 strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}`, which
@@ -29,16 +29,13 @@ _FEW = 32
 
 
 def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
-    r"""Spectral norm of the circular convolution on an ``h x w`` image: exact up to rounding, never below.
+    r"""Differentiable spectral norm of the circular convolution on ``h x w``: exact up to rounding, never below.
 
     .. math:: \max_f \|F(f)\|_2 \quad\text{over the } h \times w \text{ frequencies}
 
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; larger than the image is allowed (taps wrap around).
         h, w: image size.
-
-    Returns:
-        0-d float64, differentiable.
 
     Guarantee:
         Upper bound, including rounding, for circular padding on this image size only. A zero-padded convolution of an
@@ -65,10 +62,7 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
 def grid_correction(k: int, points: int) -> float:
     r"""Factor c >= 1 with (supremum) <= c (maximum on S equispaced points), for a trigonometric polynomial of k taps.
 
-    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points}
-
-    References:
-        Ehlich & Zeller, Mathematische Zeitschrift 86 (1964).
+    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points} \qquad\text{(Ehlich \& Zeller 1964)}
 
     >>> round(grid_correction(3, 64), 4)
     1.0012
@@ -95,8 +89,8 @@ def symbol_sup(
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
         tolerance: how far above the supremum the bound may be, relative, in [1e-4, 1]. The number of cells grows
             like 1 / tolerance.
-        finer: prove nearly constant symbols, as those of orthogonal kernels, to more digits where that costs little.
-            Otherwise the bound is the number of :func:`symbol_sup_estimate` if that can be proved.
+        finer: prove nearly constant symbols, like those of orthogonal kernels, to more digits where that costs
+            little. If False, the bound equals :func:`symbol_sup_estimate` where that can be proved.
         points: S: instead of cells, a grid of S equispaced points per axis with the correction of
             :func:`grid_correction` (``tolerance`` is then not used).
 
@@ -121,7 +115,8 @@ def symbol_sup(
     True
 
     References:
-        [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
+        [LipBound] section 4 for the matrix symbol; Ehlich & Zeller, Mathematische Zeitschrift 86 (1964) for grids;
+        Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     if points is not None:
         check_positive(points=points)

@@ -1,7 +1,5 @@
 """Certificates of exported networks from proved Lipschitz constants: radii of classifiers, deviations of outputs."""
 
-from __future__ import annotations
-
 from lipkit.certificates import lipsdp as lipsdp
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.dense_outputs import DenseCertificate, dense

@@ -96,6 +96,9 @@ class Certificate(Shown):
     def accuracy(self, eps: float, *, rounding: str | None = None, large_eps: bool = False) -> float:
         """Certified accuracy: fraction of samples that are correct with a radius above ``eps`` (units of the input).
 
+        An eps that is probably a slip, such as 36 for 36/255, is refused (`lipkit.certificates.intervals.check_radii`);
+        ``large_eps`` allows a large one.
+
         Raises:
             OptionError: see `certified`; or an ``eps`` that is probably a slip (36 for 36/255) by the range of the
                 inputs, see `lipkit.certificates.intervals.check_radii`: ``large_eps`` allows a large one.
@@ -118,7 +121,7 @@ class Certificate(Shown):
         return {name: getattr(self, name) for name in names}
 
     def to_frame(self) -> Any:
-        """The columns of `save_csv` as a pandas DataFrame, one row per sample.
+        """The columns of `save_csv` as a DataFrame of pandas, which must be installed; one row per sample.
 
         Raises:
             OptionError: pandas is not installed.
@@ -197,14 +200,13 @@ def certify(
     refused. With ``rounding="ignore"``, the convention of the field, the statement is about real arithmetic only and a
     rounding error can break it.
 
-    With ``method="local"`` linear bounds of the layers around each sample (`lipkit.certificates.local`) give another
-    radius, proved with every rounding error too; the larger of both counts. It holds for inputs in the network's
-    ``input_range``, where it has one. `radius_ignored` is then the larger of `radius` and that of the constants.
+    With ``method="local"`` linear bounds around each sample (`lipkit.certificates.local`) give another proved radius,
+    for inputs in the network's ``input_range``; the larger of both counts, also in `radius_ignored`.
 
     Args:
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
-        y: (N,) int64 labels, as `x`.
+        y: (N,) int64 labels, a tensor or a numpy array.
         method: ``"global"``; ``"local"``; or ``"best"``: as local, but called so only if a local radius counts.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which
@@ -218,8 +220,7 @@ def certify(
 
     Cost:
         The bounds of the layers, or a comparison of all numbers with the ``proof``; one to three passes in float64.
-        Local radii take about five passes back from each layer of activations, with a row for each unit: 0.2 s for an
-        MLP of 2 x 256, seconds for a convolutional network.
+        Local radii take 0.2 s per sample for an MLP of 2 x 256, seconds for a convolutional network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.

@@ -43,11 +43,7 @@ COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
 
 
 def data_sha256(x: Samples, y: Samples) -> str:
-    """Hash of samples and labels: shapes, dtypes and every byte, in order.
-
-    >>> data_sha256(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))[:8]
-    '6817504a'
-    """
+    """Hash of samples and labels: shapes, dtypes and every byte, in order."""
     digest = hashlib.sha256()
     for values in map(as_tensor, (x, y)):
         flat = values.detach().cpu().contiguous()
@@ -144,9 +140,6 @@ def read_certificate(path: str | Path) -> CertificateFile:
     """Read a file of `write_certificate`; only its form is checked, not its claims.
 
     A name that ends in ``.gz`` is a file that gzip has compressed.
-
-    Raises:
-        DataError: the file is missing, truncated or altered in form, or of another schema version.
     """
     path = Path(path)
     try:

@@ -74,7 +74,10 @@ class Linear(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A scalar activation: its lines, and the evaluator's (error, largest number) for entries of at most h or None."""
+    """A scalar activation: its lines; ``noise`` maps bounds of the entries to the evaluator's (error, largest number).
+
+    ``noise`` is None for exact evaluations.
+    """
 
     lines: Relaxation
     noise: Callable[[Tensor], tuple[Tensor, Tensor]] | None
@@ -133,7 +136,7 @@ class Circuit:
 
     @property
     def leaves(self) -> bool:
-        """True if a module has no rule."""
+        """True if some module has no rule here, and so became a `Leaf`."""
         return any(isinstance(node, Leaf) for node in self.nodes)
 
     def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:
@@ -161,7 +164,7 @@ class Circuit:
     def total(
         self, values: Sequence[int], factors: Sequence[float], noise: Noise | None = None, *, flushed: bool = False
     ) -> int:
-        """A sum of values with factors."""
+        """The value ``sum_i factors_i values_i``; ``noise`` and ``flushed`` as in `Linear` and `Total`."""
         return self._add(Total(tuple(factors), noise, flushed), values, self.shapes[values[0]])
 
     def stack(self, values: Sequence[int], dim: int) -> int:
@@ -298,7 +301,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     if turned:
         back = functools.partial(F.conv2d, **options)
         ahead: Any = functools.partial(F.conv_transpose2d, output_padding=module.output_padding, **options)
-        # Output padding adds windows behind those of the inputs: they are dropped.
+        # Output padding adds windows after those of the inputs: they are dropped.
         adjoint = lambda a: back(a, weight)[..., : into[1], : into[2]]  # noqa: E731
     else:
         ahead = functools.partial(F.conv2d, **options)

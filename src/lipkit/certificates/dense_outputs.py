@@ -1,15 +1,14 @@
 r"""Worst-case accuracy of many decisions at once: all positions of an output share one budget.
 
 For an L-Lipschitz network an input that moves by at most :math:`\varepsilon` moves *all* outputs together by at most
-:math:`L\varepsilon` in l2. A decision that is right with the margin m needs :math:`m^2/2` of the square of that (of two
-logits, which move towards each other), or :math:`m^2` (of one, with threshold 0), so at most
+:math:`L\varepsilon` in l2. To turn a right decision of margin m takes the energy :math:`e = m^2/2` if it compares two
+logits, which move towards each other, and :math:`m^2` if it compares one with 0. All share :math:`(L\varepsilon)^2`, so
 
-.. math:: \max\{k : e_1 + \dots + e_k \le (L\varepsilon)^2\}
+.. math:: \max\{k : e_1 + \dots + e_k \le (L\varepsilon)^2\}, \qquad e_1 \le e_2 \le \dots
 
-decisions can turn, :math:`e_1 \le e_2 \le \dots` the energies of those that are right. A last layer that acts on each
-position alone, with rows :math:`w_i` behind a body of constant :math:`L_b`, gives
-:math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too; the better of both counts.
-Yes or no of several labels at one position read the same features, so there each label has that budget for itself.
+decisions can turn at most. A last layer that acts on each position alone, with rows :math:`w_i` after a body of
+constant :math:`L_b`, gives :math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too;
+the better of both counts. Yes-or-no labels at one position read the same features: each has the whole budget.
 """
 
 from __future__ import annotations

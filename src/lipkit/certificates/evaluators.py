@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lipkit import modules
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
 from lipkit.linalg.transforms import nnpack_enabled
 from lipkit.modules.blocked import BLOCK, blocked
@@ -71,14 +71,13 @@ class Evaluator:
 def evaluator(
     name: str, device: str | torch.device, network: nn.Module | None = None, rounding: str = "sound"
 ) -> Evaluator:
-    """The evaluator of this name under the present settings, which must not break its model; none without rounding."""
+    """The evaluator of this name, ``"real"`` if rounding is ignored; refuses settings of torch that break its model."""
     kind = torch.device(device).type
     if check_rounding(rounding) == "ignore":
         if name != "float64":
             raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
         return Evaluator("real", "real", None, kind, torch.__version__, {})
-    if name not in _DTYPES:
-        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    check_choice("evaluator", name, _DTYPES)
     found = _sound_settings(name, kind, network)
     dtype = str(_DTYPES[name]).removeprefix("torch.")
     return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, found)
@@ -99,11 +98,7 @@ def arithmetic(name: str, network: nn.Module) -> Arithmetic:
 
 
 def machine(network: modules.Network, name: str) -> modules.Network:
-    """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype.
-
-    >>> type(machine(modules.Network([nn.Linear(2, 2)], (2,)), "float32_blocked")[0]).__name__
-    'BlockedLinear'
-    """
+    """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype."""
     if name not in _DTYPES or name == "integer":
         floats = [known for known in _DTYPES if known != "integer"]
         raise OptionError(f"evaluator: expected one of {', '.join(floats)}, got {name!r}")
@@ -199,6 +194,6 @@ def _sound_settings(name: str, kind: str, network: nn.Module | None) -> dict[str
 
 
 def inner_products_only(device: torch.device, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Without cuDNN on CUDA, whose algorithms for convolutions are not all inner products."""
+    """A context without cuDNN on CUDA: not all of its algorithms for convolutions are inner products."""
     cuda = wanted and device.type == "cuda"
     return torch.backends.cudnn.flags(enabled=False) if cuda else contextlib.nullcontext()

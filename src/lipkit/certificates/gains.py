@@ -1,8 +1,8 @@
 r"""Gains of networks that were not built for them: by LMIs, on a box of inputs, and for each output and input.
 
-On a box interval arithmetic, with its rounding, gives each activation values in [l, u], so slopes in [a, b]. With
-:math:`c = b - a` it is :math:`\sigma(z) = a z + c\,s(z)` up to a constant, s with slopes in [0, 1]; where a = b it is
-linear. So behind k activations
+On a box, interval arithmetic (rounding included) encloses the inputs of each activation, and its slopes in [a, b].
+With :math:`c = b - a` it is :math:`\sigma(z) = a z + c\,s(z)` up to a constant, s with slopes in [0, 1]; where a = b it
+is linear. So after k activations
 
 .. math:: h_k = A_k x + \sum_{j < k} B_{kj} s_j,
 
@@ -86,8 +86,8 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
         units: most hidden units in one LMI.
 
     Guarantee:
-        Upper, of the stored numbers, rounding included, and never above ``lipschitz(network)``. Softplus counts as its
-        formula on both sides of its threshold.
+        Upper bound for the stored numbers, rounding included, and never above ``lipschitz(network)``. Softplus counts
+        as its formula on both sides of its threshold.
 
     Raises:
         OptionError, ShapeError: a box that does not fit, or is empty.
@@ -106,17 +106,14 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
-    r"""Bounds of how far one unit of input j moves output i: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
+    r"""Bounds (outputs, inputs), flattened, float64: one unit of input j moves output i by at most :math:`G_{ij}`.
 
     Args:
         network: result of ``lipkit.export``: dense layers, scalings and scalar activations in a chain.
         box: of the inputs, as for `local_gain`; None bounds it everywhere.
 
-    Returns:
-        (outputs, inputs), flattened, float64.
-
     Guarantee:
-        Upper, as `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.
+        Upper bound, as for `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.
 
     Raises:
         NoRuleError: another network. OptionError, ShapeError: a box that does not fit, or is empty.
@@ -339,7 +336,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
 
 
 def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Lowest and highest inputs, each of this shape, float64, of a box as `local_gain` takes it; not an empty one."""
+    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``OptionError`` for an empty box."""
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):
@@ -369,7 +366,7 @@ def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius behind a linear layer, its rounding inside the radius."""
+    """Centre and radius after a linear layer, its rounding inside the radius."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], known(error[:, 0])
     moved = value + shift  # shift: the layer's output at 0

@@ -31,18 +31,13 @@ class Share:
 
 
 def share(hits: Tensor, confidence: float = 0.95) -> Share:
-    """The fraction of True in a (N,) bool tensor.
-
-    >>> import torch
-    >>> share(torch.tensor([True, True, False, True])).value
-    0.75
-    """
+    """The fraction of True in a (N,) bool tensor."""
     count, total = int(hits.sum()), len(hits)
     return Share(count, total, *clopper_pearson(count, total, confidence))
 
 
 def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    r"""Two-sided Clopper-Pearson interval of a binomial fraction: it covers the true one with at least ``confidence``.
+    r"""Two-sided Clopper-Pearson interval of a binomial fraction: it holds the true one with at least this probability.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.

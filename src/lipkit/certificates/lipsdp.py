@@ -85,9 +85,6 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     Args:
         multipliers: positive diagonals ``(n_{k+1},)``, by place, or for a chain in the order of the activations.
 
-    Raises:
-        ShapeError, OptionError: multipliers that do not fit or are not positive.
-
     >>> layers = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
     >>> for layer in layers[::2]: _ = nn.init.eye_(layer.weight)
     >>> net = Network(layers, (2,))
@@ -178,9 +175,6 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
     """A copy of the network that carries these multipliers: ``lipschitz`` then uses what they prove.
 
     Inside its graphs, chains of dense modules become a `Network`, which carries their multipliers.
-
-    Raises:
-        ShapeError, OptionError: places where no multiplier can be.
 
     >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> proved = attach(net, solve(net).multipliers)

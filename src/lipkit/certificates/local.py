@@ -68,7 +68,7 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 class Ball:
     """Bounds that hold for all inputs within ``radius`` (N,), finite, of N samples x, and in ``box``; all in float64.
 
-    ``walks`` are the error bounds behind the leaves' modules, see `Bounds.walks`.
+    ``walks`` are the error bounds after the leaves' modules, see `Bounds.walks`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Ball:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
 
     def spread(self, leaf: Leaf) -> Tensor:
-        """Bounds how far a leaf's output in the machine is from that in float64 at the sample, (N,)."""
+        """Bounds, (N,), of the distance from a leaf's output in the machine to its float64 output at the sample."""
         spread = self.walks[leaf.position].spread
         return grow(spread.at + spread.slope * self.radius)
 
@@ -322,11 +322,11 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds behind each module of the network, from the constants of those before it; -1 for the input."""
+        """Error bounds after each module of the network, from the constants of those before it; -1 for the input."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: proved radii (N,), at most ``radius``, and p(R), which its lines would allow (may be negative)."""
+        """One pass: proved radii (N,), at most R = ``radius``, and p(R), the radius by its lines, perhaps negative."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()

@@ -76,11 +76,11 @@ class Proof(Shown):
         )
 
     def pair_constants(self, classes: int) -> tuple[Tensor, Tensor | None]:
-        """`pair_constants` of the chain."""
+        """:func:`pair_constants` of this network."""
         return self.pairs or pair_constants(self.chain, classes)
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
-        """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
+        """Raise unless this proof is of exactly this network (attributes included) and this evaluation."""
         guard(*(module for _, module in parts(network)))
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
@@ -180,7 +180,7 @@ def prove(
 ) -> Proof:
     """Prove once what all certificates of a network need; `lipkit.certify` takes the result any number of times.
 
-    **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
+    **Guarantee.** As for `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
     Each use compares the network with the proof, byte by byte, and refuses a proof of other numbers, of another
     structure, or for another evaluator. A certificate is the same with the proof and without.
 
@@ -188,9 +188,6 @@ def prove(
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.load`.
         rounding, evaluator, device: as they will be given to `lipkit.certify`. The program of ``"integer"`` is part of
             what is proved.
-
-    Returns:
-        `lipkit.certificates.Proof`.
 
     Cost:
         The bounds of all layers, and memory for a copy and three float64 numbers per number of the network.
@@ -264,7 +261,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Errors (N, 1 or K) of each output: of `outputs`, and of the machine within ``distance``; 0 if ignored."""
+        """Two error bounds (N, 1 or K): of `outputs`, and of the machine within ``distance``; 0 if ignored."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero
@@ -304,7 +301,7 @@ def evaluate(
     proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:  # fmt: skip
-    """The network of a proof, evaluated in float64, batch by batch; arguments as `measure`, which checks them."""
+    """Evaluate the network of a proof in float64, batch by batch. See `measure`, which also checks the arguments."""
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(proof.device, proof.rounding == "sound"):
         for part in x.split(batch_size):

@@ -47,7 +47,7 @@ class Answer(Shown):
         point: (*input_shape) a counterexample in the evaluator's format, or None.
         outputs: the evaluator's outputs there, or None.
         boxes: number of boxes that were bounded.
-        proved: fraction of the volume in which no counterexample is.
+        proved: fraction of the volume that is proved free of counterexamples.
     """
 
     answer: str

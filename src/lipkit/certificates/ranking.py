@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure_by
 from lipkit.certificates.regression import output_constants, reach
-from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.errors import OptionError, ShapeError, check_choice, finite
 from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown
@@ -88,8 +88,7 @@ def auroc(
     (1.0, 0.75)
     """
     eps = finite("eps", eps, least=0)
-    if moves not in MOVES:
-        raise OptionError(f"moves: expected one of {', '.join(MOVES)}, got {moves!r}")
+    check_choice("moves", moves, MOVES)
     given = as_tensor(positives), as_tensor(negatives)
     for x in given:
         check_inputs(network, x, 1)

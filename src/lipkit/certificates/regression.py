@@ -51,7 +51,7 @@ class RegressionCertificate(Shown):
         prediction: (N, d) outputs at the samples.
         target: (N, d).
         method: what gave the constants: ``"outputs"`` (each output bounded by itself) or ``"global"`` (all by L).
-        dtype, input_shape, network_sha256: as of `Certificate`.
+        dtype, input_shape, network_sha256: as in `Certificate`.
         rounding: ``"sound"``: deviations and worst errors are those of the machine; ``"ignore"``: of real arithmetic.
         evaluator: the evaluation they hold for, and the settings they were made under.
         prediction_error: (N, d) bounds the rounding error of `prediction`; 0 where rounding is ignored.
@@ -86,7 +86,7 @@ class RegressionCertificate(Shown):
 
     @property
     def output_deviation(self) -> Tensor:
-        """(d,) the same for each output, from `moved`, in units of that output."""
+        """(d,) largest deviation of each output alone, in its units: `moved` and twice the rounding error."""
         return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
@@ -151,15 +151,12 @@ def certify_regression(
 
     Args:
         network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
-        y: (N, d) floating-point targets, as `x`; or (N,) for one output.
+        y: (N, d) floating-point targets, a tensor or numpy array; or (N,) for one output.
         delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, a list or array of
             ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``, which tightens `RegressionCertificate.moved`.
 
     Raises:
-        NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
-        ShapeError: ``x`` does not fit the network, or ``y`` does not fit its outputs.
-        OptionError: targets are not floating point or not finite, there is no sample, ``delta`` is out of range, or a
-            ``proof`` of another network or evaluation.
+        NoRuleError, ShapeError, OptionError: as in `lipkit.certify`; targets that are not floating point or finite.
 
     >>> net = Network([nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -213,17 +210,17 @@ def certify_regression(
 
 
 def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
-    """Constants (d,) of the outputs one by one and ``"outputs"``, or the whole network's and ``"global"``.
+    """A constant for each output (d,), and the method: ``"outputs"``, or ``"global"`` if all have the network's.
 
-    One by one for networks that end in ``nn.Linear``, with or without an output scaling: output j is the network with
-    only row j of the last layer. Its bound is the product of norms ``L_body ||w_j||`` or, if multipliers make it
-    smaller, that of the LMI, times the scale of the output; it is at most that of the whole network.
+    ``"outputs"`` needs a network that ends in ``nn.Linear``, perhaps with an output scaling. Output j is the network
+    with only row j of that layer; its constant is ``L_body ||w_j||``, or the smaller one of the LMI with multipliers,
+    times the output's scale, and at most the network's.
     """
     network, proof = proved.network, proved.chain
     modules = list(network)
     tail = modules[-1] if modules else None
     scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
-    position = len(modules) - (1 if scaling is None else 2)  # of the last layer, behind which a scaling may stand
+    position = len(modules) - (1 if scaling is None else 2)  # of the last layer; a scaling may follow it
     last = modules[position] if position >= 0 else None
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or len(last.weight) != outputs:
         return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"
@@ -258,7 +255,7 @@ def columns(values: Tensor) -> Tensor:
 
 
 def with_targets(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of their shape, (N, d) float64."""
+    """Outputs and targets, both (N, d) float64; ``ShapeError`` if their shapes differ."""
     outputs, target = columns(outputs), columns(y.detach().cpu().double())
     if outputs.ndim != 2:
         raise ShapeError(f"expected outputs of shape (N,) or (N, d), got {tuple(outputs.shape)}")

@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer: in float64 at the sample, of the machine there, its growth per distance."""
+    """Errors (N, K) of the last layer: in float64 and in the machine, at the sample; the growth of the latter."""
 
     at64: Tensor
     at: Tensor
@@ -57,7 +57,7 @@ class Logits(NamedTuple):
 
 
 def merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
-    """Nested tuples merged tensor by tensor; other values, which they share, from the first."""
+    """Nested tuples, merged tensor by tensor; other values must be the same in all, and the first one's are kept."""
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*(merged(each, merge) for each in zip(*parts, strict=True)))
@@ -142,7 +142,7 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
 def radii(
     logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Radii (N,) of the module docstring, and `margins.radii`, from `pair_constants`: 0 where nothing is certified."""
+    """Two radii (N,) from `pair_constants`: with rounding errors (see the module docstring) and without; 0: none."""
     values, constants = logits.values, constants[labels]
     difference = next_down(values.gather(1, labels[:, None]) - values)  # m, its subtraction rounded down
     at, slope = margin_errors(logits, labels, rows)
@@ -200,5 +200,5 @@ def _both(each: Tensor, labels: Tensor) -> Tensor:
 
 
 def grown(values: Tensor) -> Tensor:
-    """Values enlarged by a rounding; an exact 0, of what never moves, stays 0."""
+    """Values enlarged to cover one rounding; 0 stays 0."""
     return torch.where(values > 0, grow(values), values)

@@ -39,7 +39,7 @@ class Atom(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A way to violate a property: (lowest, highest) of each input, and conditions that are all met."""
+    """One way to violate a property: (lowest, highest) of each input, and conditions that hold together."""
 
     box: tuple[tuple[Fraction, Fraction], ...]
     outputs: tuple[Atom, ...]
@@ -50,7 +50,7 @@ def read_vnnlib(path: str | os.PathLike[str], network: Network) -> list[Case]:
     """The cases of a file about an exported network, for `lipkit.certificates.verify_property`.
 
     Raises:
-        OptionError: no file of VNN-LIB, a condition that is not linear or mixes inputs, an input without both limits.
+        OptionError: not a VNN-LIB file, a condition that is not linear or mixes inputs, an input without both limits.
     """
     sizes = math.prod(network.input_shape), math.prod(output_shape(network, network.input_shape))
     try:

@@ -1,4 +1,4 @@
-"""The command line: one file for each verb. Nothing here imports torch before a verb runs."""
+"""The command line: one file for each command. Nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import sys
 
 
 def run() -> int:
-    """Entry point of the command ``lipkit``: runs `lipkit.cli.main.main`.
-
-    Returns:
-        The exit code; 2, with one line on stderr, if click is not installed (it comes with an extra).
-    """
+    """Entry point of the command ``lipkit``: the exit code of `lipkit.cli.main.main`; 2 without click."""
     try:
         from lipkit.cli.main import main
     except ModuleNotFoundError as error:

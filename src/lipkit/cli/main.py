@@ -1,4 +1,4 @@
-"""``lipkit``: the group of verbs, each imported on use, and the one place where errors become exit codes."""
+"""``lipkit``: the group of commands, each imported on use, and the one place where errors become exit codes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _value(given: Sequence[str], place: int) -> str:
     return "VALUE" if following.startswith("-") or "=" in following else following
 
 
-# Each verb is a module of this package with a `command`; in the order of the help.
+# Each command is a module of this package with a function `command`; in the order of the help.
 VERBS = (
     *("train", "certify", "check", "attack", "report", "compare", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
@@ -93,7 +93,7 @@ def once(changes: Sequence[str]) -> Sequence[str]:
     return changes
 
 
-# Options that several verbs share. ALLOW_CODE belongs to every verb that can run code named by a recipe.
+# Options that several commands share. ALLOW_CODE belongs to all that can run code named by a recipe.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
 LARGE_EPS = click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images (often a forgotten /255).")
@@ -104,7 +104,7 @@ ROOT = click.option(  # arrives as the overrides of a recipe
 
 
 class _Lazy(click.Group):
-    """A group that imports the module of a verb when the verb is asked for."""
+    """A group that imports the module of a command on its first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -127,7 +127,7 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(lipkit.__version__, prog_name="lipkit")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error; also after the verb.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error; also after the command.")
 def cli(debug: bool) -> None:
     """Lipschitz-bounded neural networks: train, certify, report."""
 

@@ -38,7 +38,7 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 
 
 def commented(recipe: Recipe) -> str:
-    """A whole recipe as YAML with a comment behind every key; keys of a section that is null are comments themselves.
+    """A whole recipe as YAML with a comment after every key; keys of a section that is null are comments themselves.
 
     >>> from lipkit.experiments import load_recipe
     >>> print(commented(load_recipe("digits_cayley")).splitlines()[2])

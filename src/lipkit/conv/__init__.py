@@ -1,4 +1,4 @@
-"""Kernels and their symbols: the public names. Layers and proofs use more functions of the files themselves."""
+"""Convolution kernels and their symbols (Fourier transforms)."""
 
 from lipkit.conv.block import bcop_kernel, block_convolve
 from lipkit.conv.cayley_conv import cayley_conv2d

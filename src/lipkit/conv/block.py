@@ -23,7 +23,6 @@ def block_convolve(a: Tensor, b: Tensor) -> Tensor:
     From ``(m, n, ha, wa)`` and ``(n, p, hb, wb)`` follows ``(m, p, ha + hb - 1, wa + wb - 1)``; ``ShapeError`` if the
     channels in between differ.
 
-    >>> import torch
     >>> a = torch.tensor([[[[1.0, 2.0]]]])
     >>> block_convolve(a, a).flatten().tolist()
     [1.0, 4.0, 4.0]
@@ -87,7 +86,6 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     Raises:
         ShapeError: wrong shapes of ``h`` or ``v``.
 
-    >>> import torch
     >>> bcop_kernel(torch.eye(2), torch.zeros(4, 2, 0), (3, 3))[:, :, 1, 1].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
 
@@ -128,9 +126,6 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
               F(w)^*F(w) = \sum_\delta A[\delta]^\top e^{i\langle\delta,w\rangle}
 
     They take ``(kh kw)^2 / 2`` products of channel matrices, one for each pair of taps and half of them by symmetry.
-
-    >>> half_autocorrelation(torch.tensor([[[[[1.0, 2.0]]]]])).flatten().tolist()
-    [5.0, 2.0]
     """
     groups, cout, cin, kh, kw = kernels.shape
     taps = torch.cartesian_prod(torch.arange(kh), torch.arange(kw)).reshape(-1, 2)

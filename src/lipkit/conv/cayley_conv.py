@@ -70,10 +70,7 @@ class _Solved(torch.autograd.Function):
         kept += [None] * (4 - len(kept))
         if scale is not None and form == "second":
             out.mul_(scale)
-        if bias is not None:
-            # A constant image is the coefficient of frequency 0, the first row.
-            out[0].add_(bias, alpha=math.sqrt(h * w))
-        y = to_images(out, h, w, matrices)
+        y = to_images(out, h, w, matrices, bias)
         ctx.form = form
         ctx.save_for_backward(y if scale is not None and form == "second" else None, *kept, *inputs)
         return y
@@ -172,14 +169,10 @@ FEW_ROWS = 8
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
-    Under a compiler and under transforms of functions None: the plain form has no use for them.
+    None under a compiler and under transforms of functions, where `solve_form` does without them.
 
     In half precision, where products are faster, an inverse pays once the images number a third of the channels, not
     half. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
-
-    >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
-    >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype
-    torch.bfloat16
     """
     if torch.compiler.is_compiling() or transformed():
         return None
@@ -195,7 +188,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Orthogonal circular convolution of ``x`` with the Cayley transform of the symbol of ``kernel``.
+    r"""Orthogonal circular convolution of ``x`` by the Cayley transform of the symbol of ``kernel`` [Cayley].
 
     Args:
         kernel: ``(cout, cin, kh, kw)``, real.
@@ -205,21 +198,18 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Returns:
         ``(B, cout, h, w)``, with the norm of x if cout >= cin and there is no bias.
 
-    Raises:
-        ShapeError: the kernel has no four dimensions, or x other ones.
-
     Cost:
         For c = min(cout, cin), at each of about h w / 2 frequencies: LU factors of size c and a solve for B images
         forward, a solve and one product of B c^2 backward. From B = c / 2 on, an inverse replaces the solves. Where
         `spread_pays`, only the few inputs are transformed, and one plain convolution makes the outputs.
 
+    Raises:
+        ShapeError: the kernel has no four dimensions, or x other ones.
+
     >>> x = torch.arange(24.0).reshape(1, 2, 3, 4)
     >>> y = cayley_conv2d(torch.ones(2, 2, 1, 1), x)
     >>> torch.allclose(y, x, atol=1e-4)
     True
-
-    References:
-        [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1.
     """
     check_kernel(kernel)
     kernel, (cout, cin) = at_least_float32(kernel), kernel.shape[:2]

@@ -28,11 +28,7 @@ from lipkit.linalg.transforms import transformed
 
 
 def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
-    """The transposes of real and of complex matrices in ``dtype``: views of one rounded copy.
-
-    >>> rounded_symbol(torch.eye(2)[None], torch.tensor([[[1j]]]), torch.bfloat16).pair.tolist()
-    [[[[0.0]], [[1.0]]]]
-    """
+    """The transposes of real and of complex matrices in ``dtype``: views of one rounded copy."""
     # Round in memory order before taking apart: the second pass moves half the bytes.
     parts = torch.view_as_real(pair.resolve_conj()).to(dtype).movedim(-1, 0).contiguous().movedim(0, 1)
     # Products take a transposed view; a transposing copy of large matrices would cost as much as they do.
@@ -91,12 +87,9 @@ class RoundedSolve(torch.autograd.Function):
             out = torch.lerp(own, solved, 2.0)
         if form == "tall" and rest is not None:
             out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
-        if bias is not None:
-            # A constant image is the coefficient of frequency 0, the first row.
-            out[0].add_(bias, alpha=math.sqrt(h * w))
         ctx.form = form
         ctx.save_for_backward(*inputs, *(rest or (None, None)), solved, kept)
-        return to_images(out, h, w, matrices)
+        return to_images(out, h, w, matrices, bias)
 
     @staticmethod
     @without_autocast()

@@ -30,7 +30,7 @@ def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
     """
     left, right, top, bottom = pads
     h, w = g.shape[-2] - top - bottom, g.shape[-1] - left - right
-    # Along each axis (from, to, how many) of the image itself, the border before it, and the border behind it.
+    # Along each axis (from, to, how many) of the image itself, the border before it, and the border after it.
     rows, cols = (
         [(before, 0, n), (0, n - before, before), (before + n, 0, after)]
         for before, n, after in ((top, h, bottom), (left, w, right))

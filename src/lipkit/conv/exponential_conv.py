@@ -4,9 +4,9 @@ A kernel with :math:`K[s] = -K[-s]^\top` is a skew-symmetric convolution, with c
 operator A is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal. The
 polynomial :math:`p_T(A)` has the singular values :math:`|p_T(i\theta)|`, which ``taylor_range`` bounds.
 
-It is taken in one of three ways: of the **features**, by T convolutions; at the **frequencies** of the transformed
-images, by T products with the matrices of the symbol; or of the **symbol**, by products of those matrices and one with
-the images.
+It is evaluated in one of three ways: on the **features**, by T convolutions (Singla & Feizi, ICML 2021, algorithm 1);
+at the **frequencies** of the transformed images, by T products with the matrices of the symbol; or on the **symbol**,
+by products of its matrices and one with the images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lipkit.linalg.precision import autocast_off, autocast_on
 
 
 def adjoint(kernel: Tensor) -> Tensor:
-    """The kernel of the transposed convolution: channels exchanged, taps reversed.
+    """The kernel of the transposed convolution, of odd sizes: channels exchanged, taps reversed.
 
     Raises:
         ShapeError: an even kernel size; its reversed taps have another centre.
@@ -45,9 +45,10 @@ def adjoint(kernel: Tensor) -> Tensor:
 
 
 def skew(kernel: Tensor) -> Tensor:
-    r"""The skew part, without the half, of M ``(c, c, kh, kw)``: :math:`K[s] = M[s] - M[-s]^\top`.
+    r"""Twice the skew part of M ``(c, c, kh, kw)``, of odd kh and kw: :math:`K[s] = M[s] - M[-s]^\top`.
 
-    The result is skew to the last bit: each tap and its partner are one rounded difference with two signs.
+    The result is skew to the last bit: each tap and its partner are one rounded difference with two signs. Its
+    exponential is orthogonal (Singla & Feizi, ICML 2021, theorem 2).
 
     Raises:
         ShapeError: channels differ, or a size is even.
@@ -55,9 +56,6 @@ def skew(kernel: Tensor) -> Tensor:
     >>> import torch
     >>> skew(torch.tensor([[[[1.0, 2.0, 4.0]]]])).flatten().tolist()
     [-3.0, 0.0, 3.0]
-
-    References:
-        Singla & Feizi, ICML 2021, theorem 2.
     """
     check_kernel(kernel)
     if kernel.shape[0] != kernel.shape[1]:
@@ -66,12 +64,7 @@ def skew(kernel: Tensor) -> Tensor:
 
 
 def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) -> Tensor:
-    r""":math:`p_T(A)\, x = \sum_{i=0}^{T} A^i x / i!` by :math:`x_i = A x_{i-1} / i`, ``apply`` being A.
-
-    >>> import torch
-    >>> round(float(taylor_features(torch.tensor(1.0), lambda x: x, 10)), 5)
-    2.71828
-    """
+    r""":math:`p_T(A)\, x = \sum_{i=0}^{T} A^i x / i!` by :math:`x_i = A x_{i-1} / i`, ``apply`` being A."""
     check_terms(terms)
     y = x
     for i in range(1, terms + 1):
@@ -81,7 +74,7 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
 
 
 def taylor_rows(rows: Tensor, a: Tensor, terms: int, outputs: int, scale: Tensor | float = 1.0) -> Tensor:
-    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, zeros behind it, by Horner's scheme."""
+    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, zero-padded, by Horner's scheme."""
     full, z = F.pad(rows, (0, a.shape[-1] - rows.shape[-1])), rows
     for i in range(terms, 0, -1):  # z <- x + A z / i, so that A^i gets 1 / i!
         m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]  # first step: the zeros need no columns
@@ -153,9 +146,6 @@ def exponential_conv2d(
     >>> x = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
     >>> exponential_conv2d(turn, x, 15).flatten().round(decimals=4).abs().tolist()
     [0.0, 1.0]
-
-    References:
-        Singla & Feizi, ICML 2021, algorithm 1 (the first way).
     """
     check_kernel(kernel)
     check_terms(terms)

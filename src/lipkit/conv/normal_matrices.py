@@ -37,12 +37,7 @@ class NormalMatrices(NamedTuple):
 
 
 def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
-    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable.
-
-    >>> n = normal_matrices(torch.ones(2, 3, 3, 3), 4, 4)
-    >>> n.pair.shape, n.rest_pair.shape
-    (torch.Size([6, 2, 2]), torch.Size([6, 2, 1]))
-    """
+    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable."""
     check_kernel(kernel)
     cout, cin = kernel.shape[:2]
     n = min(cout, cin)
@@ -163,10 +158,6 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
     r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
 
     With a ``scale`` for each of its rows, if given.
-
-    >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
-    >>> second_half(normal, prepare(normal, 1), None).pair.shape
-    torch.Size([4, 2, 2, 1])
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
@@ -206,7 +197,7 @@ class Group(NamedTuple):
         return part[..., channels]
 
     def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
-        """The group's rows, real or complex like its matrices: ``(n_r, B, C)`` or ``(n_p, B, C)``."""
+        """The group's rows as numbers, real or complex like its matrices: ``(frequencies, B, C)``."""
         part = self.view(rows, channels)
         if not self.factors.matrix.is_complex():
             return part.contiguous()
@@ -294,7 +285,7 @@ def backward_rows(
 
 
 def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None, normal: NormalMatrices) -> Tensor:
-    """The solve form on images, by operations that every tracer and every derivative of torch knows."""
+    """`solve_form` in operations that torch can trace and differentiate to any order."""
     h, w = x.shape[-2:]
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     channels = None if scale is None else scale[:, None, None]
@@ -321,5 +312,5 @@ def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None
 
 
 def gradients(form: Form, inputs: Sequence[Any], g: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, bias, scale and the parts of `NormalMatrices`, where N counts as independent of W_2."""
+    """The gradients of x, bias, scale and each part of `NormalMatrices`; N counts as independent of W_2."""
     return plain_gradients(lambda x, bias, scale, *n: plain_solve(form, x, bias, scale, NormalMatrices(*n)), inputs, g)

@@ -56,18 +56,12 @@ def patch_kernel(matrix: Tensor, stride: int) -> Tensor:
 
     It is :func:`downsample` and a 1 x 1 convolution in one pass: the columns of the matrix ``(cout, s^2 cin)`` have
     that order. The patches do not overlap, so the convolution has the singular values of the matrix.
-
-    >>> import torch
-    >>> x, matrix = torch.arange(16.0).reshape(1, 1, 4, 4), torch.arange(8.0).reshape(2, 4)
-    >>> apart = F.conv2d(downsample(x, 2), matrix[..., None, None])
-    >>> torch.equal(F.conv2d(x, patch_kernel(matrix, 2), stride=2), apart)
-    True
     """
     return matrix.unflatten(1, (-1, stride, stride))
 
 
 def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
-    r"""The kernel that acts after pixel-unshuffle as ``kernel`` acts with this stride.
+    r"""The kernel that acts after pixel-unshuffle as ``kernel`` acts with this stride: its polyphase form.
 
     .. math:: P[o, (c, i, j), a, b] = K[o, c, s_1 a + i, s_2 b + j] \quad (0 \text{ beyond the kernel})
 
@@ -85,9 +79,6 @@ def polyphase(kernel: Tensor, stride: tuple[int, int]) -> Tensor:
     >>> import torch
     >>> polyphase(torch.ones(4, 3, 7, 7), (2, 2)).shape, polyphase(torch.ones(4, 3, 2, 2), (2, 2)).shape
     (torch.Size([4, 12, 4, 4]), torch.Size([4, 12, 1, 1]))
-
-    References:
-        The polyphase decomposition of multirate filters.
     """
     check_kernel(kernel)
     if min(stride) < 1:
@@ -106,18 +97,9 @@ def contraction_from_matrix(matrix: Tensor, kh: int, kw: int) -> Tensor:
 
     Guarantee:
         :math:`\|K\|_2 \le \|\text{matrix}\|_2` for circular padding on an image of **any** size, kernels larger than
-        the image included, and for zero padding. Proof: the layer is the matrix M applied to the patch
-        :math:`(Px)(p) = (x(p + s))_s` at each pixel p. Each of the kh kw taps s is a shift of the whole image, on a
-        circle a permutation of its pixels (also where taps wrap around and coincide), so
-        :math:`\|Px\|^2 = k_h k_w \|x\|^2` and :math:`\|MPx\| \le \|M\| \sqrt{k_h k_w}\, \|x\|`. Zero padding drops
-        entries of the shifted images: at most the same. The factor is attained (equal blocks on a constant image).
-
-    Raises:
-        ShapeError: the columns of ``matrix`` are no multiple of kh kw.
-
-    >>> import torch
-    >>> contraction_from_matrix(torch.ones(1, 9), 3, 3)[0, 0, 0]
-    tensor([0.3333, 0.3333, 0.3333])
+        the image included, and for zero padding. Proof: the matrix acts on kh kw shifted images. On a circle each is
+        a permutation of the pixels, also where taps coincide, so together they have the norm
+        :math:`\sqrt{k_h k_w}\, \|x\|`; zero padding drops entries. Attained for equal blocks on a constant image.
 
     References:
         Li et al., NeurIPS 2019, section 4.1 (RKO); Tsuzuku, Sato & Sugiyama, NeurIPS 2018, section 4 (the factor).
@@ -155,11 +137,6 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
         :math:`\|H\| \|R\| \prod_i \max(1, 2 \|V_i\|^2 - 1)` always. A dilation d changes nothing where
         :math:`\gcd(s, d) = 1`: the patches then still cover each pixel once.
 
-    >>> import torch
-    >>> k = aoc_kernel(torch.eye(1), torch.zeros(2, 1, 0), torch.eye(4), (3, 3), (2, 2))
-    >>> k.shape, float(k.square().sum())
-    (torch.Size([4, 1, 3, 3]), 4.0)
-
     References:
         Boissin et al., ICML 2025 ("An adaptive orthogonal convolution scheme", AOC).
     """
@@ -189,12 +166,6 @@ def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
     Dividing each tap by the root of its sum makes a contraction: :math:`\mathrm{diag}(s) - T^\top T` is diagonally
     dominant. Pixels of one class see the same kernel, so one row serves each channel and class. Kernels of groups
     ``(g, cout, cin, kh, kw)`` give ``(g, cin, kh, kw)``, the sum that belongs to each tap.
-
-    >>> import torch
-    >>> aol_scales(torch.ones(1, 1, 1, 2, 2), (2, 2)).flatten().tolist()
-    [4.0, 4.0, 4.0, 4.0]
-    >>> aol_scales(torch.ones(1, 1, 1, 1, 2), (1, 1)).flatten().tolist()
-    [4.0, 4.0]
 
     References:
         Prach & Lampert, ECCV 2022, theorem 2, for stride 1; here of the polyphase kernel.

@@ -30,7 +30,7 @@ FORWARD_BYTES, BACKWARD_BYTES, PIECE_PIXELS = 2**23, 2**22, 256
 def apply_phases(
     symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor] | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
+    r"""The convolution with this symbol, applied to each phase image: one product for each distinct frequency.
 
     Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias (cout,).
 
@@ -48,14 +48,6 @@ def apply_phases(
     Cost:
         :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
         small transforms and two copies. Backward, real matrices on a CPU keep no features but ``x``.
-
-    Raises:
-        ShapeError: the kernel does not divide the image.
-
-    >>> eye = torch.eye(2)
-    >>> x = torch.arange(24.0).reshape(1, 2, 2, 6)
-    >>> torch.allclose(apply_phases(Symbol(eye.expand(2, 2, 2), eye.expand(2, 1, 2, 2)), x, (2, 3)), x, atol=1e-5)
-    True
     """
     check_fits(x.shape[-2], x.shape[-1], kernel_size)
     if kernel_size == (1, 1):
@@ -90,7 +82,7 @@ def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor |
 def _plain(
     real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor], kernel_size: Size
 ) -> Tensor:
-    """The whole batch at once, by operations that every tracer and every derivative of torch knows."""
+    """The whole batch at once, in operations that torch can trace and differentiate to any order."""
     (kh, kw), (h, w) = kernel_size, x.shape[-2:]
     s = analyse(split_phases(x, kernel_size), matrices)
     if pair.shape[1] == 2:

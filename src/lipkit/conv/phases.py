@@ -49,15 +49,13 @@ def distinct_frequencies(kernel_size: Size) -> tuple[int, int]:
 def frequency_map(kernel_size: Size) -> Tensor:
     r"""The index I of each frequency's distinct matrix: :math:`I[p, q] = I[(k_h - p) \% k_h, (k_w - q) \% k_w]`.
 
-    Self-conjugate frequencies come first, then one index for each pair, in the order of :func:`frequencies`.
+    Self-conjugate frequencies come first, then one index for each pair, in the order of :func:`frequencies` ([ECO]
+    equation 18 and algorithm 2, where 0 also marks entries that are not yet set).
 
     >>> frequency_map((3, 3))
     tensor([[0, 1, 1],
             [2, 3, 4],
             [2, 4, 3]])
-
-    References:
-        [ECO] equation 18 and algorithm 2, whose printed marker 0 for "not yet set" is also a valid number.
     """
     kh, kw = kernel_size
     table = torch.full((kh, kw), -1, dtype=torch.int64)
@@ -67,19 +65,12 @@ def frequency_map(kernel_size: Size) -> Tensor:
 
 
 def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
-    r"""The kernel ``(cout, cin, kh, kw)`` of a symbol on kh x kw: W0 of [ECO], centred at tap ``(k - 1) // 2``.
+    r"""The kernel ``(cout, cin, kh, kw)`` of a symbol on kh x kw: W0 of [ECO] equation 16, centred at c = (k - 1) // 2.
 
     .. math:: W_0[s] = \frac{1}{k_h k_w} \sum_f F(f)\, e^{-2\pi i \langle f, (s - c)/k \rangle}
 
     summed over conjugate pairs, so that it is real. Inverse of :func:`lipkit.conv.kernel_symbol`; the identity at
     every frequency gives one tap of 1 at the centre, the identity map. Pairs may be real: ``(n_p, 1, cout, cin)``.
-
-    >>> eye = torch.ones(1, 1, 1)
-    >>> kernel_of_symbol(Symbol(eye, eye.expand(4, 1, 1, 1)), (3, 3)).flatten().round(decimals=6).abs().tolist()
-    [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-
-    References:
-        [ECO] equation 16, shifted to the centre of the convolution.
     """
     kh, kw = kernel_size
     cout, cin = symbol.real.shape[-2:]
@@ -135,11 +126,7 @@ def phase_order(x: Tensor, kernel_size: Size) -> Tensor:
 
 
 def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of :func:`split_phases`: images ``(B, C, height, width)`` in the ``channels_last`` memory format.
-
-    >>> merge_phases(torch.tensor([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]).reshape(2, 1, 1, 3), 1, 6).flatten().tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    """
+    """Inverse of :func:`split_phases`: images ``(B, C, height, width)`` in the ``channels_last`` memory format."""
     n, c, kh, kw = phases.shape
     dh, dw = height // kh, width // kw
     grid = phases.permute(2, 3, 0, 1).reshape(kh, kw, n // (dh * dw), dh, dw, c)

@@ -9,7 +9,6 @@ The whole layer is matrix products, which export to any runtime.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,12 +46,7 @@ def as_complex(pair: Tensor) -> Tensor:
 
 
 def as_pair(z: Tensor) -> Tensor:
-    """Complex numbers ``(n, ...)`` as pairs ``(n, 2, ...)``: the inverse of :func:`as_complex`.
-
-    >>> z = torch.tensor([1 + 2j])
-    >>> as_pair(z), torch.equal(as_complex(as_pair(z)), z)
-    (tensor([[1., 2.]]), True)
-    """
+    """Complex numbers ``(n, ...)`` as pairs ``(n, 2, ...)``: the inverse of :func:`as_complex`."""
     z = z.resolve_conj()  # vmap has no rule for the lazy minus of a conjugate
     return torch.stack((z.real, z.imag), 1)
 
@@ -99,11 +93,7 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
 
 
 def parts_apart(pair: Tensor) -> Tensor:
-    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed.
-
-    >>> parts_apart(torch.zeros(3, 2, 4, 5)).stride()
-    (20, 60, 5, 1)
-    """
+    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed."""
     # Transposed matrices stay transposed views.
     if pair.stride(-1) != 1 and pair.stride(-2) == 1:
         return parts_apart(pair.mT).mT
@@ -155,13 +145,11 @@ def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrice
     h, w = x.shape[-2:]
     out = x.new_empty(h * w, len(x), real.shape[1])
     multiplied(real, pair, split_rows(to_rows(x, matrices), h, w), split_rows(out, h, w), adjoint=False)
-    if bias is not None:
-        out[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row
-    return to_images(out, h, w, matrices)
+    return to_images(out, h, w, matrices, bias)
 
 
 def _plain(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
-    """The function of :class:`_Apply`, by operations that every tracer and every derivative of torch knows."""
+    """The function of :class:`_Apply`, in operations that torch can trace and differentiate to any order."""
     h, w = x.shape[-2:]
     y = synthesise(multiply(Symbol(real, pair), analyse(x, matrices)), h, w, matrices)
     return y if bias is None else y + bias[:, None, None]

@@ -8,6 +8,7 @@ On the wave :math:`e^{2\pi i f p / n}` it acts as the matrix :math:`F(f) = \sum_
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +50,6 @@ def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
     """2 pi (f1 p1 / h + f2 p2 / w) in float64, ``(F, P)``, for integers ``(F, 2)`` and ``(P, 2)``.
 
     Turns are counted in units of 1 / (h w), and whole ones removed, in integers: no angle is large.
-
-    >>> angles(torch.tensor([[1, 0]]), torch.tensor([[0, 0], [7, 1]]), 4, 2).tolist() == [[0.0, 1.5 * math.pi]]
-    True
     """
     turns = frequencies[:, :1] * (w * points[:, 0]) + frequencies[:, 1:] * (h * points[:, 1])
     return torch.remainder(turns, h * w).to(torch.float64) * (2 * math.pi / (h * w))
@@ -112,6 +110,12 @@ def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
     torch.Size([4, 4, 2, 3])
     """
     return symbol_at(kernel, *half_grid(h, w), h, w).unflatten(0, (h, -1))
+
+
+def taps_of(symbols: Tensor, h: int, w: int, size: Sequence[int]) -> Tensor:
+    """The taps ``(cout, cin, kh, kw)`` that :func:`symbol` maps to ``symbols``; taps outside this size are dropped."""
+    (kh, kw), taps = size, torch.fft.irfft2(symbols.conj().permute(2, 3, 0, 1), s=(h, w))
+    return taps.roll(((kh - 1) // 2, (kw - 1) // 2), (-2, -1))[..., :kh, :kw]
 
 
 def fold(kernel: Tensor, h: int, w: int) -> Tensor:

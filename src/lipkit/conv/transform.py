@@ -188,8 +188,15 @@ def to_rows(x: Tensor, matrices: list[Tensor], *, pure: bool = False) -> Tensor:
     return rows
 
 
-def to_images(rows: Tensor, h: int, w: int, matrices: list[Tensor], *, pure: bool = False) -> Tensor:
-    """Inverse and adjoint of :func:`to_rows`: rows ``(h w, B, C)`` to images ``(B, C, h, w)``."""
+def to_images(
+    rows: Tensor, h: int, w: int, matrices: list[Tensor], bias: Tensor | None = None, *, pure: bool = False
+) -> Tensor:
+    """Inverse and adjoint of :func:`to_rows`: rows ``(h w, B, C)`` to images ``(B, C, h, w)``.
+
+    ``bias`` (C,) is added to every pixel, by way of ``rows``, in place.
+    """
+    if bias is not None:
+        rows[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row
     _, b, c = rows.shape
     n = b * c
     rows = rows.reshape(h * w, n)

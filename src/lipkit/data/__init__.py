@@ -1,6 +1,7 @@
 """Data sets, checked when they are read: whole in memory, or image files that are decoded batch by batch.
 
-Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model.
+Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model. A file that is missing or damaged
+raises ``DataError``.
 """
 
 from lipkit.data.augment import random_crop, random_flip

@@ -23,9 +23,6 @@ def load_npz(path: Path, limits: tuple[float, float] | None = None) -> Data:
 
     Samples and targets are those of `as_split`; an optional array `classes` names the classes. Samples of shape
     (C, H, W) that are not images need `limits`, see `Data`.
-
-    Raises:
-        DataError, ShapeError: the file is missing or damaged, lacks an array, or its arrays do not fit together.
     """
     file_size(path, "write one with numpy.savez_compressed(path, x_train=, y_train=, x_test=, y_test=)")
     with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:

@@ -11,14 +11,11 @@ from lipkit.linalg.matrices import check_integer
 
 
 def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
-    r"""Shift each image by its own random offset, zeros coming in from the border.
-
-    .. math:: z_{n,c,i,j} = \mathrm{pad}(x)_{n,c,\,i + a_n,\,j + b_n}, \quad
-        a_n, b_n \sim U\{0, \dots, 2\,\mathrm{padding}\}
+    """Shift each image by its own random offset, zeros coming in from the border (He et al. 2016, section 4.2).
 
     Args:
         x: images of shape (N, C, H, W), any dtype; the result is a new tensor like it.
-        padding: an integer >= 0, in pixels.
+        padding: largest offset along an axis, in pixels; offsets are uniform from -padding to padding.
         generator: the only source of randomness. One on the CPU gives the same numbers for `x` on any device.
 
     Raises:
@@ -27,9 +24,6 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
     >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
     torch.Size([1, 1, 2, 2])
-
-    References:
-        He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
     """
     _check_images(x)
     check_integer("padding", padding, 0)

@@ -22,7 +22,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Cifar:
-    """One of the two data sets, as its files hold it."""
+    """One of the two data sets: names of its files, and their layout."""
 
     name: str
     binary: str  # folder of the binary version under the data root, taken first
@@ -78,9 +78,6 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
     """Load CIFAR-10 or CIFAR-100: 50 000 training and 10 000 test RGB images of 32 x 32, uint8.
 
     Reads the folder of the binary version in the data root, else that of the python version (by `read_pickle`).
-
-    Raises:
-        DataError: neither folder exists, or a file is missing or damaged.
     """
     binary, python = root / variant.binary, root / variant.python
     for folder, read, suffix in ((binary, read_binary, ".bin"), (python, read_python, "")):
@@ -109,7 +106,7 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tenso
 
 
 def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tensor]:
-    """As `read_binary`, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
+    """Read as `read_binary` does, from a pickled dict of `data`, uint8 (n, 3072), and a list of labels."""
     key = variant.key
     batch = read_pickle(path, source=variant.source)
     images, labels = batch.get("data"), batch.get(key)

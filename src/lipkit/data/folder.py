@@ -24,11 +24,8 @@ def load_folder(path: Path) -> Data:
     """Load `path/train/CLASS/*` and `path/test/CLASS/*` (or `val`): images of one size, uint8 of shape (C, H, W).
 
     The classes are the folders of `train`, sorted by name; `test` may lack some of them. Images are grey
-    (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded when a
-    batch asks for them; `load` decodes a small data set at once.
-
-    Raises:
-        DataError: a folder or the first image is missing or damaged; others are checked when they are decoded.
+    (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded, and so
+    checked, when a batch asks for them; `load` decodes a small data set at once.
     """
     train, test, classes = find_images(path, LAYOUT)
     channels, height, width = decode(Path(train[0][0])).shape
@@ -41,9 +38,6 @@ def load_images(path: Path, size: int, *, name: str | None = None, layout: str =
 
     The short side is resized to 256/224 times `size` (1 to MAX_SIDE), then the central square is cut out. Grey, CMYK
     and transparent images become RGB. `layout` ends the message about a missing folder.
-
-    Raises:
-        DataError, OptionError: as `load_folder`, but for sizes and channels; a `size` out of range.
     """
     if not 1 <= size <= MAX_SIDE:
         raise OptionError(f"expected a size of images from 1 to {MAX_SIDE}, got {size}")
@@ -103,9 +97,6 @@ SOURCE = (
 def load_imagenet(root: Path) -> Data:
     """Load `imagenet/{train,val}/WNID`: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
 
-    Raises:
-        DataError: as `load_images`.
-
     References:
         Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
     """
@@ -127,9 +118,6 @@ def load_tiny_imagenet(root: Path) -> Data:
     The classes are the WordNet numbers of `wnids.txt`, sorted; the validation images are the test split (the test
     images have no labels). Reads `wnids.txt`, `train/WNID/images/*`, `val/val_annotations.txt` and `val/images/*` of
     `root/tiny-imagenet-200`.
-
-    Raises:
-        DataError: a file or folder is missing or damaged.
     """
     folder = root / "tiny-imagenet-200"
     names = sorted(_lines(folder / "wnids.txt"))

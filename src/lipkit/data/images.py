@@ -71,11 +71,7 @@ class ImageFiles:
         return len(self.files)
 
     def __getitem__(self, index: Tensor | slice) -> Tensor:
-        """Decode the images at ``index``.
-
-        Raises:
-            DataError: a file is missing, damaged, too large, or not of the shape.
-        """
+        """Decode the images at ``index``."""
         files = self.files[index] if isinstance(index, slice) else self.subset(index).files
         images = torch.empty(len(files), *self.sample_shape, dtype=torch.uint8)
 
@@ -91,7 +87,7 @@ class ImageFiles:
         return images
 
     def subset(self, index: Tensor) -> ImageFiles:
-        """The files at ``index``, numbers or a mask, not decoded."""
+        """The files selected by ``index``, integers or a mask; nothing is decoded."""
         index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
         return replace(self, files=[self.files[i] for i in index.tolist()])
 

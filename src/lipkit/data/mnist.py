@@ -29,9 +29,6 @@ def load_mnist(root: Path) -> Data:
     """Load MNIST: 60 000 training and 10 000 test images of 28 x 28 handwritten digits, uint8.
 
     The files are `root/MNIST/raw/*-ubyte`, or the same names with `.gz`. A raw file is preferred to a gzipped one.
-
-    Raises:
-        DataError: a file is missing or damaged, or does not hold 28 x 28 images or labels 0 to 9.
     """
     folder = root / "MNIST" / "raw"
     train, test = (_split(folder, part, len(CLASSES)) for part in ("train", "t10k"))
@@ -45,9 +42,6 @@ def load_idx(folder: Path) -> Data:
     """Load grey images from a folder with four files named as MNIST's: Fashion-MNIST, KMNIST or EMNIST.
 
     The classes are 0 to the largest training label, named by their numbers.
-
-    Raises:
-        DataError, ShapeError: a file is missing or damaged, or the test images do not fit the training images.
     """
     train, test = (_split(folder, part) for part in ("train", "t10k"))
     return Data(f"idx:{folder}", train, test, tuple(map(str, range(int(train.y.max()) + 1))))

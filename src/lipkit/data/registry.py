@@ -95,7 +95,7 @@ def is_code(spec: str) -> bool:
 
 
 def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:
-    """Import the function ``pkg.mod:factory``. The only place where a name becomes code; for the user's own names only.
+    """Import the function ``pkg.mod:factory``. Only here does a name become code: call it with the user's own names.
 
     Raises ``error`` if it cannot be imported or called.
     """

@@ -26,7 +26,7 @@ class Split:
 
     Args:
         x: inputs of shape (N, *shape): uint8 images 0..255, or floating point (images in [0, 1]); or `ImageFiles`.
-        y: int64 labels of shape (N,), or floating-point targets of shape (N, d) for regression.
+        y: int64 labels >= 0 of shape (N,), or floating-point targets of shape (N, d) for regression. All are finite.
 
     Raises:
         DataError: another shape or dtype, different lengths, no sample, a negative label, a value that is not finite.
@@ -82,7 +82,7 @@ class Split:
         return Split(x, self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
-        """The split with both tensors on `device`; one of image files as it is."""
+        """The split with both tensors on `device`; image files stay where they are."""
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
@@ -101,8 +101,8 @@ class Data:
         train: samples to train on.
         test: held-out samples, of the same shape and dtype.
         classes: the name of each class, in label order; empty for regression.
-        limits: (low, high) of every entry, infinite for no limit. None: (0, 1) for samples of shape (C, H, W), which
-            are taken to be images; no limit for others.
+        limits: (low, high) that every entry must keep to, infinite for no limit. None: (0, 1) for samples of shape
+            (C, H, W), which are taken to be images (normalisation is a layer of the model); no limit for others.
 
     Raises:
         ShapeError: if the splits differ in the shape of a sample or of a target.
@@ -228,7 +228,7 @@ def as_data(
     classes: Sequence[str] | np.ndarray = (),
     limits: tuple[float, float] | None = None,
 ) -> Data:
-    """Join two splits into a `Data`; classes without names are numbered.
+    """Join two splits into a `Data`; classes without names are numbered. Far more classes than samples are refused.
 
     Raises:
         ShapeError, DataError: if the splits do not fit together, see `Data`, or have far more classes than samples.

@@ -26,9 +26,6 @@ def load_stl10(root: Path) -> Data:
 
     The files are `root/stl10_binary/{train,test}_{X,y}.bin`; they are mapped into memory and read only as used.
 
-    Raises:
-        DataError: a file is missing or damaged.
-
     References:
         Coates, Lee, Ng, "An analysis of single-layer networks in unsupervised feature learning", AISTATS 2011.
     """

@@ -1,7 +1,5 @@
 """Accuracies or errors of a network on test data, checked against its certificates."""
 
-from __future__ import annotations
-
 from lipkit.evaluation.attack import (
     Attack,
     Attacked,

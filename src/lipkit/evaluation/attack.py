@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.attacks import ATTACKS, run_attack, shrink
-from lipkit.attacks.ascent import Box, check_choice, clip, like, misclassified
+from lipkit.attacks.ascent import Box, clip, like, misclassified
 from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, as_radii, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, OptionError, interval
+from lipkit.errors import CertificateViolation, OptionError, check_choice, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.proof.roundoff import product, root
 from lipkit.shown import Told
@@ -38,7 +38,7 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
     """Compare adversarial examples, at l2 ``distance`` (M,) from the samples ``index`` (M,), with certified radii.
 
     ``numbers`` (N,) name the samples in the message; None counts from 0. Returns the smallest ratio of distance and
-    radius; inf if no sample has a positive radius.
+    radius; inf if no sample has a positive radius. A distance below the radius raises ``CertificateViolation``.
 
     Raises:
         CertificateViolation: a distance is below the radius.
@@ -59,7 +59,7 @@ def check_accuracy(
 ) -> None:
     """Raise `CertificateViolation` if a sample certified at ``eps`` did not survive an attack with that l2 radius.
 
-    ``chosen`` (M,) are the attacked of N samples; ``survived`` (N,) tells which are still correct.
+    ``chosen`` (M,) are the indices of the attacked samples; ``survived`` (N,) tells which are still correct.
     """
     broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
     if len(broken):
@@ -115,7 +115,7 @@ class Attacked:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """The closest adversarial example found of each sample that has one, by sample.
+    """The closest adversarial example found for each sample that has one, in the order of the samples.
 
     Attributes:
         index, prediction: (M,) the sample, and the class of the point.
@@ -183,7 +183,7 @@ def attack_samples(
         # Local radii hold only for inputs in the range; rounding may have put samples slightly outside.
         low, high = certificate.input_range
         box = min(low, float(x.min())), max(high, float(x.max()))
-    check_choice("attack", attack.name, tuple(ATTACKS))
+    check_choice("attack", attack.name, ATTACKS)
     space, minimum_norm = ball(attack.norm), ATTACKS[attack.name].minimum_norm
     exact = float64_copy(network)
     # The attack runs in float32, whatever the network was trained in; the float64 copy confirms its examples.
@@ -265,7 +265,7 @@ def attack_samples(
 
 
 def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
-    """The samples that are attacked: all of them, or ``samples`` drawn by ``seed``, in order."""
+    """Indices of the samples to attack: all, or ``samples`` of them drawn by ``seed``, in order."""
     if samples is None or samples >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].sort().values

@@ -101,9 +101,7 @@ def evaluate(
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
-        OptionError: an eps below 0, not finite or implausible (`lipkit.certificates.intervals.check_radii`), or
-            another value outside its range.
-        NoRuleError, ShapeError: see `lipkit.certify`.
+        OptionError: an implausible eps (`lipkit.certificates.intervals.check_radii`).
     """
     attack = Attack() if attack is None else attack
     eps = as_radii("eps", eps)
@@ -139,7 +137,7 @@ def evaluate(
 def per_class(
     certificate: Certificate, eps: Sequence[float], classes: Sequence[str] = (), *, confidence: float = 0.95
 ) -> tuple[ClassRow, ...]:
-    """Clean and certified accuracy of each class; without ``classes`` (or OptionError: too few) of each label."""
+    """Clean and certified accuracy of each class, or of each label without ``classes`` (OptionError: too few)."""
     top = int(certificate.label.max()) + 1
     if classes and len(classes) < top:
         raise OptionError(f"expected at least {top} class names, got {len(classes)}")

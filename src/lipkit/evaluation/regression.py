@@ -87,13 +87,12 @@ def evaluate_regression(
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and floating-point targets (N, d).
-        delta: l2 norm of the input deviation that output deviations are certified for.
+        delta: as in `lipkit.certificates.certify_regression`.
         restarts, steps, seed: of the search.
         batch_size, device: as in `lipkit.certify`.
 
     Raises:
         CertificateViolation: a slope is above the certified constant: the bound is wrong.
-        NoRuleError, ShapeError, OptionError: see `lipkit.certificates.certify_regression`.
     """
     start = time.perf_counter()
     x, y = split.batch(torch.arange(len(split)))

@@ -21,12 +21,9 @@ from lipkit.lowering import export, lipschitz
 
 
 def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
-    """The recipe's data; its radii are checked against them unless ``large_eps`` is None.
+    """The recipe's data; ``RecipeError`` if they are for another task.
 
-    Raises:
-        DataError, OptionError: see `lipkit.data.load`; or a radius is implausible for these data, see
-            `lipkit.certificates.intervals.check_radii` (``large_eps`` accepts large ones).
-        RecipeError: the data are not for the recipe's task.
+    Its radii are checked against them, unless ``large_eps`` is None: see `lipkit.certificates.intervals.check_radii`.
     """
     section = recipe.data
     root = None if section.root is None else Path(section.root)

@@ -79,7 +79,7 @@ def finish(
 ) -> Outcome:  # fmt: skip
     """Evaluate an exported network as the recipe says, and write record and report.
 
-    They go into the run's folder; those of a later certification into ``certify-001`` in it, with its recipe. If a
+    They go into the run's folder; a later certification gets a subfolder, ``certify-001``, with its recipe. If a
     certificate is disproved, a CertificateViolation is raised and nothing is written.
     """
     facts = {**facts, "latency": latency(network), "recipe": recipe.model_dump(mode="json")}
@@ -123,7 +123,7 @@ def finish(
 
 
 def told(display: Display) -> Callable[[str, int, int], None]:
-    """Notes at most every ten seconds how many samples are done, and the time that is left: `lipkit.certify`."""
+    """A ``progress`` for `lipkit.certify` that notes the samples done and the time left, at most every ten seconds."""
     begun: dict[str, float] = {}
     noted = called = time.monotonic()
 

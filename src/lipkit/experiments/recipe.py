@@ -120,7 +120,7 @@ def unplaced(recipe: Recipe) -> Recipe:
 def differences(recipe: Recipe) -> tuple[str, list[str]]:
     """The name of a run, and the keys in which its recipe differs from the packaged one of its name, if there is one.
 
-    Seed, device and data folder do not count. The name tells the changes of model and loss.
+    Seed, device and data folder do not count. Changes of model and loss are part of the name.
 
     >>> differences(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
     ('mnist_cayley-aol-width2', ['model.options.layer', 'model.options.width', 'train.epochs'])

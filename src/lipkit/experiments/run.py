@@ -130,7 +130,7 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError``: no images to augment, or too small."""
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError`` if the data cannot be augmented so."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     moved = functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None
     if moved is not None and len(data.input_shape) != 3:
@@ -173,11 +173,10 @@ def certify(
     Args:
         folder, recipe: the run's, see `read_recipe`; perhaps with another section ``certify`` or ``data``.
         device: where to compute.
-        display, large_eps: as of `train`.
+        display, large_eps: as in `train`.
 
     Raises:
         RunError: the folder has no exported network.
-        OptionError: a radius that is implausible for the data.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     folder, where = Path(folder), device_here(device)
@@ -230,8 +229,8 @@ def read_recipe(
     """The recipe of a run. The run may come from somebody else, so code (``pkg.mod:factory``) is refused by default.
 
     Args:
-        folder, overrides: the run's folder, and changes as of `load_recipe`.
-        allow_code: whether data and model may be code, which `train` and `certify` then run.
+        folder, overrides: the run's folder, and changes as in `load_recipe`.
+        allow_code: whether data and model may be code, which `train` and `certify` then run; else it raises `RunError`.
         build: whether the caller will build the model; if not, its name may be code, or that of a file.
 
     Raises:

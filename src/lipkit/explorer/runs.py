@@ -53,7 +53,7 @@ class ExploredRun:
         return math.ceil(top * 1.25 * 255) / 255  # the slider moves in steps of 1/255
 
     def summary(self, largest: float) -> dict[str, Any]:
-        """Facts of the run and its certified accuracy at every position of the slider, up to ``largest``."""
+        """Facts of the run, and its certified accuracy at each position of the slider, 0 to ``largest``."""
         eps = np.arange(round(255 * largest) + 1) / 255
         return {
             "name": self.name,

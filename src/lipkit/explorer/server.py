@@ -186,15 +186,12 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
 
 
 def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> tuple[socket.socket, str]:
-    """Open the page's port. Early requests wait until `serve` answers them.
+    """Open the page's port: (socket, address of the page). Early requests wait until `serve` answers them.
 
     Args:
         host: address to listen on; only loopback without ``allow_remote``.
         port: 0 takes a free one.
         allow_remote: serve to other machines as well. There are no passwords.
-
-    Returns:
-        (the listening socket, the address of the page).
 
     Raises:
         OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.
@@ -214,7 +211,7 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
 
 
 def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127.0.0.1") -> None:
-    """Serve ``runs`` from `open_runs` until interrupted, then close ``listener``, opened by `listen` on ``host``.
+    """Serve ``runs`` from `open_runs` on ``host`` and ``listener``, from `listen`, until a ``KeyboardInterrupt``.
 
     Raises:
         KeyboardInterrupt: it was interrupted. OptionError: fastapi or jinja2 is not installed.

@@ -1,7 +1,5 @@
 """Programs in int32: a network with one rounding per number, the proof of its error, and its text in C."""
 
-from __future__ import annotations
-
 from lipkit.integer import rules as rules  # they are registered
 from lipkit.integer.program import Program
 from lipkit.integer.quantisation import Builder, IntValue, integer_rule, quantise

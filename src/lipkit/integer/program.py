@@ -38,7 +38,7 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Sort:
-    """Seen as (outer, length, inner), each column of ``length`` numbers is sorted in descending order."""
+    """Sorts in descending order along the middle dimension of the numbers seen as (outer, length, inner)."""
 
     outer: int
     length: int

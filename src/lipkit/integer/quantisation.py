@@ -227,7 +227,7 @@ class Builder:
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
-        """The value after a part of a module, with errors that count from the computed input, taken as exact."""
+        """The value after a part of a module; its errors are those of this part alone, as if its input were exact."""
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 

@@ -1,7 +1,5 @@
 """Export and import of networks: other runtimes, model folders and cards, forms for other benchmarks."""
 
-from __future__ import annotations
-
 from lipkit.interop.c_program import c_runtime, integer_program, write_c
 from lipkit.interop.card import RobustBenchModel, model_card, robustbench_info
 from lipkit.interop.check import RuntimeCheck, check_runtime, module_runtime

@@ -38,11 +38,11 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
     """Write the integer program of an exported network as a C99 file, and a header of the same name beside it.
 
     The program is the one that ``certify(..., evaluator="integer")`` certifies, bit for bit, on every target with
-    integers of 32 and 64 bits; it computes the certified radius as well, rounded down. The header states how far an
-    output can be from the exact network's: proved. With ``-DLIPKIT_MAIN``, a ``main`` reads inputs from a file.
+    integers of 32 and 64 bits; it computes the certified radius as well, rounded down. The header states a proved bound
+    of the distance of its outputs from the exact ones. With ``-DLIPKIT_MAIN``, a ``main`` reads inputs from a file.
 
     Args:
-        network: with an ``input_range``; of one output, the class is always 0.
+        network: with an ``input_range``; with a single output, the class is always 0.
         path: of the C file, such as ``network.c``.
         prefix: of the names that the header declares.
 

@@ -66,7 +66,7 @@ def check_runtime(
 
     Args:
         network: the exported network.
-        runtime: what was made of it (`lipkit.interop.onnx_runtime`, ...).
+        runtime: the same network elsewhere (`lipkit.interop.onnx_runtime`, ...).
         x: (N, *input_shape); None: `random_inputs`.
         y: (N,) labels; None, or (N, d) targets of a regression: only outputs are compared.
         eps: radii at which certified accuracies are compared.
@@ -75,7 +75,6 @@ def check_runtime(
 
     Raises:
         CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
-        ShapeError: the runtime returns another shape.
     """
     x = random_inputs(network) if x is None else x.cpu()
     if len(x) == 0:
@@ -119,7 +118,7 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
-    """Write files of one folder after ``check`` has accepted drafts, by the path of the first; return the first."""
+    """Write files of one folder if ``check`` accepts drafts, given the path of the first; return the first's path."""
     first = next(iter(files))
     with tempfile.TemporaryDirectory() as folder:
         for path, content in files.items():

@@ -121,7 +121,7 @@ class Call:
         return found
 
     def repeated(self, row: Tensor, sizes: Sequence[int]) -> Any:
-        """A constant as it is, or repeated for each sample if the batch is the first of the ``sizes`` asked for."""
+        """A constant, repeated for each sample if the first of the ``sizes`` asked for is that of the batch."""
         if BATCH not in sizes:
             return row
         if BATCH in sizes[1:] or row.dtype != self.dtype or row.ndim > len(sizes) or len(row) != 1:
@@ -159,7 +159,7 @@ class Call:
         return self.operands[index].tolist()
 
     def axis(self, axis: int, rank: int | None = None) -> int:
-        """An axis counted from the start."""
+        """``axis`` counted from the first dimension, also where the file counts from the last (negative numbers)."""
         rank = self.rank if rank is None else rank
         # Exporters wrote negative axes before version 11 allowed them; onnxruntime reads them, except in Flatten.
         least = 0 if self.node.kind == "Flatten" and self.opset < 11 else -rank
@@ -217,7 +217,7 @@ class Window(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """True if torch's layers pad so, as much before as after."""
+        """True if the padding is the same before and after, as torch's layers need."""
         return self.before == self.after
 
     @property

@@ -61,7 +61,7 @@ def load_onnx(
         DataError: a file that is missing, not well-formed, too large, or has several inputs or outputs; no package
             ``onnx``.
         NoRuleError: operators without a rule, all of them by name; versions, attributes or formats that a rule does not
-            cover; a graph without a plain form.
+            cover; a graph that cannot be exported.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
     return load(read_onnx(path, input_shape), path, input_shape, box)

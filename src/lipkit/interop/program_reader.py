@@ -128,14 +128,14 @@ def load_program(
 ) -> Network:
     """The exported network of a .pt2 file: to be bounded, certified, attacked and saved like any other.
 
-    Arguments are those of `lipkit.interop.load_onnx`, of a file that ``torch.export.save`` has written with a batch of
-    any size (``dynamic_shapes``).
+    Arguments are those of `lipkit.interop.load_onnx`. The file is one of ``torch.export.save``, with a dynamic batch
+    (``dynamic_shapes``).
 
     Raises:
         DataError: the file is missing, no archive of one program, damaged, of another version of the format, or too
             large.
         NoRuleError: numbers that are pickled; an operator without a rule, by name; more than one input or output, or
-            a program that changes its buffers (one that was exported in training mode); a graph without a plain form.
+            a program that changes its buffers (exported in training mode); a graph that cannot be exported.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
     return load(read_program(path), path, input_shape, box)

@@ -24,7 +24,7 @@ VALUES = 2**26
 
 
 class ReadNetwork(nn.Module):
-    """The graph of a file as calls of functions and modules, each after those whose values it reads."""
+    """The graph of a file as calls of functions and modules, in topological order."""
 
     input_shape: tuple[int, ...] | None  # of one sample; None where the file leaves sizes open
 
@@ -33,9 +33,7 @@ class ReadNetwork(nn.Module):
         self.layers = nn.ModuleDict()
         # step(network, values by name) -> made; the names of what is made; True if that is a list
         self.steps: list[tuple[Callable[[Any, dict[str, Any]], Any], list[str], bool]] = []
-        self.names: dict[
-            str, str
-        ] = {}  # of stored tensors that are computed with, and of the attributes that hold them
+        self.names: dict[str, str] = {}  # stored tensors that are computed with -> the attributes that hold them
         self.source = self.result = ""
 
     def forward(self, x: Tensor) -> Any:
@@ -110,7 +108,7 @@ def _without_memory(value: Any) -> Any:
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """Refuse stored numbers that are not finite, and values of more than ``VALUES`` numbers before they take memory."""
+    """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample."""
     for name, t in (*network.named_parameters(), *network.named_buffers()):
         if not all_finite(t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")

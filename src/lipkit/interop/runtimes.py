@@ -197,7 +197,7 @@ def program_bytes(network: modules.Network) -> bytes:
 
 
 def onnx_runtime(path: str | Path) -> Runtime:
-    """The network of an ONNX file in onnxruntime on the CPU.
+    """The network of an ONNX file in onnxruntime, which must be installed, on the CPU.
 
     Raises:
         OptionError: onnxruntime is not installed. DataError: the file cannot be read.

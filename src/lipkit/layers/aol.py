@@ -35,8 +35,8 @@ def aol_matrix(v: Tensor) -> Tensor:
 def aol_kernel(kernel: Tensor) -> Tensor:
     r"""Each input channel scaled by :math:`s_i^{-1/2}`, :math:`s_i = \sum_{j,\delta} |K^\top * K|_{ij\delta}`.
 
-    The convolution has norm at most 1 for zero padding of any width and for circular padding of any size: folding the
-    autocorrelation modulo the image only adds numbers before their absolute value.
+    The convolution has norm at most 1 for zero padding of any width and for circular padding of any size: on a small
+    image taps of the autocorrelation add up, and the modulus of a sum is at most the sum of the moduli.
     """
     s = autocorrelation(kernel).abs().sum((1, 2, 3))  # over inputs j and lags
     return kernel * where_positive(torch.rsqrt, s)[:, None, None]
@@ -48,7 +48,7 @@ class AolLinear(ConstrainedLinear):
     Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.
 
     Guarantee:
-        1-Lipschitz, by construction. One Gram matrix of the inputs per forward pass.
+        1-Lipschitz, by construction. A forward pass takes one Gram matrix of the weight's columns.
 
     >>> AolLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])
@@ -71,7 +71,7 @@ class AolConv2d(KernelConv2d):
     (out_channels, s^2 in_channels, kh, kw) and ``bias``.
 
     Guarantee:
-        1-Lipschitz for every image size. One convolution of the kernel with itself per forward pass.
+        1-Lipschitz for every image size. A forward pass takes one convolution of the kernel with itself.
 
     >>> AolConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])

@@ -78,14 +78,11 @@ class MemoryAttention(Attention):
         device, dtype: of the parameters (float32 or float64).
 
     Parameters ``free`` A (slots, features) and ``bias`` c (slots,). Shapes: ``(B, d)``, ``(B, n, d)`` or images
-    ``(B, d, H, W)``, the same again.
+    ``(B, d, H, W)``; the output has the same shape.
 
     Guarantee:
         1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
         direction of x passes unchanged.
-
-    Raises:
-        OptionError: sizes below 1, another dtype. ShapeError: another input.
 
     >>> MemoryAttention(4, 8)(torch.randn(2, 5, 4)).shape
     torch.Size([2, 5, 4])
@@ -113,13 +110,10 @@ class TokenAttention(Attention):
         heads: groups of rows, each with weights of its own.
         device, dtype: of the parameters (float32 or float64).
 
-    Parameter ``free`` A (hidden, features). Shapes: ``(B, n, d)`` or images ``(B, d, H, W)``, the same again; any n.
+    Parameter ``free`` A (hidden, features). Shapes: ``(B, n, d)`` or images ``(B, d, H, W)``, as the output; any n.
 
     Guarantee:
         1-Lipschitz, by construction, and attained: the mean of all tokens is kept.
-
-    Raises:
-        OptionError: sizes below 1, heads that do not divide hidden, another dtype. ShapeError: another input.
 
     >>> layer, x = TokenAttention(4, heads=2), torch.randn(2, 5, 4)
     >>> torch.allclose(layer(x).mean(1), x.mean(1), atol=1e-6)

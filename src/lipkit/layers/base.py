@@ -1,8 +1,8 @@
 """The base classes of constrained layers, and the record of a family in the table of families.
 
 A :class:`ConstrainedLinear` returns a matrix, a convolution a kernel (:class:`KernelConv2d`) or a matrix at each
-frequency (:class:`SymbolConv2d`), or is a :class:`ConstrainedConv2d` of its own. Exports: :mod:`lipkit.layers.export`.
-A whole family, written from beginning to end: docs/adding_a_family.md.
+frequency (:class:`SymbolConv2d`); others derive from :class:`ConstrainedConv2d` itself. Exports:
+:mod:`lipkit.layers.export`. A whole family, written from beginning to end: docs/adding_a_family.md.
 """
 
 from __future__ import annotations
@@ -118,21 +118,18 @@ def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int
 
 
 def check_same(padding: Any, same: tuple[int, ...] | None, kernel: tuple[int, ...]) -> None:
-    """Raise ``OptionError`` unless padding is 'same', or the numbers ``same`` of pixels that keep the size, if any."""
+    """Raise ``OptionError`` unless padding is 'same' or ``same``, the numbers that keep the size (None: no such)."""
     if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
         keeps = "'same'" if same is None else f"'same' or {same}"
         raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
-    """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
+    """The activation of this name, or a copy of this module; ``OptionError`` unless its slope is in [0, 1] everywhere.
 
     These do: relu, relu6, hardtanh, tanh, sigmoid, hardsigmoid, softplus, softsign, logsigmoid, softshrink, tanhshrink,
     celu, elu (alpha <= 1), leakyrelu (slope <= 1). These do not: GELU, SiLU, Mish, Hardswish, SELU, abs (slopes above 1
     or below 0), PReLU (learnable), MaxMin, GroupSort, Softmax (not elementwise), Hardshrink and Threshold (jumps).
-
-    Raises:
-        OptionError: an activation that does not qualify; the message lists those that do.
 
     >>> slope_activation("tanh"), slope_activation(nn.LeakyReLU(0.1))
     (Tanh(), LeakyReLU(negative_slope=0.1))
@@ -175,7 +172,7 @@ def proved_norm(kernel: Tensor) -> Tensor:
 
 
 class Biased(nn.Module):
-    """A layer with a bias, or without."""
+    """A layer with an optional bias."""
 
     bias: nn.Parameter | None
 
@@ -195,7 +192,7 @@ class Constrained(Biased, ABC):
         """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     def bias_sizes(self) -> tuple[int, int]:
-        """Number of biases (one for each output, unless the bias sits inside the layer), and inputs of each output."""
+        """Number of biases (by default one for each output), and of the inputs that each output reads."""
         return self.shape[0], math.prod(self.shape[1:])
 
     def extra_repr(self) -> str:
@@ -236,9 +233,6 @@ class ConstrainedLinear(DenseLayer):
         in_features, out_features, bias, device: as ``nn.Linear``.
         dtype: of the parameters, float32 or float64.
         own: keyword options of the subclass, handed to :meth:`make_parameters`.
-
-    Raises:
-        OptionError: sizes below 1, another dtype.
     """
 
     @abstractmethod

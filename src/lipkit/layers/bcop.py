@@ -33,13 +33,12 @@ class BcopConv2d(KernelConv2d):
 
     Parameters ``free`` W_0 (out_channels, s^2 in_channels), ``projectors`` W_i (kh + kw - 2, c, c // 2) with
     c = max(out_channels, s^2 in_channels), absent for a 1 x 1 kernel or a single channel, and ``bias``. All of them
-    start orthonormal. (The published construction draws H square and crops; this is the same set of kernels.)
+    start orthonormal.
 
     Guarantee:
-        1-Lipschitz for the named functions, also where an iteration stops early: a factor with
-        :math:`0 \preceq P \preceq I` is a normal matrix with eigenvalues :math:`\lambda + (1 - \lambda) z`, convex
-        combinations of points of the unit disc. On convergence all singular values are 1. For another function
-        ``lipschitz`` computes :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)` from its results.
+        1-Lipschitz for the named functions, also where an iteration stops early; on convergence all singular values are
+        1. For another function ``lipschitz`` computes :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)`, the bound of
+        :func:`lipkit.conv.block.bcop_kernel`, from its results.
 
     >>> import torch
     >>> x = torch.ones(1, 3, 7, 5)

@@ -34,7 +34,7 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
 
 
 class NearIdentity(base.Constrained):
-    """Base of all three layers, with N and g of :func:`near_identity`."""
+    """Base of BRO and LiResNet layers: a kernel by :func:`near_identity`, with parameters N and g."""
 
     def make_residual(self, shape: tuple[int, ...], depth: int, device: Any, dtype: Any) -> None:
         """Parameters for a kernel of this shape: noise of variance 1 / (n kh kw), and ones."""
@@ -45,7 +45,7 @@ class NearIdentity(base.Constrained):
         self.scale = nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
     def directions(self) -> Tensor:
-        """The kernel, V of a reflector, in float32 or better."""
+        """The kernel, which is V in a reflector, in float32 or better."""
         return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
@@ -75,13 +75,11 @@ class BroLinear(Reflector, base.ConstrainedLinear):
 
     Guarantee:
         1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
+        Source: Lai et al., ICML 2025, section 4.
 
     >>> x = torch.ones(1, 3)
     >>> bool(torch.isclose(BroLinear(3, 5, bias=False)(x).norm(), x.norm()))
     True
-
-    References:
-        Lai et al., ICML 2025, section 4.
     """
 
     def weight(self) -> Tensor:
@@ -106,8 +104,7 @@ class BroConv2d(Reflector, base.SymbolConv2d):
         As :class:`BroLinear`.
 
     Cost:
-        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies. Batches of at
-        most n / 2 images are reflected without forming the matrices (:func:`lipkit.linalg.cholesky.reflect`).
+        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies.
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(BroConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))
@@ -144,9 +141,9 @@ register_one_lipschitz(BroLinear, BroConv2d)
 class LiResConv2d(NearIdentity, base.KernelConv2d):
     r"""Convolution by :math:`(E + g N / \sqrt{\mathrm{depth}}) / \beta`, :math:`\beta` a bound of the numerator's norm.
 
-    E is the identity on the first channels: a residual connection around a linear layer, with the constant of one
-    kernel. [LiResNet] keeps the kernel and multiplies power estimates of the norms in
-    the loss. Dividing by :math:`\beta` gives the same network up to the size of its biases.
+    E is the identity on the first channels: a residual connection and a linear layer in one kernel. [LiResNet] keeps
+    the numerator as its kernel and puts estimates of the norms into the loss. Dividing by :math:`\beta` gives the same
+    network up to the size of its biases.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -163,8 +160,8 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
         exports always use the proof.
 
     Cost:
-        One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
-        channel number, whatever the image. A training step without proof takes a search and one singular vector.
+        One :func:`lipkit.bounds.symbol_sup` per forward pass: a few hundred Cholesky factorisations of the smaller
+        channel number. A training step without proof takes a search instead.
 
     >>> LiResConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])
@@ -181,7 +178,7 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
         self.make_residual(self.shape, depth, device, dtype)
 
     def kernel(self, proved: bool = True) -> Tensor:
-        """The kernel of norm at most 1; not ``proved``, it is that of a training step. Zero stays zero."""
+        """The kernel of norm at most 1; ``proved=False`` gives that of a training step. Zero stays zero."""
         kernel = self.directions()
         bound = (base.proved_norm if proved else base.training_norm)(kernel)
         return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)

@@ -196,14 +196,14 @@ def aoc(layer: Any, x: Tensor) -> Tensor:
 
 @linear
 def rko(layer: Any, h: int, w: int) -> Tensor:
-    """Li et al., NeurIPS 2019, section 4.1: the reshaped kernel, semi-orthogonal, over the root of its taps."""
+    """Li et al., NeurIPS 2019, section 4.1: the reshaped kernel, semi-orthogonal, over the root of the tap count."""
     kernel = semi_orthogonal(layer, layer.free.flatten(1)).reshape(layer.free.shape)
     return symbol(kernel / math.sqrt(math.prod(layer.kernel_size)), h, w)  # kh kw windows share a pixel
 
 
 @linear
 def cholesky(layer: Any, h: int, w: int) -> Tensor:
-    """Hu et al., ICLR 2024: L^-1 W with L L^T = W W^T + e I, over the root of the taps."""
+    """Hu et al., ICLR 2024: L^-1 W with L L^T = W W^T + e I, over the root of the tap count."""
     wide = layer.free.flatten(1)
     wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT  # the smaller Gram matrix
     gram = wide @ wide.mT

@@ -103,7 +103,7 @@ class OrthogonalLinear(ConstrainedLinear):
 class NormalizedLinear(ConstrainedLinear):
     r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
 
-    Behind a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`: the pairwise
+    After a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`: the pairwise
     certificate of :func:`lipkit.certify`.
 
     Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice, check_flag
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
@@ -43,14 +43,12 @@ class EcoConv2d(ConstrainedConv2d):
         orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
             another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
         train_terms, eval_terms: T in training (5) and in evaluation (10), their only difference; with 'taylor'.
-        squarings: squarings in the bound of the norm, 3 to 6 (default 4), with 'taylor': a new layer of 512 channels
-            rotates by at most 0.78, 0.89, 0.95 or 0.98 rad (1 rad with the paper's power iteration).
+        squarings: in the bound of the norm, 3 to 6 (default 4), with 'taylor'; more come closer to a rotation by 1 rad.
         complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
-            (Appendix B): richer, for instance shifts, at twice the cost. Kernels of 1 and 2 taps have no such pairs.
+            (Appendix B): richer, for instance shifts, at twice the cost.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
             paper. False: rows and columns beyond the layer's are zeros, which saves products.
-        evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
-            kernel W0: the same function up to rounding.
+        evaluation: 'phase', a product for each distinct frequency, or 'dilated', the same as a convolution with W0.
 
     Parameters ``free`` W (L, c, c), L distinct frequencies, c = max(out_channels, s^2 in_channels), with complex
     matrices also ``imaginary`` (number of conjugate pairs, c, c), and ``bias``; (..., out_channels, s^2 in_channels)
@@ -64,10 +62,6 @@ class EcoConv2d(ConstrainedConv2d):
     Cost:
         L matrices of size c per forward pass (without ``square`` of the smaller side, if that is below 0.4 c), and per
         image the H W / s^2 products of out_channels x s^2 in_channels of a 1 x 1 convolution.
-
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit; the message names the
-        kernel sizes that do.
 
     >>> x = torch.ones(1, 3, 6, 9)
     >>> bool(torch.isclose(EcoConv2d(3, 8, 3, bias=False, orthogonalize="exponential")(x).norm(), x.norm()))
@@ -100,10 +94,8 @@ class EcoConv2d(ConstrainedConv2d):
             if value is not None:
                 check_integer(name, value, 3, 6) if name == "squarings" else check_terms(value, name)
         for name, flag in (("complex_p0", complex_p0), ("square", square)):
-            if not isinstance(flag, bool):
-                raise OptionError(f"{name}: expected True or False, got {flag!r}")
-        if evaluation not in EVALUATIONS:
-            raise OptionError(f"evaluation: expected one of {', '.join(EVALUATIONS)}, got {evaluation!r}")
+            check_flag(name, flag)
+        check_choice("evaluation", evaluation, EVALUATIONS)
         # None stands for the Taylor polynomial, whose degree follows the mode.
         self.orthogonalize = None if orthogonalize == "taylor" else resolve(orthogonalize, "taylor, ")
         self.train_terms = TRAIN_TERMS if train_terms is None else train_terms

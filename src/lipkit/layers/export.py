@@ -51,7 +51,7 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
 
 
 def symbol_norm(symbol: Symbol) -> Tensor:
-    """Proved bound of the norm of a convolution with this symbol; pairs of one part are real matrices."""
+    """Proved bound of the norm of a convolution with this symbol, whose ``pair`` may hold real parts only."""
     norms = [spectral_norm(symbol.real)]
     if symbol.pair.numel():
         parts = symbol.pair.double().unbind(1)
@@ -136,7 +136,7 @@ def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
 
 
 def circular_module(kernel: Tensor, bias: Tensor | None, padding_mode: str = "circular") -> nn.Conv2d:
-    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias (or pads zeros)."""
+    """The ``nn.Conv2d`` with copies of this kernel and bias that keeps the image size: circular, or padded as told."""
     return _module(kernel, bias, padding="same", padding_mode=padding_mode)
 
 

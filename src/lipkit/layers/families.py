@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lipkit.errors import OptionError
+from lipkit.errors import check_choice
 from lipkit.layers.aol import AOL
 from lipkit.layers.base import Family
 from lipkit.layers.bcop import BCOP, CAYLEY_BCOP
@@ -30,14 +30,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def get(name: str, others: Mapping[str, Family] = {}) -> Family:
-    """The family of this acronym in the table, or among ``others``; ``OptionError`` lists the known ones.
-
-    >>> get("cayley").conv.__name__
-    'CayleyConv2d'
-    """
+    """The family of this acronym in the table, or among ``others``; ``OptionError`` lists the known ones."""
     known = {**FAMILIES, **others}
-    if name not in known:
-        raise OptionError(f"layer: expected one of {', '.join(known)}, got {name!r}")
+    check_choice("layer", name, known)
     return known[name]
 
 

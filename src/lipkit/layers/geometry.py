@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.patches import Size, aoc_kernel, aol_scales, period, rko_factor
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, check_choice
 from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family, Pair
@@ -151,8 +151,7 @@ class _Native(base.Biased):
         )
         base.check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
         base.check_dtype(dtype)
-        if constraint not in CONSTRAINTS:
-            raise OptionError(f"constraint: expected one of {', '.join(CONSTRAINTS)}, got {constraint!r}")
+        check_choice("constraint", constraint, CONSTRAINTS)
         function = resolve(orthogonalize)
         if not proved(function):
             raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")

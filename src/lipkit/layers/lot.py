@@ -38,7 +38,7 @@ class LotConv2d(SymbolConv2d):
     Guarantee:
         1-Lipschitz for the named functions, also where an iteration stops early, with singular values below 1; those of
         'polar' are 1 up to rounding. For another function ``lipschitz`` computes the norm, and needs ``input_shape``.
-        One decomposition at each of about H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
+        It takes one decomposition at each of about H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(LotConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))

@@ -39,9 +39,9 @@ def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
 
 @torch.no_grad()
 def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
-    """Run the declared work of all layers of ``model`` in place. Every training loop has to call it after its steps.
+    """Run the declared work of all layers of ``model`` in place, and return how many calls that took.
 
-    ``lipkit.fit``, ``lipkit train`` and the critics of `lipkit.wasserstein` do. In a loop of your own::
+    Every training loop has to call it; ``lipkit.fit``, ``lipkit train`` and `lipkit.wasserstein` do. In your own::
 
         optimizer.step()
         lipkit.layers.after_step(model, (3, 32, 32), step)   # in the loop, the steps counted from 1
@@ -55,12 +55,6 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         model: any module, not wrapped for several processes.
         input_shape: of one input of the model, without the batch: a copy runs one to find the shape each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
-
-    Returns:
-        Number of calls, one for each layer due and shape of its input.
-
-    Raises:
-        ShapeError: the model does not accept that input. OptionError: ``step`` is not an integer of at least 1.
 
     >>> from lipkit.layers import SvcmConv2d, after_step
     >>> after_step(nn.Sequential(SvcmConv2d(1, 2, 3), SvcmConv2d(2, 2, 3, stride=2)), (1, 8, 8))

@@ -29,7 +29,7 @@ from lipkit.modules.registry import export_part
 
 
 class Parts(NamedTuple):
-    """A system as a layer makes it."""
+    """The numbers of a system, as a layer makes them from its parameters."""
 
     matrix: Tensor  # M, from (w, x, u) to (v, x+, y)
     bias: Tensor  # b
@@ -108,7 +108,7 @@ class RecurrentLayer(nn.Module):
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values ``(B, T, n)``, 0 where the mask ``(B, T)`` is false, whatever they were."""
+    """Values ``(B, T, n)``, replaced by 0 where the mask ``(B, T)`` is false, NaN included."""
     if mask.shape != values.shape[:2] or mask.dtype != torch.bool:
         raise ShapeError(
             f"mask: expected booleans {tuple(values.shape[:2])}, got {mask.dtype} of shape {tuple(mask.shape)}"
@@ -179,7 +179,7 @@ class R2dn(RecurrentLayer):
 
     Args:
         in_features, out_features, states: numbers of inputs, outputs and states.
-        units: numbers that phi takes.
+        units: how many numbers phi takes.
         phi: 'abs', another 1-Lipschitz scalar activation by name or as a module, or a 1-Lipschitz network from
             ``(B, units)``, such as ``models.lbdn([units, 64, units])``. Dense layers with one kind of activation
             between them are unfolded into M; any other network is run as it is, step by step, which takes longer.
@@ -267,7 +267,7 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
         if phi is None:
             return None
         turn = _rotation(w) if type(phi) is MaxMin else torch.eye(len(w), device=w.device, dtype=w.dtype)
-        weights.append(turn.mT @ w)  # R^T into the layer before, R into the one behind
+        weights.append(turn.mT @ w)  # R^T into the layer before, R into the one after
         biases.append(turn.mT @ b)
         kinds.append(HalfAbs() if type(phi) is MaxMin else phi)
         multipliers.append(w.new_ones(len(w)) if weight is None else weight.square())  # Psi^2 of a sandwich

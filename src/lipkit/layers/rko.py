@@ -1,4 +1,4 @@
-"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, is made a contraction and divided by the root of its taps."""
+"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, is made a contraction, over the root of the tap count."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RkoConv2d(KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) for named functions; for any
-        other, ``lipschitz`` computes the norm of the resulting kernel. It shrinks most inputs: for
+        other, ``lipschitz`` computes the norm of the resulting kernel. The layer shrinks most inputs: for
         ``out_channels <= s^2 in_channels`` the mean squared singular value is 1 / (kh kw); the least may be 0.
 
     >>> import torch
@@ -73,7 +73,7 @@ export_rule(RkoConv2d)(export_kernel_conv)
 
 
 class Divided(Constrained):
-    """Base of both Cholesky layers: makes W and keeps ``ridge``."""
+    """Base of both Cholesky layers: the parameter W and the option ``ridge``."""
 
     def make_parameters(self, device: Any, dtype: Any, *, ridge: float = 1e-3) -> None:
         self.ridge = finite("ridge", ridge, positive=True)
@@ -104,7 +104,7 @@ class CholeskyLinear(Divided, ConstrainedLinear):
 
 
 class CholeskyConv2d(Divided, KernelConv2d):
-    r"""Convolution whose reshaped kernel is divided by its Cholesky factor and the root of its taps: a contraction.
+    r"""Convolution whose reshaped kernel is divided by a Cholesky factor and the root of the tap count: a contraction.
 
     .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, L^{-1} W, \qquad LL^\top = WW^\top + eI, \qquad
               W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}
@@ -122,9 +122,6 @@ class CholeskyConv2d(Divided, KernelConv2d):
 
     >>> CholeskyConv2d(3, 48, 1, stride=4).kernel().shape
     torch.Size([48, 48, 1, 1])
-
-    References:
-        As :class:`CholeskyLinear`; Li et al., NeurIPS 2019, section 4.1 for the reshaped kernel.
     """
 
     def kernel(self) -> Tensor:

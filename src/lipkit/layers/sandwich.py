@@ -102,14 +102,11 @@ class ContractionLinear(CayleyPairLinear):
     Args: those of :class:`lipkit.layers.base.ConstrainedLinear`.
 
     Guarantee:
-        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
-        One inverse of size out_features per forward pass.
+        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`):
+        [LBDN] equations 6, 7 and 9. A forward pass takes one inverse of size out_features.
 
     >>> bool(torch.linalg.matrix_norm(ContractionLinear(5, 3).weight(), 2) <= 1 + 1e-6)
     True
-
-    References:
-        [LBDN] equations 6, 7 and 9.
     """
 
     birth = math.tan(math.pi / 6)
@@ -147,7 +144,7 @@ class Sandwich(CayleyPair):
             )
 
     def solved(self, x: Tensor, own: Tensor, rest: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer on images, from kernels [X Y], in solve form: neither map is formed."""
+        """The layer on images, from the kernels X and Y, by `solve_form`: neither of the two linear maps is formed."""
         psi = self.psi()
         normal = normal_matrices_of(own, rest, *x.shape[-2:], wide=True)
         factors = factors_for(normal, x, uses=2)  # both maps solve with the same matrices
@@ -178,11 +175,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     Guarantee:
         1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` whose bound is proved from its numbers with the
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
-        One inverse of size out_features per forward pass, or LU factors and solves (``lipkit.conv.cayley_conv``).
-
-    Raises:
-        OptionError: an activation that does not qualify (MaxMin would reach norm 2 and more), and what the base class
-            refuses.
+        A forward pass takes one inverse of size out_features, or LU factors and solves (``lipkit.conv.cayley_conv``).
 
     >>> x = torch.randn(2, 3)
     >>> y = SandwichLinear(3, 5, activation="tanh")(x)
@@ -240,10 +233,6 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
 
         With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and :math:`B = U
         \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`: [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
-
-        Raises:
-            ShapeError: ``weight`` is not a matrix, or ``bias`` does not fit. OptionError: a norm above 1, another dtype
-            than float32 and float64.
 
         >>> layer = SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]]))
         >>> layer.weight().abs().round(decimals=5).tolist()

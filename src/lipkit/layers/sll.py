@@ -107,7 +107,7 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
 
 
 class Sll(SlopeResidualLayer):
-    """Lambda of SLL, with a learnable q."""
+    """The multiplier Lambda of SLL, with a learnable q."""
 
     def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
         super().make_parameters(device, dtype, **options)
@@ -128,7 +128,7 @@ class Sll(SlopeResidualLayer):
 
 
 class Cpl(SlopeResidualLayer):
-    """Lambda of CPL."""
+    """The multiplier Lambda of CPL."""
 
     def multiplier(self, proved: bool = True) -> Tensor:
         free = at_least_float32(self.free)
@@ -144,9 +144,6 @@ class SllLinear(Sll, SlopeResidualLinear):
 
     Guarantee:
         1-Lipschitz, by construction (T: :meth:`multiplier`).
-
-    Raises:
-        OptionError: an activation whose slope leaves [0, 1] (MaxMin, GELU, ...), sizes below 1.
 
     >>> SllLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])
@@ -180,9 +177,6 @@ class SllConv2d(Sll, SlopeResidualConv2d):
 
     Guarantee:
         1-Lipschitz for every image size (T: :meth:`multiplier`).
-
-    Raises:
-        OptionError: an even kernel, an activation whose slope leaves [0, 1].
 
     >>> SllConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
     torch.Size([1, 8, 7, 5])

@@ -115,9 +115,8 @@ class SocConv2d(ConstrainedConv2d):
         divide by proved bounds.
 
     Cost:
-        T convolutions with c x c channels; circular ones take products in Fourier space where these are fewer
-        operations (:func:`lipkit.conv.exponential_conv2d`). A 1 x 1 kernel: a polynomial of one matrix and one product
-        per patch, or T products per patch if these are few. B takes matrix products of size c max(kh, kw).
+        T convolutions with c x c channels, or the cheapest way of :func:`lipkit.conv.exponential_conv2d` if circular.
+        B takes matrix products of size c max(kh, kw).
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(SocConv2d(3, 8, 3, bias=False).eval()(x).norm(), x.norm()))

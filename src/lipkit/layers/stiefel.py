@@ -69,9 +69,6 @@ class StiefelConv2d(KernelConv2d, OnManifold):
     Guarantee:
         No claimed constant: ``lipschitz`` is the proved norm of W as it is.
 
-    Raises:
-        OptionError: ``kernel_size`` other than 1, and what the base class refuses.
-
     >>> StiefelConv2d(3, 48, 1, stride=4)(torch.ones(2, 3, 8, 8)).shape
     torch.Size([2, 48, 2, 2])
     """

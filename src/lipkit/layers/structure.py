@@ -57,9 +57,6 @@ class Normalize(_PerChannel):
     Args:
         mean, std: one number per channel; every std positive.
 
-    Raises:
-        OptionError: different lengths, a non-positive or non-finite std, a non-finite mean.
-
     >>> from lipkit import lipschitz
     >>> layer = Normalize([0.5], [0.25])
     >>> layer(torch.ones(1, 1, 1, 1)).item(), float(lipschitz(layer))
@@ -88,9 +85,6 @@ class Rescale(_PerChannel):
         units: one number per output, finite and not zero.
         offset: added after it, one number per output; zeros by default.
 
-    Raises:
-        OptionError: different lengths, numbers that are not finite, units of zero.
-
     >>> from lipkit import lipschitz
     >>> Rescale([2.0, 10.0], [0.0, 1.0])(torch.ones(1, 2)).tolist(), float(lipschitz(Rescale([2.0, 10.0])))
     ([[2.0, 11.0]], 10.0)
@@ -112,8 +106,7 @@ class Rescale(_PerChannel):
 
 
 class Scale(nn.Module):
-    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma, positive and finite (else
-    ``OptionError``).
+    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma, positive and finite.
 
     If ``learnable``, gamma is trained as its logarithm, so it stays positive.
 
@@ -145,13 +138,9 @@ class Scale(nn.Module):
 
 
 class ConvexSum(Join):
-    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`, at first
-    ``weight``.
+    r"""The join :math:`y = s x_1 + (1 - s) x_2`, with a learnable s in (0, 1), at first ``weight``.
 
     Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1 ([Cayley] section 5).
-
-    Raises:
-        OptionError: weight outside (0, 1). ShapeError: values of different shapes.
 
     >>> ConvexSum(0.25)(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
     [[0.25, 0.25]]
@@ -185,9 +174,6 @@ class Residual(Graph):
         shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
         place: device and dtype of s.
 
-    Raises:
-        OptionError: weight outside (0, 1). ShapeError: body and shortcut end in different shapes.
-
     >>> from lipkit import lipschitz
     >>> layer = Residual(nn.ReLU(), weight=0.5)
     >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), lipschitz(layer).item()
@@ -205,15 +191,12 @@ class Residual(Graph):
 
 
 class HalfThrough(nn.Module):
-    r"""Half of the channels pass, the others go through ``body``: the skip connection of a U-Net that stays orthogonal.
+    r"""Half of the channels stay, the others go through ``body``: a skip connection for orthogonal U-Nets.
 
     .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
 
     The body f keeps its shape. Concatenating the input itself beside its features, as U-Nets do, has the constant
     :math:`\sqrt{1 + L_f^2}` instead.
-
-    Raises:
-        ShapeError: an odd number of channels.
 
     >>> HalfThrough(nn.ReLU())(torch.tensor([[-1.0, -2.0]])).tolist()
     [[-1.0, 0.0]]
@@ -235,10 +218,7 @@ class HalfThrough(nn.Module):
 
 
 class ScaledAvgPool2d(nn.Module):
-    """``s * average pooling`` over s x s windows that do not overlap (s is ``kernel_size``): norm exactly 1.
-
-    Raises:
-        OptionError: ``kernel_size`` below 1. ShapeError: s does not divide the height and width.
+    """``s * average pooling`` over s x s windows that do not overlap; s, ``kernel_size``, divides the sides. Norm 1.
 
     >>> ScaledAvgPool2d(2)(torch.ones(1, 1, 2, 2)).item()
     2.0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lipkit.bounds import circular, symbol_sup
 from lipkit.bounds.power import krylov_lower_estimate
 from lipkit.conv import circular_conv2d, fold, symbol
+from lipkit.conv.symbol import taps_of
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, KernelConv2d, check_positive, half_through_float32
@@ -35,13 +36,6 @@ def clip(matrices: Tensor) -> Tensor:
     return made
 
 
-def _support(symbols: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
-    """The taps ``(cout, cin, kh, kw)`` of a symbol ``(h, w // 2 + 1, cout, cin)``; taps outside are dropped."""
-    # The symbol of a cross-correlation is the conjugate of its kernel's transform, with the centre tap at the origin.
-    taps = torch.fft.irfft2(symbols.conj().permute(2, 3, 0, 1), s=(h, w))
-    return taps.roll(((kh - 1) // 2, (kw - 1) // 2), (-2, -1))[..., :kh, :kw]
-
-
 def _unfold(kernel: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
     """The smallest kernel of kh x kw taps that folds to ``kernel``: coinciding taps share a value equally."""
     for dim, n, k in ((-2, h, kh), (-1, w, kw)):
@@ -60,17 +54,14 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
     are all 1, or only clip those above 1 to 1; then drop all taps outside kh x kw. It stops early at a fixed point.
 
     Args:
-        kernel: ``(cout, cin, kh, kw)``; of taps that coincide on the image, each takes an equal share of the change.
+        kernel: ``(cout, cin, kh, kw)``; taps that coincide on the image share the change equally.
         h, w: size of the image (after downsampling).
         rounds: number of alternations, at least 1, each with an eigenvalue problem at h (w // 2 + 1) frequencies.
         orthogonal: polar factors, as [Cayley] describes its baseline; False clips, as Sedghi et al. do: both sets are
             then convex, and singular values below 1 stay as they are.
 
     Guarantee:
-        None: the last step restricts the taps, which can raise the norm; ``lipschitz`` computes it. Polar factors, 50
-        rounds, 32 x 32 x 3 x 3 kernels on 16 x 16: singular values from 0.986 to 1.014 if the kernel is 0.02 away from
-        an orthogonal one, from 0.2 to 1.2 if it is random. Clipping: norms of 1.00 to 1.015 from random kernels of norm
-        1 to 70; 1.02 to 1.04 in the hardest case known, a kernel of equal taps (norm 9 to 25) on a large image.
+        None: the last step restricts the taps, which can raise the norm; ``lipschitz`` computes it.
 
     References:
         [Cayley] section 5 (orthogonal, about 50 rounds); Sedghi, Gupta & Long, ICLR 2019, section 3 and algorithm 1.
@@ -89,7 +80,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
             # Clipping changes nothing, to the bit, where nothing exceeds 1; a polar factor is rounded.
             if change == 0 or (orthogonal and change < 8 * torch.finfo(start.dtype).eps):
                 break
-            folded = _support(after, h, w, *start.shape[-2:])
+            folded = taps_of(after, h, w, start.shape[-2:])
         if folded is start:
             return kernel.detach().clone()
         # Coinciding taps share only the change, so their differences stay.
@@ -165,18 +156,13 @@ class OssnConv2d(ConstrainedConv2d):
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts with all singular values 1.
 
     Guarantee:
-        No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, for this layer and for its
-        export, at least 1 up to rounding. Random kernels, with close singular values at many frequencies, are the
-        hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041. The gradient is exact if the estimate
-        is the norm and its singular value simple; so are second derivatives in V, as far as the estimate has converged.
+        No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, at least 1 up to rounding;
+        without the shape it raises ``ShapeError``.
+        Random kernels are the hardest: 78 of 32 to 256 channels had 1.002 on average and at most 1.041.
 
     Cost:
-        Per forward pass eight convolutions of a quarter of one image (of a whole one for large kernels and odd sides),
-        and products by vectors at 16 frequencies (more for small layers); next to nothing backward. Few channels (up to
-        32 on 16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
-
-    Raises:
-        ShapeError: ``lipschitz`` without an input shape, and what the base class refuses.
+        Per forward pass about eight convolutions of one image and products by vectors at 16 frequencies; next to
+        nothing backward. With few channels the eigenvalues at all frequencies, and the estimate is the norm.
 
     >>> from lipkit.lowering import lipschitz
     >>> 0.9999 < lipschitz(OssnConv2d(3, 8, 3), (3, 7, 5)).item() < 1.001

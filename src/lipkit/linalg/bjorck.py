@@ -77,8 +77,8 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         order: p, the degree of the truncated series, at least 1.
 
     Returns:
-        ``(..., m, n)``: the singular vectors of ``w`` with singular values in [0, 1], all 1 on convergence
-        (full rank). :func:`orthogonality_residual` says how far it got. A zero matrix gives zero.
+        ``(..., m, n)``: the singular vectors of ``w`` with singular values in [0, 1], all 1 on convergence, which
+        :func:`orthogonality_residual` measures. Zero gives zero.
 
     Guarantee:
         Spectral norm at most 1 up to the rounding of the last product, for every ``iterations`` and ``order``. A step
@@ -87,9 +87,8 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         increasing on [0, 1] and maps all of :math:`[0, \sqrt3]` into [0, 1]: rounding is repaired, not amplified.
 
     Cost:
-        ``1 + order`` products of size m n min(m, n) per step, and their derivatives; for a matrix at least twice as
-        tall as wide (or the reverse), the first eight steps multiply matrices of its smaller side only. Trained
-        weights take 2 to 7 steps.
+        ``1 + order`` products of size m n min(m, n) per step (if one side is twice the other or more, the first eight
+        steps multiply matrices of the smaller side only). Trained weights take 2 to 7 steps.
 
     Raises:
         OptionError: ``iterations`` or ``order`` below 1.

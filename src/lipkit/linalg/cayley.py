@@ -26,7 +26,7 @@ def cayley(w: Tensor) -> Tensor:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
         ``n * eps * (1 + ||Z||)``. The inverse always exists: the Hermitian part of :math:`I + Z` is at least I.
         A square Q never has the eigenvalue -1.
-        One inverse of size min(m, n) and two products.
+        It takes one inverse of size min(m, n) and two products.
 
     >>> cayley(torch.tensor([[0.0, 1.0], [0.0, 0.0]])).tolist()
     [[0.0, -1.0], [1.0, 0.0]]
@@ -57,9 +57,8 @@ def factorize(transposed: Tensor, rows: int) -> Factors:
 
     N needs :math:`N + N^* \succeq 2 I`. A contiguous transpose ``(F, n, n)`` is factorised without a reordered copy.
 
-    On one core, LU factors take 8/3 n^3 operations at a third of the rate of a matrix product, and their two solves run
-    at half of it. An inverse by blocks (:mod:`lipkit.linalg.accretive`) takes 8 n^3 at 0.6 to 0.7 of that rate, and its
-    solves are products: it pays from about ``rows = n / 2`` on, LAPACK's inverse from ``3 n / 2``.
+    Solves with an inverse are products, which run at a higher rate than those with LU factors: on one core an inverse
+    by blocks (:mod:`lipkit.linalg.accretive`) pays from about ``rows = n / 2`` on, LAPACK's from ``3 n / 2``.
     """
     n = transposed.shape[-1]
     if 2 * rows >= n and blocks_pay(transposed):

@@ -57,7 +57,7 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _plain(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The function of :class:`_Product`, by operations that every tracer and every derivative of torch knows."""
+    """The function of :class:`_Product`, in operations that torch can trace and differentiate to any order."""
     return F.linear(x, cayley(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

@@ -35,12 +35,9 @@ def cholesky(w: Tensor, ridge: float = 1e-3) -> Tensor:
         ridge: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive, and
             raised where e would be below 4 roundings of the trace of :math:`WW^*`.
 
-    Returns:
-        ``(..., m, n)``; zero for a zero matrix.
-
     Guarantee:
-        Norm at most 1 up to rounding, for every ``w``.
-        One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
+        Norm at most 1 up to rounding, for every ``w``; a zero matrix stays zero.
+        It takes one Gram matrix of the smaller side, one Cholesky factorisation and one triangular solve.
 
     Raises:
         OptionError: ``ridge`` is not positive.
@@ -70,7 +67,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         \mathrm{trace}(V^*V)`, so that its factor exists, and a closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` of
         :math:`Q = VL^{-*}` takes the shift back. A singular value s of V gives the eigenvalue -1 up to
         :math:`\tfrac32 (e/s^2)^2`: between -1 and 1 where V loses its rank.
-        One Cholesky factorisation and one triangular solve of size m, four products.
+        It takes one Cholesky factorisation and one triangular solve of size m, and four products.
 
     Raises:
         OptionError: more columns than rows.

@@ -45,7 +45,7 @@ def exponential(w: Tensor) -> Tensor:
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
         ``eps * max(n, ||A||)``.
-        One ``torch.linalg.matrix_exp`` of size max(m, n); backward, one of twice the size.
+        It takes one ``torch.linalg.matrix_exp`` of size max(m, n); backward, one of twice the size.
 
     >>> exponential(torch.tensor([[0.0, -torch.pi / 2], [0.0, 0.0]])).round(decimals=4).abs().tolist()
     [[0.0, 1.0], [1.0, 0.0]]

@@ -43,7 +43,7 @@ def at_least_float32(a: Tensor) -> Tensor:
 
 
 def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """``function`` of checked matrices in float32 or better; of a wide one by its adjoint, which is tall."""
+    """Decorates a ``function`` of tall matrices: checks, widens to float32 and takes the adjoint of wide matrices."""
 
     @functools.wraps(function)
     def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:

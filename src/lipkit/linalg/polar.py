@@ -86,7 +86,7 @@ class _WithForwardMode(_TallPolar):
 
 @on_tall
 def polar(w: Tensor) -> Tensor:
-    r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*`.
+    r"""The semi-orthogonal matrix closest to ``w``: its polar factor :math:`Q = UV^*`, :math:`W = USV^*` (Higham 2008).
 
     Its differential, with sums of singular values and never differences, is that of W = QH with H Hermitian:
 
@@ -102,13 +102,10 @@ def polar(w: Tensor) -> Tensor:
     Guarantee:
         Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
         least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises OptionError.
-        One singular value decomposition; four to six products backward.
+        It takes one singular value decomposition; four to six products backward.
 
     >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]
-
-    References:
-        Higham, Functions of Matrices (2008), chapter 8.
     """
     function = _TallPolar if torch.compiler.is_compiling() else _WithForwardMode
     made: Tensor = function.apply(w)[0]

@@ -84,12 +84,6 @@ def singular_value(a: Tensor, u: Tensor, v: Tensor, value: Tensor) -> Tensor:
     .. math:: ds = \mathrm{Re}\, u^*\, dA\, v
 
     Its derivatives of every order are exact where that value is simple and the vectors are those of A.
-
-    >>> a = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
-    >>> one = torch.tensor([1.0, 0.0])
-    >>> torch.autograd.functional.hessian(lambda b: singular_value(b, one, one, b.detach()[0, 0]), a)[0, 1]
-    tensor([[0.0000, 0.3750],
-            [0.1250, 0.0000]])
     """
     if torch.compiler.is_compiling():  # which takes no forward-mode derivative, and refuses second ones by itself
         product = u.conj() @ a @ v

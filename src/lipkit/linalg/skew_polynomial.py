@@ -49,7 +49,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
-    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n): A and its norm bound :math:`\beta` as above.
+    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n); A and :math:`\beta`: see `taylor_exponential`.
 
     Equals :func:`taylor_exponential` up to rounding, without its checks; differentiable any number of times. It takes
     25 products of size m for T = 5, and two of m x m by m x (n - m).
@@ -108,9 +108,9 @@ CACHED = 2**19
 
 
 class Powers(NamedTuple):
-    """Powers 1, 2, 4, 8, ... of ``a`` of about unit norm, ``(n, c, c)``; those from 8 on are divided by their norms.
+    r"""Powers 1, 2, 4, 8, ... of matrices a ``(n, c, c)`` of norm about 1; those from 8 on are divided by their norms.
 
-    ``scale`` and ``share`` ``(n, 1, 1)`` give the unscaled A = scale a and A / beta = share a.
+    ``scale`` and ``share`` ``(n, 1, 1)``: A = scale a is the skew matrix, and :math:`A / \beta(A)` = share a.
     """
 
     scale: Tensor
@@ -208,8 +208,8 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
 
     .. math:: A = W - W^*, \qquad \bar A = A / \beta(A), \qquad Q = p_T(\bar A) \text{ cropped to } m \times n
 
-    with :math:`\beta(A) \ge \|A\|_2` of :func:`skew_bound`. So :math:`\|\bar A\| \le 1` is proved, which a power
-    iteration cannot give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
+    with :math:`\beta(A) \ge \|A\|_2` of :func:`skew_bound`. So :math:`\|\bar A\| \le 1` is proved, which the power
+    iteration of [ECO] algorithm 1 cannot give. Rotations are at most 1 rad; the scale of ``w`` has no effect.
 
     Args:
         terms: T, the highest power.
@@ -220,9 +220,8 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         ``w = 0`` it is the identity (cropped).
 
     Cost:
-        In products of size max(m, n), for real matrices and T up to 5: squarings + 1 forward and two more backward.
-        Otherwise squarings for the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward. If the
-        sides differ by more than 2.5, products of the smaller one.
+        For real matrices and T up to 5, squarings + 1 products of size max(m, n) forward and two more backward, else
+        squarings + :math:`2 \sqrt T` and twice as many backward. Beyond an aspect ratio of 2.5 their size is min(m, n).
 
     Raises:
         OptionError: ``terms`` or ``squarings`` out of range.
@@ -230,9 +229,6 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
     True
-
-    References:
-        [ECO] algorithm 1, with an upper bound where the paper has a power iteration.
     """
     check_matrix(w)
     check_terms(terms)

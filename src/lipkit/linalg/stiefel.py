@@ -1,7 +1,7 @@
-r"""Steps on the manifold of semi-orthogonal matrices: tangents, matrix signs, and the way back onto it.
+r"""Steps on the Stiefel manifold of semi-orthogonal matrices: tangents, matrix signs and retractions.
 
-W (..., m, n) with m <= n has orthonormal rows; a tall matrix is transposed first. Square ones form a group.
-Products with the larger side dominate the cost: everything else happens in the m x m Gram matrices.
+W (..., m, n) with m <= n has orthonormal rows; a tall matrix is transposed first. Products with the larger side
+dominate the cost: everything else happens in the m x m Gram matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEAR = 0.5
 
 
 def tangent(w: Tensor, g: Tensor) -> Tensor:
-    r"""The part of G along the manifold at W: :math:`G - \mathrm{sym}(G W^T) W`, or the same on the tall side.
+    r"""The part of G along the manifold at a wide W: :math:`G - \mathrm{sym}(G W^T) W`; for a tall W transposed.
 
     The gradient in the Euclidean metric (Edelman, Arias & Smith, SIAM J. Matrix Anal. Appl. 20, 1998, section 2.2).
     """
@@ -30,7 +30,7 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 
 
 def sign_factor(gram: Tensor, steps: int) -> Tensor:
-    r"""P, a polynomial in :math:`K = T T^T / \|T\|_F^2`, with :math:`P T \approx \mathrm{msign}(T)`.
+    r"""P with :math:`P T \approx \mathrm{msign}(T)`, the polar factor of T, from ``gram`` :math:`T T^T`: a polynomial.
 
     Singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21 after four steps; smaller
     ones grow by at most 3.4445 a step.
@@ -69,10 +69,6 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     The angle is in radians, 0.01 to 0.05 in practice; ``steps`` are those of the iteration for U (Jordan et al., Muon,
     2024). A wide or tall W corrects its rounding itself; a square one accumulates it: call `retract` from time to time.
     It takes six products of size m m n, and about 25 of size m m m (square: 20 in all).
-
-    >>> w = spectral_step(torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 0.0]]), 0.1, steps=6)
-    >>> bool(((w @ w.mT - torch.eye(2)).abs() < 1e-4).all()), bool(w[0, 1] < -0.05)
-    (True, True)
     """
     check_matrix(w)
     check_positive(steps=steps)

@@ -28,7 +28,7 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
 
 
 def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonalize:
-    """The function of that name of :data:`ORTHOGONALIZE`, or the function ``(..., m, n) -> (..., m, n)`` itself.
+    """The function in :data:`ORTHOGONALIZE` under a name; a function ``(..., m, n) -> (..., m, n)`` is returned itself.
 
     Raises:
         OptionError: an unknown name, or neither a name nor a function.

@@ -1,7 +1,7 @@
 """Any forward pass as plain modules: a chain, with a `Graph` where values branch.
 
 ``copies``, ``tracing``, ``calls`` and ``observe`` find out what is computed; ``build``, ``axes``, ``functional`` and
-``functions`` say which modules a call becomes; ``interpreter`` walks over all calls. The verbs `lipschitz` and `export`
+``functions`` say which modules a call becomes; ``interpreter`` walks over all calls. Functions `lipschitz` and `export`
 live here, because a network with its own forward pass needs all of that.
 """
 

@@ -91,6 +91,6 @@ PLAIN: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def plain_attention(copied: nn.Module) -> None:
-    """Let the modules of a copy be traced that are attention of torch."""
+    """Give torch's attention modules in a copy, in place, the classes that can be traced."""
     for module in copied.modules():
         module.__class__ = PLAIN.get(type(module), type(module))

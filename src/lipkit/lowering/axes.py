@@ -39,7 +39,7 @@ def _beside(call: Build, value: Any) -> Any:
 
 
 def ordered(call: Build) -> Build:
-    """Permutations of dimensions, read off by calling the function on a tensor whose sizes all differ."""
+    """Rewrites a permutation of dimensions, found by calling the function on a tensor whose sizes all differ."""
     x, *rest = call.args
     sizes = torch.empty(*range(2, 2 + x.rank), device="meta")  # from 2 on: no size is 1
     function = getattr(type(sizes), call.target) if isinstance(call.target, str) else call.target
@@ -50,20 +50,20 @@ def ordered(call: Build) -> Build:
 
 
 def viewed(call: Build) -> Build:
-    """Reshapes: entries keep their order, and the dimensions before the batch keep their product."""
+    """Rewrites a reshape, which must keep the number of entries in front of the batch."""
     x, out = call.args[0], call.results[0]
     call.require(math.prod(x.shape[: x.axis]) == math.prod(out.shape[: out.axis]))
     return call
 
 
 def joined(call: Build) -> Build:
-    """Elementwise functions of several values."""
+    """Rewrites an elementwise function of several values."""
     args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), lambda value: _beside(call, value))
     return call.to(call.target, *args, **kwargs)
 
 
 def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
-    """Functions that act on the last ``used(arguments)`` dimensions, which must exclude the batch."""
+    """Makes the rule for functions that act on the last ``used(arguments)`` dimensions; the batch must not be there."""
 
     def rule(call: Build) -> Build:
         _beside(call, call.args[0])
@@ -74,7 +74,7 @@ def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
 
 
 def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], Build]:
-    """Functions along the dimensions that argument ``at`` (or ``name``) gives; these may disappear from the result."""
+    """Makes the rule for functions along the dimensions in argument ``at`` (or ``name``); the result may lack them."""
 
     def rule(call: Build) -> Build:
         args, kwargs, out = list(call.args), dict(call.kwargs), call.results[0]
@@ -98,7 +98,7 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
 
 
 def indexed(call: Build) -> Build:
-    """Indexing by integers, slices and None that keeps the whole batch, and ``x.select(dim, index)``."""
+    """Rewrites ``x.select(dim, index)``, or indexing by integers, slices and None that keeps the whole batch."""
     x, *given = *call.args, *(call.kwargs[name] for name in ("dim", "index") if name in call.kwargs)
     index, out = given[-1], call.results[0]
     items = list(index) if isinstance(index, tuple) else [index]
@@ -169,7 +169,7 @@ def batch_first(call: Build) -> Build:
 
 
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
-    """True if a module from x to y has the batch first, or acts on single numbers or dimensions behind the batch."""
+    """True if a module from x to y has the batch first, or acts on single numbers or dimensions after the batch."""
     kind, used = type(module), x.rank  # used: the last dimensions that the module mixes
     if kind in (nn.Identity, nn.Dropout) or (kind in ACTIVATIONS and ACTIVATIONS[kind].functions):
         used = 0

@@ -28,7 +28,7 @@ Rule = Callable[..., Value]
 
 
 class Bounded(nn.Module):
-    """A leaf of a wiring with a known Lipschitz constant, and the method that found it, but without a plain form.
+    """A map that can be bounded but not exported: only its Lipschitz constant, and the method that found it, are known.
 
     ``shape`` of one sample of its output is needed where the same call goes on with it.
     """
@@ -87,7 +87,7 @@ class Build:
             raise self.refuse(f"expected arguments that its rule covers, got other ones: {error}") from error
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> Build:
-        """The call of another function, or with other arguments, in place of this one."""
+        """This call with another function and other arguments."""
         return replace(self, target=target, args=args, kwargs=kwargs)
 
     def operand(self, x: Any) -> Operand:
@@ -149,7 +149,7 @@ class Build:
         return self.add(Bounded(factor, method), x)
 
     def keep(self, x: Operand) -> int:
-        """A map of constant 1, which has no plain form, to the same format."""
+        """A map of constant 1 that keeps the dtype and has no plain form."""
         return self.scale(self.same_format(x), 1.0)
 
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:
@@ -167,7 +167,7 @@ class Build:
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
-        """A constant that is added. For bounds, which ignore it, 1 stands for it: 0 would mean a mere scaling."""
+        """A constant that is added. Bounds ignore it and get 1 instead; 0 would mean that nothing is added."""
         return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:

@@ -33,12 +33,6 @@ class Calls(TorchFunctionMode):
 
     Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls. ``axes`` gives for
     each call the dimension of the batch in each tensor of its result; without it every size is taken for the batch's.
-
-    >>> x = torch.ones(2)
-    >>> with Calls(x) as calls:
-    ...     _ = (torch.zeros(2) + 1) * x
-    >>> [name for name, *_ in calls.made]
-    ['mul']
     """
 
     def __init__(self, x: Tensor, axes: Sequence[Sequence[int | None]] | None = None) -> None:

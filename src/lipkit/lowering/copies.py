@@ -91,7 +91,7 @@ _PLAIN = vars(nn.Module()).keys() - {"training"}
 
 
 def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """The attributes of all modules, by name, and the globals their code reads; types for ``known``."""
+    """The attributes of all modules, by name, and the globals their code reads; only the types of modules ``known``."""
     found: dict[str, Any] = {}
     seen = {id(module): (module, type(module)) for module in (*root.modules(), *known)}
     for path, module in root.named_modules():

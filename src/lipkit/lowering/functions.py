@@ -32,7 +32,7 @@ from lipkit.proof.roundoff import reciprocal_up, root
 
 
 def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | None = None) -> Callable[[Rule], Rule]:
-    """Register a rule for functions whose modules compute the same, and where the batch stands in their results."""
+    """Register a rule that makes modules for these functions; ``place`` finds the batch in their results."""
 
     def put(rule: Rule) -> Rule:
         FUNCTIONS.update(dict.fromkeys(targets, Function(rule, place)))
@@ -529,10 +529,10 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     (at,) = call.dims(moving[0], dim)
     if call.bounding or len(moving) == len(tensors):
         return _beside(call, at, moving[0], [x.number for x in moving])
-    # Constants before and behind moving values: zeros around these, and a shift.
+    # Constants before and after moving values: zeros around these, and a shift.
     here = [isinstance(t, Operand) for t in tensors]
     first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
-    expected = "expected constants before or behind what depends on the input, got some in between"
+    expected = "expected constants before or after what depends on the input, got some in between"
     call.require(all(here[first:stop]), expected)
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
     padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch: the last axis first
@@ -548,7 +548,7 @@ plain(torch.hstack)(lambda call, tensors: _cat(call, tensors, 1))
 def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     given = call.moving(*tensors)
     at = dim % (given[0].ndim + 1)
-    call.require(at > 0, f"expected a new dimension behind the batch, got {dim}")
+    call.require(at > 0, f"expected a new dimension after the batch, got {dim}")
     if len(given) == 2 and given[0].shape and all(_compared(call, x.number) for x in given):
         # Concatenated in the last dimension, which is then split in two: the new dimension is moved to its place.
         shape, last = given[0].shape, len(given[0].shape)

@@ -24,16 +24,13 @@ from lipkit.modules.views import Reshape
 
 
 def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tuple[nn.Sequential, Tensor]:
-    """The forward pass of ``model`` as a chain of modules, with a `Graph` wherever values branch.
+    """The forward pass of ``model`` as a chain of modules, and its outputs at `tracing.sample` of ``BATCHES[1]``.
 
     Args:
         model: traced in the mode that it is in, on the CPU.
         input_shape: of one sample.
         own: the result calls the modules of ``model`` itself, so that bounds have derivatives; otherwise copies whose
             normalised weights (spectral, weight, orthogonal) are plain numbers.
-
-    Returns:
-        The chain, and the outputs of ``model`` at `lipkit.lowering.tracing.sample` of ``BATCHES[1]``.
 
     Raises:
         NoRuleError: a node has no plain form (the message names it and its module), or `lipkit.analyze` refuses it.

@@ -125,7 +125,7 @@ _ROOTS, _DIGITS = (math.sqrt(2), math.sqrt(0.5), math.sqrt(2 / math.pi)), 1e-11
 
 
 def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
-    """Write patterns in a graph whose calls have been observed as one call each."""
+    """Replace each pattern in an observed graph by one call."""
 
     def look(value: Any, kind: str, wanted: Mapping[str, float]) -> Sequence[Any] | None:
         if not isinstance(value, fx.Node):

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.errors import OptionError, suggestion
+from lipkit.errors import OptionError, check_choice, check_flag, suggestion
 from lipkit.layers import Scale
 from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuild
 from lipkit.models.convolutional import convnet, kwlarge, lbdn_conv, lipconvnet, sllnet, small
-from lipkit.models.frame import check_flag, find, make_activation, split_gain
+from lipkit.models.frame import find, make_activation, split_gain
 from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.mlp import mlp
 from lipkit.models.patches import bronet, liresnet, patchnet, vision_transformer
@@ -47,8 +47,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 def check_names(name: str, options: Mapping[str, Any]) -> None:
     """Raise an OptionError for an unknown architecture, option, layer or activation."""
-    if name not in MODELS:
-        raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    check_choice("model", name, MODELS)
     try:
         inspect.signature(MODELS[name]).bind_partial(**{key: options[key] for key in options if key != "split"})
     except TypeError as error:

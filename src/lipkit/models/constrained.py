@@ -126,17 +126,8 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
     For a tall :math:`Q = [Q_1; Q_2]`: :math:`X = (Q_1 + I)/2`, :math:`V = -\tfrac12 Q_2 X^{-1}` and
     :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`. None where I + Q_1 is singular or
-    nearly so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1).
-
-    >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
-    >>> from lipkit.linalg import cayley
-    >>> torch.allclose(cayley(inverse_cayley(turn)), turn, atol=1e-6)
-    True
-    >>> inverse_cayley(-torch.eye(2)) is None
-    True
-
-    References:
-        [Cayley] proposition A.7, solved for its argument.
+    nearly so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1). This is [Cayley]
+    proposition A.7, solved for its argument.
     """
     m, n = q.shape
     if m < n:
@@ -250,9 +241,6 @@ def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
     """The kernel ``(cout, s^2 cin, kh, kw)`` that gives the same map after invertible downsampling.
 
     Equal to the convolution itself away from the border, and everywhere if its padding is circular.
-
-    >>> unstrided_kernel(nn.Conv2d(3, 8, 3, stride=2, padding=1)).shape
-    torch.Size([8, 12, 3, 3])
     """
     step, weight = conv.stride[0], conv.weight.detach()
     if step == 1:

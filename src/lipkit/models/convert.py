@@ -102,14 +102,12 @@ def convert(
         input_shape: of one input, without the batch; optional if the forward pass is kept. If given, one evaluation
             finds the image size at each convolution, layers that do not accept it are kept, and output shapes compared.
         forward: whether the forward pass is kept or rebuilt.
-        activation: with ``forward="rebuild"``, ``"maxmin"`` replaces scalar activations wherever the number of channels
-            is even; None keeps them.
-        skip: with ``forward="keep"``, names of modules to leave alone, with all inside them (``"head"`` includes
-            ``head.0``).
+        activation: with ``forward="rebuild"``, ``"maxmin"`` replaces scalar activations of even numbers of channels.
+        skip: with ``forward="keep"``, names of modules to leave alone, with all inside them.
         options: keyword options of the family's convolution, for instance ``orthogonalize="bjorck"`` of LOT.
 
     Returns:
-        A :class:`Conversion`; ``print`` it. Its model is in evaluation mode where ``layer`` is None.
+        The new model and the report to ``print``; the model is in evaluation mode if ``layer`` is None.
 
     Raises:
         NoRuleError: a model that wraps the network, such as DataParallel: convert what it wraps. With ``layer=None``, a
@@ -218,7 +216,7 @@ def rebuild(
     activation: Literal["maxmin"] | None = "maxmin",
     **options: Any,
 ) -> nn.Module:
-    """`convert` of a saved network, forward pass included: ``model: {name: rebuild, options: {network: RUN/network}}``.
+    """`convert` of a saved network with ``forward="rebuild"``; ``model: {name: rebuild, options: {...}}`` in a recipe.
 
     ``network`` is a folder of `lipkit.save`, or the name of a network of the package; it must have ``classes`` outputs.
     """

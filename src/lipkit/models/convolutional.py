@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, check_choice
 from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
 from lipkit.models.frame import Common, Image, Layers, Positive, architecture
@@ -75,7 +75,7 @@ def small(
     (unless the layers of the family contain an activation).
 
     Args:
-        layer, width, options: as of `kwlarge`.
+        layer, width, options: as in `kwlarge`.
         kernel_size: of the first layer; strided layers use 1, unconstrained ones the whole kernel.
         image: (C, H, W) with H and W even (multiples of 4 above 12 x 12).
 
@@ -111,7 +111,7 @@ def lbdn_conv(
     unit rows.
 
     Args:
-        layer, options: as of `kwlarge`.
+        layer, options: as in `kwlarge`.
         blocks: number of blocks, each of which halves the image and doubles the channels. The paper: 3 for 32 x 32, 4
             for 64 x 64.
         width: channels of the first block.
@@ -121,9 +121,6 @@ def lbdn_conv(
             layer of the family.
         kernel_size: of the layers of stride 1; strided layers have half of it, rounded down, after downsampling.
         image: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
-
-    Raises:
-        OptionError: another number of blocks or units than above. ShapeError: an input shape that does not fit.
 
     >>> net = lbdn_conv(width=4, hidden=[32], input_shape=(3, 8, 8))
     >>> type(net[-1]).__name__, net[-1].out_features
@@ -181,9 +178,6 @@ def lipconvnet(
         kernel_size: of the convolutions on more than one pixel.
         side: working size, a multiple of 24.
         first_options, last_options: options of the two families' convolutions.
-
-    Raises:
-        OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
 
     >>> net = lipconvnet(5, layer="cayley", width=0.125)
     >>> from lipkit.lowering import lipschitz
@@ -249,12 +243,9 @@ def sllnet(
         dense: inner units of each dense layer.
         inner: inner channels of each convolution.
         last_layer_normalization: whether to append a last layer with rows of unit norm, otherwise free. False: the
-            first outputs are the logits, without further parameters.
+            first outputs are the logits, without further parameters: the layers need as many features as classes.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the layers: ``activation``.
-
-    Raises:
-        OptionError: an unknown size, fewer features than classes. ShapeError: an input shape that does not fit.
 
     >>> net = sllnet(channels=4, depth=2, dense=[8], input_shape=(1, 8, 8), last_layer_normalization=True)
     >>> [type(layer).__name__ for layer in net]
@@ -264,8 +255,7 @@ def sllnet(
         Araujo et al., ICLR 2023, section 5 and appendix; the inner channels are those of its code, and the only ones
         that give the printed numbers of parameters. Convolutions are circular here, zero-padded there.
     """
-    if size not in SIZES:
-        raise OptionError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
+    check_choice("size", size, SIZES)
     width, convolutions, linears = SIZES[size]
     width = width if channels is None else channels
     convolutions = convolutions if depth is None else depth

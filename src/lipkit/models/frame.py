@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, get_type_hin
 
 from torch import nn
 
-from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.errors import OptionError, ShapeError, check_flag, finite
 from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
 from lipkit.layers.base import check_positive
 from lipkit.linalg.matrices import check_integer
@@ -45,7 +45,7 @@ class Common(TypedDict, total=False):
 # Inserted into the docstring of every builder, below the line ``image:``.
 DESCRIBED = """\
     classes: number of outputs.
-    lipschitz: target constant behind the normalisation (without a last layer of unit rows), set by a gain in front.
+    lipschitz: target constant after the normalisation (but for a last layer of unit rows), set by a gain in front.
     mean, std: input normalisation, part of the network."""
 
 
@@ -184,7 +184,7 @@ def bounded(
     by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
     lipschitz = finite("lipschitz", lipschitz, positive=True)
-    gain = [] if lipschitz == 1.0 else [Scale(lipschitz)]  # the constant behind the normalisation
+    gain = [] if lipschitz == 1.0 else [Scale(lipschitz)]  # the constant of what follows the normalisation
     if mean is None and std is None:
         return nn.Sequential(*gain, *layers)
     if mean is None or std is None:
@@ -198,10 +198,8 @@ def bounded(
 def split_gain(model: nn.Module) -> nn.Module:
     """The chain with its gain L spread evenly: L^(1/m) in front of each of its m layers with parameters.
 
-    A residual block is one layer. Without biases the function is the same where activations are homogeneous.
-
-    References:
-        [Cayley] section 5.1, "Ensuring Lipschitz constraints".
+    A residual block is one layer. Without biases the function is the same where activations are homogeneous: [Cayley]
+    section 5.1, "Ensuring Lipschitz constraints".
     """
     gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
     if gain is None:  # `bounded` makes none for a gain of 1
@@ -227,12 +225,6 @@ def check_sizes(**sizes: Any) -> None:
             check_sizes(**{f"{name}[{i}]": each for i, each in enumerate(value)})
         else:
             check_positive(**{name: value})
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ``OptionError`` unless the value is a boolean."""
-    if not isinstance(value, bool):
-        raise OptionError(f"{name}: expected true or false, got {value!r}")
 
 
 def sizes_of(input_shape: Shape) -> Shape:
@@ -268,11 +260,7 @@ def make_activation(activation: str | nn.Module | None) -> nn.Module:
 def plain_conv2d(
     in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, *, padding_mode: Any = "zeros", **named: Any
 ) -> nn.Conv2d:
-    """``nn.Conv2d`` with odd kernels whose output is as large as the input divided by the stride.
-
-    >>> plain_conv2d(3, 8, 3, stride=2).padding
-    (1, 1)
-    """
+    """``nn.Conv2d`` with odd kernels whose output is as large as the input divided by the stride."""
     if kernel_size % 2 == 0:
         raise OptionError(f"kernel_size: expected an odd number for plain convolutions, got {kernel_size}")
     same = kernel_size // 2

@@ -62,12 +62,6 @@ class LBDN(nn.Module):
         :math:`\delta` of 1e-13, 2e-13, 5e-13, ... that suffices (about 1e-12 in float64 and 1e-7 in float32): the
         outputs change by about :math:`(L + 1) \delta`, relatively.
 
-    Cost:
-        One inverse of the layer's width for each layer and forward pass.
-
-    Raises:
-        OptionError: sizes, gamma or activations that are not as above.
-
     >>> from lipkit.lowering import export
     >>> net = LBDN([12, 16, 16, 4], gamma=2.0, dtype=torch.float64)
     >>> plain = export(net, (12,))
@@ -175,7 +169,7 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
 
 
 def _unfolded(network: LBDN) -> Unfolded | None:
-    """The plain form of an LBDN, for `lipkit.layers.R2dn`; None if its activations differ."""
+    """An LBDN as plain dense layers, for `lipkit.layers.R2dn`; None if its activations differ."""
     kinds, weights = [layer.activation for layer in network._sandwiches()], network.weights()
     if len(set(map(repr, kinds))) != 1 or kinds[0] is None:  # repr shows the settings of an activation, too
         return None
@@ -226,12 +220,9 @@ def lbdn(
     """A network of prescribed gain, from its ``sizes``, or from ``hidden``, ``input_shape`` and ``classes``.
 
     Args:
-        sizes, gamma, activation, learnable_gamma, bias, device, dtype: as of :class:`LBDN`, which is the result.
+        sizes, gamma, activation, learnable_gamma, bias, device, dtype: as in :class:`LBDN`, which is the result.
         hidden, input_shape, classes: instead of ``sizes``, for flattened inputs and a chain that ends in an `LBDN`.
         mean, std: input normalisation per channel, part of the network; the gain is that of the rest.
-
-    Raises:
-        OptionError: both or neither of ``sizes`` and the other three, or values that do not fit.
 
     >>> type(lbdn([12, 64, 64, 4], gamma=2)).__name__
     'LBDN'
@@ -281,12 +272,11 @@ def from_network(
         dtype: of the parameters; by default that of the weights. They are computed in float64.
 
     Guarantee:
-        The result, an :class:`LBDN` (behind an ``nn.Flatten`` if the network has one), is gamma-Lipschitz. Its weights
+        The result, an :class:`LBDN` (after an ``nn.Flatten`` if the network has one), is gamma-Lipschitz. Its weights
         are those of ``network`` up to a relative 1e-6 (1e-15 where the LMI is strict), or an error is raised.
 
     Raises:
         OptionError: modules that are not as above, no multipliers, or an LMI that does not hold at ``gamma``.
-        ShapeError: multipliers or weights that do not fit.
 
     >>> layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)]
     >>> for layer in layers[::2]: _ = nn.init.orthogonal_(layer.weight)

@@ -37,7 +37,7 @@ def mlp(
     Args:
         hidden: units of the hidden layers.
         layer: acronym of the family (``lipkit list layers``), or ``plain``: unconstrained.
-        gamma: the gain (behind the normalisation), positive and finite.
+        gamma: the gain of everything after the normalisation, positive and finite.
         input_shape: shape of one input, flattened by the network.
         classes: number of outputs.
         activation: between the layers: None for MaxMin, a name such as 'relu', or a 1-Lipschitz module; for layers with
@@ -46,9 +46,6 @@ def mlp(
         bias: whether the layers have biases.
         mean, std: input normalisation per channel, part of the network.
         options: options of the family's dense layer, in the hidden layers.
-
-    Raises:
-        OptionError: sizes, a gain or an activation that are not as above. ShapeError: another input shape.
 
     >>> from lipkit.lowering import lipschitz
     >>> net = mlp([16, 16], "sandwich", gamma=4.0, input_shape=(1, 4, 4), classes=3)

@@ -62,17 +62,11 @@ def patchnet(
         position: whether a `lipkit.modules.PositionCode` follows the first layer.
         image: (C, H, W) with H and W multiples of p 2^(stages - 1).
 
-    Raises:
-        OptionError: sizes that are not as above. ShapeError: another input shape.
-
     >>> net = patchnet(2, [(16, 2), (32, 1)], narrow=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][:4]
     ['StiefelConv2d', 'MaxMinShift2d', 'StiefelConv2d', 'MaxMinShift2d']
     >>> net[-1]
     NormalizedLinear(16, 10, bias=True)
-
-    References:
-        docs/accuracy.md, which compares it with the networks of the papers at equal time.
     """
     plan = [tuple(stage) for stage in stages]
     if not plan or any(len(stage) != 2 for stage in plan):
@@ -149,12 +143,9 @@ def bronet(
         width: channels of the blocks, even.
         blocks: number of blocks, at least 1; the initial reflectors depend on it (``depth`` of `BroConv2d`).
         rank: of the reflectors, half of the width by default.
-        neck: channels behind the 2 x 2 patches; None for pooling.
+        neck: channels after the 2 x 2 patches; None for pooling.
         dense: units of the hidden dense layers.
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
-
-    Raises:
-        OptionError, ShapeError: sizes that are not as above.
 
     >>> net = bronet(2, 16, 2, neck=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][:4], net[-1]
@@ -189,13 +180,10 @@ def liresnet(
     `lipkit.modules.Center`, MaxMin.
 
     Args:
-        patch, width, neck, dense: as of `bronet`.
+        patch, width, neck, dense: as in `bronet`.
         blocks: number of blocks, at least 1; the initial kernels depend on it (``depth`` of `LiResConv2d`).
         padding_mode: of the blocks, 'circular' or 'zeros'.
         image: (C, H, W) with H and W multiples of ``2 patch`` (of ``patch`` with ``neck=None``).
-
-    Raises:
-        OptionError: sizes that are not as above. ShapeError: another input shape.
 
     >>> net = liresnet(2, 16, 2, neck=8, dense=[16], input_shape=(1, 8, 8))
     >>> [type(m).__name__ for m in net][2:5]

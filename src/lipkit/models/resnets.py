@@ -72,14 +72,11 @@ def wide_resnet(
     side (4 instead of 8 for 32 x 32 images); one more linear layer follows.
 
     Args:
-        depth: 6 n + 4.
-        widen: widening factor.
-        layer, options: as of `resnet9`.
+        depth: 6 n + 4 with n >= 1.
+        widen: widening factor, at least 1.
+        layer, options: as in `resnet9`.
         kernel_size: of the layers of stride 1.
         image: (C, H, W) with H and W multiples of 16, and equal.
-
-    Raises:
-        OptionError: depth is not 6 n + 4 with n >= 1, or widen is below 1.
 
     >>> from lipkit.lowering import lipschitz
     >>> lipschitz(wide_resnet(10, 1, input_shape=(3, 16, 16))).item()
@@ -118,13 +115,10 @@ def wrn_plain(
     linear. Where the channels change, the skip is a 1 x 1 convolution of the activated input.
 
     Args:
-        depth: 6 n + 4.
-        widen: widening factor.
+        depth: 6 n + 4 with n >= 1.
+        widen: widening factor, at least 1.
         image: (C, H, W) with H and W multiples of 4.
         dropout: probability, in [0, 1).
-
-    Raises:
-        OptionError: depth is not 6 n + 4 with n >= 1, or another option outside its range.
 
     >>> sum(p.numel() for p in wrn_plain(28, 10).parameters())
     36479194
@@ -151,12 +145,9 @@ def resnet_plain(
     ``width`` channels, of which all but the first begin with stride 2 in a 3 x 3; mean over the image; linear.
 
     Args:
-        blocks: of the four stages; (3, 4, 6, 3) is ResNet-50, (3, 8, 36, 3) ResNet-152.
+        blocks: of the four stages, at least 1 each; (3, 4, 6, 3) is ResNet-50, (3, 8, 36, 3) ResNet-152.
         width: channels of the first layer, 64 in the paper.
         image: (C, H, W) with H and W multiples of 32.
-
-    Raises:
-        OptionError: not four stages of at least one block.
 
     >>> len(resnet_plain((1, 1, 1, 1), 4, input_shape=(3, 32, 32), classes=10))
     15

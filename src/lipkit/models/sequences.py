@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError, check_choice
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
 from lipkit.linalg.matrices import check_integer
@@ -58,8 +58,7 @@ class SequenceModel(nn.Sequential):
 
 def recurrent(name: str) -> Callable[..., RecurrentLayer]:
     """The recurrent layer of this name, or an OptionError."""
-    if name not in LAYERS:
-        raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {name!r}")
+    check_choice("layer", name, LAYERS)
     return LAYERS[name]
 
 
@@ -102,7 +101,7 @@ def sequence_classifier(
         features: outputs of the recurrent layer; by default as many as states, at least as many as classes.
         input_shape: (steps, features) of one sequence. Export it for any number of steps.
         classes: number of outputs.
-        lipschitz: target constant behind the normalisation.
+        lipschitz: target constant of everything after the normalisation.
         mean, std: input normalisation of each feature, part of the network.
         options: of the recurrent layer, such as ``phi`` and ``rate``.
 

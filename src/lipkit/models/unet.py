@@ -33,7 +33,7 @@ def unet(
     mean: float | None = None,
     lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
-    """A U-Net from images to images of the same shape; its constant is that of its layers, 1 for orthogonal ones.
+    """A U-Net from images to images of the same shape, of constant 1 if its layers are orthogonal.
 
     ======== =====================================================================================================
     first    patches (`nn.PixelUnshuffle`), a convolution to ``channels``, activation
@@ -56,9 +56,6 @@ def unet(
         input_shape: (C, H, W), H and W multiples of patch * 2^depth; the kernels fit any other such size, too.
         mean: of the pixel values; subtracted in front, and the initial bias of the last layer.
         lipschitz: gain in front.
-
-    Raises:
-        OptionError: sizes below 1, odd channels. ShapeError: another input shape.
 
     >>> from lipkit.lowering import lipschitz
     >>> net = unet(8, depth=1, blocks=1, input_shape=(1, 8, 8))
@@ -106,7 +103,7 @@ def autoencoder(
     input_shape: Shape = (3, 32, 32),
     lipschitz: Positive = 1.0,
 ) -> nn.Sequential:
-    """Encoder and decoder, each with the constant of its layers, 1 for orthogonal ones.
+    """Encoder and decoder; the constant of each is that of its layers, 1 for orthogonal layers.
 
     Each stage of the encoder maps 2 x 2 patches to its channels; a last layer reduces them to ``code``. The decoder
     mirrors this. Both are submodules, ``net.encoder`` and ``net.decoder``.
@@ -114,12 +111,9 @@ def autoencoder(
     Args:
         stages: channels of each stage, at least one.
         code: channels of the code, on H / 2^stages x W / 2^stages pixels.
-        layer, kernel_size, activation, options: as of `unet`.
+        layer, kernel_size, activation, options: as in `unet`.
         input_shape: (C, H, W), H and W multiples of 2^stages.
         lipschitz: gain in front of the encoder.
-
-    Raises:
-        OptionError: sizes below 1, no stage. ShapeError: another input shape.
 
     >>> net = autoencoder([8], code=2, input_shape=(1, 8, 8))
     >>> net.encoder(torch.rand(1, 1, 8, 8)).shape, net(torch.rand(1, 1, 8, 8)).shape
@@ -154,9 +148,6 @@ def denoiser(channels: int = 32, depth: Count = 1, blocks: int = 2, **options: A
 
     The arguments are those of `unet` except ``lipschitz``; ``mean`` is 0.5 by default. With ``layer="plain_conv"``
     nothing is proved.
-
-    Raises:
-        OptionError, ShapeError: as `unet`.
 
     >>> import lipkit
     >>> net = denoiser(8, depth=0, blocks=1, input_shape=(1, 8, 8))

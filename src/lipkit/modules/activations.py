@@ -89,7 +89,7 @@ def _exchanged(keep: Tensor, x: Tensor) -> Tensor:
 
 
 def maxmin(x: Tensor) -> Tensor:
-    """Split dimension 1 in halves a, b and return (max(a, b), min(a, b)): an isometry at almost every point.
+    """The halves a, b of dimension 1, of even size, become (max(a, b), min(a, b)): an isometry at almost every point.
 
     Raises:
         ShapeError: an odd number of channels.
@@ -98,7 +98,7 @@ def maxmin(x: Tensor) -> Tensor:
     [[3.0, 5.0, 1.0, 2.0]]
 
     References:
-        Anil, Lucas & Grosse, ICML 2019 (GroupSort with groups of 2).
+        Anil, Lucas & Grosse, ICML 2019 (:func:`group_sort` with groups of 2).
     """
     channels = x.shape[1]
     if channels % 2:
@@ -118,9 +118,6 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
 
     >>> group_sort(torch.tensor([[1.0, 5.0, 3.0, 2.0]]), 2).tolist()
     [[5.0, 1.0, 3.0, 2.0]]
-
-    References:
-        Anil, Lucas & Grosse, ICML 2019.
     """
     channels = x.shape[1]
     group_size = channels if group_size is None else group_size
@@ -144,7 +141,7 @@ class MaxMin(nn.Module):
 
 
 class MaxMinShift2d(Shift2d):
-    """`MaxMin` and `Shift2d` in one pass where they are trained; exported as the two. 1-Lipschitz.
+    """`MaxMin`, then `Shift2d`: one pass over memory in training, exported as the two modules. 1-Lipschitz.
 
     >>> x = torch.randn(2, 16, 4, 4, requires_grad=True)
     >>> torch.equal(MaxMinShift2d(16, 2)(x), Shift2d(16, 2)(MaxMin()(x)))
@@ -164,9 +161,6 @@ class GroupSort(Shown):
 
     Raises:
         OptionError: ``group_size`` is below 2.
-
-    >>> GroupSort(3)
-    GroupSort(group_size=3)
     """
 
     def __init__(self, group_size: int | None = 2) -> None:

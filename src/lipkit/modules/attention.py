@@ -3,17 +3,8 @@ r"""Attention as a gradient step, so that it never expands: :math:`y = x - s\, A
 Let F be the gradient of a convex function, with Lipschitz constant :math:`\ell`. Its Jacobian H is symmetric with
 :math:`0 \preceq H \preceq \ell I`, so that of y, :math:`I - s A^\top H A`, has its eigenvalues in
 :math:`[1 - s \ell \|A\|^2, 1]`, and the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`: 1 for all
-:math:`s \le 2 / (\ell \|A\|^2)`. Two such functions make attention:
-
-.. math:: \Phi(z) = \log \textstyle\sum_k e^{z_k} \text{ of each token: } F = \mathrm{softmax},\ \ell = \tfrac12, \qquad
-          \Phi(u) = \tfrac1n \textstyle\sum_{i < j} \big(\sqrt{1 + |u_i - u_j|^2} - 1\big): \ \ell = 1
-
-In the second one the Hessian is :math:`\tfrac1n B^\top D B`, where B takes the n tokens to their differences,
-:math:`\|B\|^2 = n` (the Laplacian of the complete graph), and :math:`0 \preceq D \preceq I`.
-
-References:
-    Meunier et al., ICML 2022 (CPL: such a step with a separable function); Ramsauer et al., ICLR 2021 (attention to a
-    memory as a step on logsumexp).
+:math:`s \le 2 / (\ell \|A\|^2)`. Softmax has :math:`\ell = \tfrac12`, `attraction` 1: see
+`docs/mathematics/attention.md`, also for the sources.
 """
 
 from __future__ import annotations

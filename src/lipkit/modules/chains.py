@@ -121,7 +121,7 @@ def chain_constant(children: Iterable[nn.Module], input_shape: Shape | None) -> 
 
 
 def constants(children: Iterable[nn.Module], input_shape: Shape | None) -> list[Tensor]:
-    """The constant of each of the modules that follow each other."""
+    """The constants of modules that follow each other."""
     found: list[Tensor] = []
     before: nn.Module | None = None
     for child in children:

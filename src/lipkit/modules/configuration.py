@@ -17,12 +17,12 @@ from lipkit.modules.plain import Accepts, Stored, row_of, stored_type, stored_ty
 
 
 def flag(value: Any) -> bool:
-    """True or false."""
+    """Accepts true and false."""
     return isinstance(value, bool)
 
 
 def real(value: Any) -> bool:
-    """A finite number."""
+    """Accepts a finite number."""
     return type(value) in (int, float) and abs(value) < 1e300  # a bool is no number, and NaN compares false
 
 
@@ -54,17 +54,17 @@ def either(accepts: Accepts | None, *others: str | None) -> Accepts:
 
 
 def submodule(value: Any) -> bool:
-    """The configuration of a module."""
+    """Accepts the configuration of a module."""
     return isinstance(value, dict)
 
 
 def submodules(value: Any) -> bool:
-    """A tuple of configurations of modules."""
+    """Accepts a tuple of configurations of modules."""
     return isinstance(value, tuple)
 
 
 def mapping(value: Any) -> bool:
-    """A mapping of names to numbers."""
+    """Accepts a mapping of names to numbers."""
     return isinstance(value, dict)
 
 
@@ -75,11 +75,7 @@ MAX_DEPTH = 50
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """The configuration of one plain module, as JSON values.
-
-    Raises:
-        OptionError: the module is not in the closed list of plain modules, or has an option of another type, a tensor
-            for instance.
+    """The configuration of one plain module, as JSON values; ``OptionError`` for another module or kind of option.
 
     >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
     ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))
@@ -104,7 +100,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def build(config: Any) -> nn.Module:
-    """The module of a configuration made by :func:`describe`, its tensors unset.
+    """The module of a configuration made by `describe`, its tensors unset; ``DataError`` for what is unknown in it.
 
     Raises:
         DataError: the configuration names an unknown module or unknown arguments.

@@ -97,7 +97,7 @@ class PositionCode(Shown):
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """The layer that holds these very numbers, without gradients."""
+    """The ``nn.Linear`` that holds these tensors, not copies of them, without gradients."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
@@ -117,8 +117,9 @@ def inner_products(
 ) -> RoundingError:
     """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
 
-    ``absolute`` maps |x| to ``|W| |x| + |b|``, ``sums`` |W| to its largest row sum and column sum. ``copies`` bounds
-    how often a padding repeats an input; ``blocked``: an evaluator that sums in blocks does so here.
+    ``absolute`` maps |x| to ``|W| |x| + |b|``; ``sums`` maps |W| to its largest row sum and its largest column sum.
+    ``copies`` bounds how often padding repeats an input. ``blocked`` is False where even an evaluator that sums in
+    blocks does not.
     """
     magnitude = weight.detach().abs().double()
     depth = arithmetic.depth(terms) if blocked else terms

@@ -33,7 +33,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A bound of one value: gains ``(frame.pieces,)``, float64, non-negative."""
+    """A bound of one value: its gain, at least 0, over each piece of the frame; ``(frame.pieces,)`` float64."""
 
     frame: Frame
     gains: Tensor
@@ -58,7 +58,7 @@ class Form:
 
 
 def source() -> Form:
-    """The input itself."""
+    """The bound of the network's input itself: one piece, of gain 1."""
     return Form(Frame(), torch.ones(1, dtype=torch.float64))
 
 

@@ -139,7 +139,7 @@ class FourierConv2d(nn.Module):
 
     @property
     def whole(self) -> bool:
-        """True if its frequencies are those of the image, and its pairs complex."""
+        """True if the symbol has every frequency of the image, and complex matrices: else it is in the phase form."""
         return self.complex_pairs and self.kernel_size == (self.height, self.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class FourierConv2d(nn.Module):
 
 
 def transform_norm(matrices: list[Tensor]) -> float:
-    """Proved bound of the norm of the stored transform (and of its transpose), butterfly included."""
+    """Proved bound of the norm of the transform by these stored matrices, and of its transpose."""
     norm = 1.0
     for matrix in matrices:
         t = to_double(matrix)

@@ -63,7 +63,7 @@ class Add(Join):
 
 
 class Concatenate(Join):
-    """Values concatenated along dimension ``dim`` (the batch is 0).
+    """Values concatenated along dimension ``dim`` >= 1; 0 is the batch.
 
     Raises:
         OptionError: ``dim`` below 1.
@@ -75,7 +75,7 @@ class Concatenate(Join):
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
         if dim < 1:
-            raise OptionError(f"Concatenate: expected a dimension behind the batch, at least 1, got {dim}")
+            raise OptionError(f"Concatenate: expected a dimension after the batch, at least 1, got {dim}")
         self.dim = dim
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
 
 
 class Joining(NamedTuple):
-    """The answers of a join."""
+    """The functions by which a type of join is bounded, exported and checked for rounding."""
 
     form: Callable[[Any, Sequence[Form]], Form]  # the bound of the result from those of the values
     error: Callable[[Any, Sequence[Line]], Line]  # how far the exact result moves, from how far the values move
@@ -141,7 +141,7 @@ def beside(lines: Sequence[Line]) -> Line:
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
-    """The answers of a join that computes ``share x_1 + (1 - share) x_2``."""
+    """The `Joining` of a join that computes ``share x_1 + (1 - share) x_2``."""
 
     def lines(join: Join, given: Sequence[Line]) -> Line:
         s = float(share(join).detach())
@@ -247,7 +247,7 @@ def forms_of(
 ) -> list[Form]:
     """The bound of every value of a wiring.
 
-    ``behind`` maps the number of a module (no join) and the bounds so far to the bound of its output.
+    For a module that is no join, ``behind`` maps its number and the bounds so far to the bound of its output.
     """
     pieces = _disjoint(nodes, sources)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
@@ -354,7 +354,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
         if isinstance(node, Join):
             given = [wiring.add(_joining(node).plain(node), *given)]
         else:
-            # Look behind reshapes, as long as nothing else reads their values.
+            # Look through reshapes as long as nothing else reads their values.
             layer = given[0]
             while layer and waiting.get(layer, 1) == 1 and type(wiring.modules[layer - 1]) is Reshape:
                 (layer,) = wiring.sources[layer - 1]

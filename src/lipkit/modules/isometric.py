@@ -18,7 +18,7 @@ from lipkit.proof.arithmetic import Arithmetic, grow
 
 
 class HalfAbs(nn.Module):
-    """Absolute values in the first half of the channels (dimension 1), rounded down; the others stay. 1-Lipschitz.
+    """Absolute values of the first ``C // 2`` of C channels (dimension 1); the others stay. 1-Lipschitz.
 
     On two channels it is MaxMin between two rotations by 45 degrees, at a third of its cost.
 
@@ -65,16 +65,13 @@ class NActivation(Shown):
 
 
 class LPReLU(Shown):
-    """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz; options as ``nn.PReLU``.
+    """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz, as in deel-torchlip. Options as ``nn.PReLU``.
 
     Raises:
         OptionError: ``num_parameters`` below 1, ``init`` not finite.
 
     >>> LPReLU(init=-3.0)(torch.tensor([[-2.0, 2.0]])).tolist()
     [[2.0, 2.0]]
-
-    References:
-        The layer of this name in deel-torchlip, for k = 1.
     """
 
     def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:

@@ -55,7 +55,7 @@ def nothing(x: Tensor) -> Line:
 
 
 def entries(shape: Shape) -> int:
-    """Numbers in one sample."""
+    """Number of entries of one sample."""
     return math.prod(shape)
 
 
@@ -163,7 +163,7 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Si
             at[0], at[place] = line.at[0], line.slope
             own = RoundingBound(Line(at, line.slope), nothing(at))
             factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
-            zero = step.module(zero)  # the exact value behind the input 0
+            zero = step.module(zero)  # the exact value for the input 0
     return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, sizes, origin)
 
 

@@ -70,7 +70,7 @@ def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
 
 
 def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> nn.Module:
-    """A layer, in float64, whose outputs a normalisation maps; or the linear part of one whose ``inputs`` it scales."""
+    """A layer and the normalisation after it as one, in float64; with ``inputs`` that before it, without any bias."""
     assert isinstance(norm, _BatchNorm)
     scale, shift = running_affine(norm)
     folded: Any = copy.deepcopy(layer)
@@ -88,7 +88,7 @@ def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> 
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
-    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
+    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if no such layer does.
 
     ``shape`` is that of one sample in front of the normalisation; a reshape may stand between it and the layer.
     """
@@ -119,7 +119,7 @@ def _layer_norm(module: nn.LayerNorm, input_shape: Shape | None) -> Tensor:
     normalized = tuple(module.normalized_shape)
     if input_shape is not None and input_shape[-len(normalized) :] != normalized:
         raise ShapeError(
-            f"nn.LayerNorm: expected inputs that end in {normalized} behind the batch, got {input_shape}: it would "
+            f"nn.LayerNorm: expected inputs that end in {normalized} after the batch, got {input_shape}: it would "
             "take the batch for one of its dimensions"
         )
     return own_constant(module)
@@ -252,9 +252,7 @@ class BatchLipNorm(Center):
 class LayerCenter(Together):
     r"""Layer centring: the mean over some dimensions of a sample is subtracted; an orthogonal projection, of norm 1.
 
-    .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x
-
-    on each group of n numbers that differ in these dimensions alone.
+    .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x \qquad (n \text{ numbers in the dimensions dims})
 
     Raises:
         OptionError: no dimension, one twice, or the batch, which is 0.
@@ -275,8 +273,8 @@ class UnitNorm(Together):
 
     .. math:: y = x / \max(\|x\|_2, \epsilon)
 
-    on each group of numbers that differ in these dimensions alone: the projection onto the ball of radius eps, divided
-    by eps, so of constant :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm in it.
+    over the dimensions ``dims``: the projection onto the ball of radius eps, divided by eps, so of constant
+    :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm of x in the box.
 
     Raises:
         OptionError: no dimension, one twice, or the batch, which is 0; eps not positive and finite.
@@ -294,7 +292,7 @@ class UnitNorm(Together):
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
 
     def within(self, x: Range) -> UnitNorm:
-        """An equal map for inputs in a range, with eps as large as possible."""
+        """A module that computes the same for inputs in a range, with eps as large as possible."""
         nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))

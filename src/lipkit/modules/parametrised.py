@@ -18,7 +18,7 @@ from lipkit.modules.guarding import type_name
 
 
 def settled(module: nn.Module) -> nn.Module:
-    """The module with its own parametrised tensors (not those of its parts) as parameters of their present values.
+    """The module with its parametrised tensors, not those of its children, as plain parameters of their present values.
 
     So are the weights that the hooks of ``nn.utils.weight_norm`` and ``nn.utils.spectral_norm`` make. The values have
     the derivatives of the parametrizations. Options that are numbers of numpy become Python's. All else is shared with
@@ -27,10 +27,6 @@ def settled(module: nn.Module) -> nn.Module:
     Raises:
         NoRuleError: a value that changes between evaluations, as by spectral normalisation in training mode; a
             parametrised class that torch did not create.
-
-    >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)
-    (<class 'torch.nn.modules.linear.Linear'>, True)
     """
     if not isinstance(module, nn.Module):
         return module  # type: ignore[unreachable]  # a user's, which the look-up of its rule refuses by name

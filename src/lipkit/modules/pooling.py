@@ -38,7 +38,7 @@ def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[in
 
 
 def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> Tensor:
-    """The 1-D average pooling operator ``(outputs, n)`` in float64, which is that of an axis of an image.
+    """The matrix ``(outputs, n)`` of 1-D average pooling, or of 2-D pooling along one axis, in float64.
 
     >>> average_matrix(4, 2, 2, 0, False, True).tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
@@ -48,7 +48,7 @@ def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bo
 
 
 def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """Proved norm of :func:`average_matrix`; for n = None of every size, ``sqrt(row sum x column sum)``."""
+    """Proved norm of :func:`average_matrix`; ``sqrt(row sum x column sum)``, for every size, if n is None."""
     if n is not None:
         return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
     # Rows sum to at most 1. A window weighs pixels by 1 / kernel; at the border, if it counts fewer, by up to 1.
@@ -206,7 +206,7 @@ Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
 
 
 def window_terms(module: Average, input_shape: Shape) -> int:
-    """The most numbers in one window, and windows on one number."""
+    """The most numbers in one window, and the most windows that hold one number."""
     if isinstance(module, nn.AvgPool2d):
         return math.prod(_pair(module.kernel_size))
     if isinstance(module, EnlargeBilinear):

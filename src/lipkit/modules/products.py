@@ -150,7 +150,7 @@ _SLACK, _LEAST = 1e-6, 2.0**-100
 
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
-    """The network with limits on products and `Elementary` functions that no input with entries in the box exceeds.
+    """The network with limits on its products and `Elementary` functions that no input with entries in the box reaches.
 
     >>> from lipkit.lowering import export
     >>> from lipkit.modules import Graph

@@ -1,9 +1,8 @@
 r"""Ranges of values: interval arithmetic, entry by entry.
 
 On a box with centre c and radii r, a linear map W has the range :math:`W c \pm |W| r`, and a non-decreasing function
-has its values at both ends. No certificate rests on a range: limits are part of the network
-(`lipkit.modules.products`). Within the ranges, which have room for rounding there, the limited network equals the one
-that it was made from.
+has its values at both ends. No certificate rests on a range: the limits made from them are part of the network, and
+`lipkit.modules.products` leaves room for rounding, so that the limited network computes the same on the box.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def around(centre: Tensor, radius: Tensor) -> Range:
 
 
 def one_sign(module: Any, x: Range) -> Range:
-    """Range of a linear map whose weights have one sign in each row: ``W c +- |W r|``."""
+    """Range ``W c +- |W r|`` of a linear map W; the weights of a row all have the same sign."""
     return around(module(x.centre), module(x.radius).abs())
 
 

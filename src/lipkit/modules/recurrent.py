@@ -162,15 +162,12 @@ class Recurrent(nn.Module):
 
 
 def unitwise(phi: nn.Module) -> bool:
-    """True if phi acts on each unit alone, wherever it stands (half of the places in a block for `HalfAbs`)."""
+    """True if phi acts on each unit alone and on all alike; also for `HalfAbs`, which acts on half of a block."""
     return type(phi) is HalfAbs or (type(phi) in ACTIVATIONS and not list(phi.parameters()))
 
 
 def contraction(module: Recurrent) -> float:
-    r"""The proved rate a: states under the same inputs approach each other, :math:`\|x_t\|_P \le a^t \|x_0\|_P`.
-
-    Returns:
-        The claimed rate if the metric and the multiplier prove it, else infinity.
+    r"""The proved rate a, else infinity: states under equal inputs approach, :math:`\|x_t\|_P \le a^t \|x_0\|_P`.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
     >>> contraction(Recurrent(half, half[0], torch.eye(1), half[0, :0], nn.Identity(), 1, (0, 0), 1, 9.0, 0.75))
@@ -396,7 +393,7 @@ def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
 
 
 class Outputs(nn.Module):
-    """The outputs of an ``nn.RNN`` at all steps, without its last state: its form in traced networks."""
+    """The outputs of an ``nn.RNN`` at all steps, without its last state; stands for it in traced networks."""
 
     def __init__(self, rnn: nn.RNN) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is already plain, after `lipschitz` has refused options without a rule."""
+    """A copy of a module that is already plain; raises as `lipschitz` for options that have no rule."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):  # the proof of a matrix's norm takes long and is made where it is needed
         lipschitz(module, input_shape)
@@ -136,8 +136,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         0-d float64, differentiable (a learnable gain has a gradient) unless ``tight``.
 
     Guarantee:
-        Upper. For an exported network it is computed from the stored numbers in float64, rounding included, and
-        does not rely on the layer that made them. It is ``inf`` where a number of it is not finite.
+        Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
@@ -176,7 +176,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     """The function of ``module`` with constant weights, as a chain of plain modules in evaluation mode.
 
     This is the trust boundary: evaluation, certificates, attacks and deployment work on the result, and its bound is
-    computed from its numbers. Batch normalisation behind a convolution is folded into it.
+    computed from its numbers. Batch normalisation after a convolution is folded into it.
 
     Args:
         module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`).

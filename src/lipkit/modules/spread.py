@@ -1,8 +1,8 @@
-r"""A convolution from few channels to many: a small one in the Fourier basis, then a kernel, minus the input.
+r"""A convolution from few channels to many (`lipkit.conv.spread`): a small one in the Fourier basis, then a kernel.
 
-The layer has the symbol :math:`F S - E`, with the symbols S of the first part and F of the kernel, and E the identity
-on the channels of the input. The norm of this symbol is proved. The norms of the parts alone say little: in a Cayley
-layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
+Minus the input, it has the symbol :math:`F S - E`, with the symbols S of the first part and F of the kernel, and E the
+identity on the channels of the input. The norm of this symbol is proved. The norms of the parts alone say little: in a
+Cayley layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class SpreadConv2d(nn.Module):
         ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
 
     Cost:
-        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images. It is no
-        convolution: fast algorithms for these round differently, and some runtimes have none in float64. On a CPU, in
-        float32 and without gradients, it is oneDNN's convolution, which uses the direct algorithm.
+        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images: convolutions by
+        fast algorithms round differently. On a CPU, in float32 and without gradients, oneDNN's direct convolution.
 
     Raises:
         OptionError: parts of another type or size. ShapeError: an input of another size.
@@ -61,9 +60,6 @@ class SpreadConv2d(nn.Module):
     >>> layer = SpreadConv2d(FourierConv2d(1, 1, 4, 4, bias=False), 2, (3, 3))
     >>> layer(torch.ones(1, 1, 4, 4))[0, :, 0, 0].tolist()
     [-1.0, 0.0]
-
-    References:
-        The form is derived in `lipkit.conv.spread`.
     """
 
     weight: Tensor

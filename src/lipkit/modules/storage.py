@@ -4,8 +4,8 @@ Loading builds the modules that the configuration names (`lipkit.modules.configu
 weights file and never imports or evaluates anything that a file says.
 
 **Weights as integers** make a file nearly four times smaller, and its bound stays proved. Blocks of 64 consecutive
-numbers of a weight are stored as integers and one step, w = step * n. The product is one rounded multiplication, so
-that every machine reads the same numbers; what is proved of a network is proved of these.
+numbers of a weight are stored as integers n and one step: w = step * n. The product is one rounded multiplication, so
+every machine reads the same weights, and proofs are made from the weights that are read.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _SMALLEST = 1 << 15
 
 
 def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """Round tensors of at least 32,768 finite numbers to integers of ``bits`` bits, block by block; the others stay.
+    """Round tensors of at least 32,768 finite numbers to integers of ``bits`` bits, block by block; keep the others.
 
     n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight, and what
-    rounding the step to a narrow format adds. The steps of the blocks (blocks,) stand under the name of the tensor and
-    ``.steps``. Tensors of at most ``bits`` bits per number stay, too.
+    rounding the step to a narrow format adds. ``NAME.steps`` (blocks,) are the steps of tensor ``NAME``. Tensors with
+    at most ``bits`` bits per number are kept, too.
 
     >>> stored = to_integers({"weight": torch.randn(256, 128), "bias": torch.zeros(256)}, 8)
     >>> {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}
@@ -83,11 +83,7 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 
 def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `to_integers` stored, rounded: w = step * n in the dtype of the steps.
-
-    Raises:
-        DataError: integers without steps, or steps that are not one positive finite number for each block.
-    """
+    """The tensors that `to_integers` stored, rounded: w = step * n in the dtype of the steps."""
     integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
@@ -113,11 +109,7 @@ def _blocks(tensor: Tensor) -> Tensor:
 
 
 def sha256(network: nn.Module) -> str:
-    """Hash of the configuration and of every stored tensor (name, dtype, shape, bytes) of a plain network.
-
-    >>> a = Network([nn.ReLU()], (3,)); sha256(a) == sha256(Network([nn.ReLU()], (3,)))
-    True
-    """
+    """Hash of the configuration and of every stored tensor (name, dtype, shape, bytes) of a plain network."""
     digest = hashlib.sha256()
     for text, numbers in contents(network):
         digest.update(text.encode())
@@ -141,7 +133,7 @@ def contents(network: nn.Module) -> Contents:
 
 
 def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors of ``state_dict``, whose hooks could change what it shows."""
+    """The tensors that ``state_dict`` names, read from the modules: hooks of ``state_dict`` could show others."""
     return {
         f"{place}.{name}".removeprefix("."): tensor
         for place, module in parts(network)
@@ -267,7 +259,7 @@ def configuration(network: Network) -> dict[str, Any]:
 
 
 def rebuilt(config: dict[str, Any], tensors: dict[str, Tensor], *, run: bool = True) -> Network:
-    """The network of a configuration and of its tensors; ``run`` without numbers, at a second for the first one."""
+    """The network of a configuration and its tensors; ``run`` also checks it by a forward pass on the meta device."""
     network = _skeleton(config.get("network"), tensors, run)
     network.input_range = _input_range(config)
     network.load_state_dict(tensors, assign=True)  # shapes and dtypes are checked

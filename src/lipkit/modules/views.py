@@ -54,17 +54,17 @@ def per_channel(module: Any, values: Tensor, x: Tensor) -> Tensor:
 
 
 def reshaped(shape: Shape) -> nn.Module:
-    """The module that shows samples under this shape."""
+    """The module that gives samples this shape."""
     return nn.Flatten() if len(shape) == 1 else Reshape(*shape)
 
 
 class Together(Shown):
-    """The base of modules that take some dimensions of a sample together: from 1 on, the batch is 0."""
+    """The base of modules that act on several dimensions at once, counted with the batch as 0."""
 
     def __init__(self, *dims: int) -> None:
         super().__init__()
         if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
-            expected = "expected different dimensions behind the batch, at least 1"
+            expected = "expected different dimensions after the batch, at least 1"
             raise OptionError(f"{type(self).__name__}: {expected}, got {dims}")
         self.dims = tuple(dims)
 
@@ -127,7 +127,7 @@ class Roll(Shown):
     def __init__(self, dim: int, shift: int) -> None:
         super().__init__()
         if dim < 1:
-            raise OptionError(f"Roll: expected a dimension behind the batch, at least 1, got {dim}")
+            raise OptionError(f"Roll: expected a dimension after the batch, at least 1, got {dim}")
         self.dim, self.shift = dim, shift
 
     def forward(self, x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class Arithmetic:
 
     @property
     def stored(self) -> int:
-        """Roundings of a stored number before it is used."""
+        """How often a stored number is rounded before it is used."""
         return 1 if self.rounds_weights else 0
 
 

@@ -25,9 +25,6 @@ Values = TypeVar("Values", float, Tensor)
 def gamma(n: float, unit: float = UNIT) -> float:
     """Upper bound of the relative error of n chained operations: ``n u / (1 - n u)``, slightly enlarged, or ``inf``.
 
-    >>> gamma(10) >= 10 * UNIT, gamma(2.0**24, 2.0**-24)
-    (True, inf)
-
     Source: Higham, Accuracy and Stability of Numerical Algorithms, lemma 3.1.
     """
     product = n * unit
@@ -74,11 +71,7 @@ def next_down(value: Values) -> Values:
 
 
 def multiply_up(a: Tensor, b: Tensor) -> Tensor:
-    """``a * b`` for non-negative 0-d float64 tensors, enlarged unless it is exact.
-
-    >>> multiply_up(torch.tensor(2.0).double(), torch.tensor(1.5).double()).item()
-    3.0
-    """
+    """``a * b`` for non-negative 0-d float64 tensors, enlarged unless it is exact."""
     value = a * b
     exact = product(float(a.detach()), float(b.detach())) == float(value.detach())
     # The smallest subnormal number covers a product below the normal range.
@@ -116,11 +109,7 @@ def check_readable(a: Tensor) -> None:
 
 
 def to_double(a: Tensor) -> Tensor:
-    """``a`` in float64 or complex128: exact for every floating dtype of torch up to float64.
-
-    Raises:
-        OptionError: as `check_readable`.
-    """
+    """``a``, after `check_readable`, in float64 or complex128: exact for all floating dtypes of torch up to float64."""
     check_readable(a)
     return a.to(torch.complex128 if a.is_complex() else torch.float64)
 

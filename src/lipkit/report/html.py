@@ -27,9 +27,8 @@ REPORT = "report.html"
 def write_report(folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    Reads ``record.json`` and, if present, ``certificate.jsonl``, ``metrics.jsonl``, ``examples.safetensors`` and, for a
-    regression, ``curve.safetensors``.
-    The page holds its pictures and styles, and its content policy forbids it to load anything else.
+    Reads ``record.json`` and, if present, ``certificate.jsonl``, ``metrics.jsonl``, ``examples.safetensors`` and
+    ``curve.safetensors`` (of a regression). The page holds its pictures and styles, and may load nothing else.
 
     Raises:
         RunError, DataError: the folder has no record, or a file in it cannot be read.

@@ -140,11 +140,7 @@ def _common(
 
 
 def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord | None:
-    """Steps, samples and pace of a training from ``Run.history``; None if a row (of an older version) lacks them.
-
-    >>> seen([{"steps": 2, "samples": 100, "cpu_seconds": 0.5}], train_samples=50).samples_per_cpu_second
-    200.0
-    """
+    """Steps, samples and pace of a training from ``Run.history``; None if a row (of an older version) lacks them."""
     if not history or not all({"steps", "samples", "cpu_seconds"} <= row.keys() for row in history):
         return None
     steps, samples, seconds = (sum(row[key] for row in history) for key in ("steps", "samples", "cpu_seconds"))

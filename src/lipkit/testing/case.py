@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import LipkitError, OptionError, ShapeError
+from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice
 from lipkit.lowering import export
 from lipkit.modules import Shape, output_shape
 from lipkit.testing.reference import tolerance
@@ -97,8 +97,7 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.claim not in CLAIMS:
-            raise OptionError(f"claim: expected one of {', '.join(CLAIMS)}, got {self.claim!r}")
+        check_choice("claim", self.claim, CLAIMS)
         if self.dtype not in (torch.float32, torch.float64):
             raise OptionError(f"dtype: expected torch.float32 or torch.float64, got {self.dtype}")
         if not self.input_shapes:
@@ -151,17 +150,16 @@ class Case:
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: new and training; moved and in evaluation (if they differ, training)."""
+    """Layers to test bounds on: a new one in training mode; one with moved weights in evaluation mode.
+
+    If the modes differ, also the moved one in training mode.
+    """
     found = [case.layer(), case.moved(case.layer()).eval()]  # initial weights can be special
     return [*found, case.moved(case.layer())] if case.train_gap else found
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Relative l2 distance of two tensors: ``||a - b|| / max(||a||, ||b||)``, inf if shapes differ or it is not finite.
-
-    >>> distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
-    0.0
-    """
+    """Relative l2 distance ``||a - b|| / max(||a||, ||b||)``; inf if shapes differ or it is not finite."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double().cpu(), b.detach().double().cpu()  # subtract in float64

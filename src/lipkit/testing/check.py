@@ -84,7 +84,6 @@ def check_layer(
 
     Raises:
         LawBroken: (an ``AssertionError``) with the law, the expected and the actual value.
-        OptionError: an unknown claim, dtype or law.
 
     >>> from functools import partial
     >>> from lipkit.layers import Scale

@@ -14,11 +14,7 @@ from lipkit.modules import Shape
 
 
 def tolerance(n: int, dtype: torch.dtype, c: float = 4.0) -> float:
-    r"""Relative rounding allowance :math:`c \, n \, \varepsilon` of an operation on ``n`` numbers of this dtype.
-
-    >>> tolerance(1, torch.float64, c=1.0) == 2.0**-52
-    True
-    """
+    r"""Relative rounding allowance :math:`c \, n \, \varepsilon` of an operation on ``n`` numbers of this dtype."""
     return c * n * torch.finfo(dtype).eps
 
 

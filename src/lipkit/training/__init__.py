@@ -1,7 +1,5 @@
 """Training: options, losses, schedules, the loop and its run folders, regularisation, adversarial training."""
 
-from __future__ import annotations
-
 from lipkit.training.adversarial import PgdAdversary
 from lipkit.training.loop import Run, fit
 from lipkit.training.optim import RiemannianAdam, SpectralDescent, Together

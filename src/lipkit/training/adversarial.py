@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks.ascent import Box, check_choice
+from lipkit.attacks.ascent import Box
 from lipkit.attacks.balls import BALLS
 from lipkit.attacks.pgd import LOSSES, pgd
-from lipkit.errors import NoRuleError, OptionError, finite, interval
+from lipkit.errors import NoRuleError, OptionError, check_choice, finite, interval
+from lipkit.linalg.matrices import check_positive
 from lipkit.lowering import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
@@ -25,8 +26,8 @@ class PgdAdversary:
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
     **The attacked network** is in evaluation mode, so that the examples of a batch do not depend on each other and the
-    attack does not change running statistics; the training step is in training mode. Of a network with constrained
-    layers the ``export`` is attacked, so that weights are built once for all steps; without one, the network.
+    attack does not change running statistics; the training step is in training mode. If the network has constrained
+    layers, its ``export`` is attacked, so that weights are built once for all steps.
 
     Args:
         norm: "linf" or "l2".
@@ -61,10 +62,9 @@ class PgdAdversary:
     beside: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("norm", self.norm, tuple(BALLS))
-        check_choice("loss", self.loss, tuple(LOSSES))
-        if type(self.steps) is not int or self.steps < 1:
-            raise OptionError(f"steps: expected an integer of at least 1, got {self.steps!r}")
+        check_choice("norm", self.norm, BALLS)
+        check_choice("loss", self.loss, LOSSES)
+        check_positive(steps=self.steps)
         if self.box is not None:
             interval("box", self.box, finite=False)
         finite("eps", self.eps, positive=True)
@@ -72,11 +72,7 @@ class PgdAdversary:
             finite("step_size", self.step_size, positive=True)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-        """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient.
-
-        Raises:
-            ShapeError, OptionError: inputs outside ``box``, or targets other than labels.
-        """
+        """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient."""
         if y.is_floating_point():
             raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
         attacked = frozen(model, tuple(x.shape[1:]))

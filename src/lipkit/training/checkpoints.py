@@ -64,9 +64,9 @@ def opened(
 ) -> Iterator[Path]:  # fmt: skip
     """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
 
-    With ``name`` the run gets a folder of its own in ``folder``, see `create`. A new run's folder gets ``files``. If a
-    LipkitError or OSError ends it before its first epoch or checkpoint, such as labels that do not fit, it leaves
-    nothing, and nothing that it has not made itself is ever removed.
+    With ``name`` the run gets its own folder in ``folder``, see `create`. A new run's folder gets ``files``. If a
+    LipkitError (labels that do not fit, say) or an OSError ends the run before its first epoch or checkpoint, the files
+    that it made are removed, and no others.
 
     Raises:
         RunError: another process, thread or call holds it; a new run in a folder with a run, a name in ``taken`` or

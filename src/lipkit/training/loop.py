@@ -73,7 +73,7 @@ class Run(Shown):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left.
+        """Draw loss (left) and accuracies (right) by epoch into ``ax``, or new axes; returns the axes on the left.
 
         Raises:
             OptionError: matplotlib is not installed.
@@ -124,11 +124,7 @@ def fit(
             strategy and precision.
         changes: options by name, in place of those of ``options``: ``fit(model, data, epochs=10, lr=0.01)``.
 
-    Returns:
-        The `Run`; its model is ``model`` itself, without any wrapper.
-
     Raises:
-        OptionError: an argument is outside its documented values.
         DataError: ``data`` is none of the above, or does not fit the model or the loss.
         RunError: the run folder is taken, missing, or was started with other settings; or the loss or a weight became
             NaN or infinite (the last checkpoint is from before that).

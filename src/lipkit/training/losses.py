@@ -149,8 +149,7 @@ def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz:
     .. math:: \mathrm{CE}\bigl((y_1, \dots, y_K, y_\bot), t\bigr), \qquad
         y_\bot = \max_{i \ne j} y_i + \sqrt2 L \varepsilon, \quad j = \arg\max_i y_i
 
-    For layers without a constraint L is ``lipkit.lipschitz(network, input_shape)``, whose gradient lowers it where it
-    costs least.
+    For layers without a constraint L is ``lipkit.lipschitz(network, input_shape)``; training then lowers it, too.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> expected = math.log(2 * math.e + 1) - 1  # at the radius of the certificate the rival ties with the class

@@ -179,7 +179,7 @@ class Together(Optimizer):
         return {"state": {}, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every part (OptionError: of another number of them); the groups stay shared objects."""
+        """Load the state of every part (OptionError: another number of parts); the groups stay shared objects."""
         states = state_dict.get("parts", [])
         if len(states) != len(self.parts):
             raise OptionError(f"expected the states of {len(self.parts)} optimisers, got {len(states)}")
@@ -216,12 +216,7 @@ def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters of ``model``: semi-orthogonal ones, for the optimisers here, and the others.
-
-    >>> from lipkit.layers import StiefelLinear
-    >>> [len(part) for part in split(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]
-    [1, 3]
-    """
+    """The trained parameters of ``model``: semi-orthogonal ones, for the optimisers here, and the others."""
     free = [m.free for m in model.modules() if isinstance(m, OnManifold)]
     first = [p for p in free if isinstance(p, nn.Parameter) and p.requires_grad]
     known = {id(p) for p in first}  # ids, because == compares entries

@@ -80,8 +80,9 @@ class Totals:
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step, counted from 1; True if sums were read from the device.
 
-        ``sums`` (2,) are the losses and correct predictions of this process, of ``size`` samples in all; only labels
-        have an accuracy; ``fraction`` of training is done. A loss that is not finite raises `Divergence` in all.
+        ``sums`` (2,) are the sum of the losses and the number of correct predictions (if ``labelled``) in this process,
+        ``size`` the samples of all processes, ``fraction`` the part of training that is done. A loss that is not finite
+        raises `Divergence` in all processes.
         """
         self.labelled = labelled
         self.pending.append(sums)

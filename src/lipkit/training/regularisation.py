@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import METHODS
 from lipkit.bounds.power import farnia_lower_estimate
-from lipkit.errors import NoRuleError, OptionError, finite
+from lipkit.errors import NoRuleError, OptionError, check_choice, finite
 from lipkit.proof.roundoff import to_double
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -71,8 +71,7 @@ class LipschitzPenalty:
     l1: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.method not in PENALTIES:
-            raise OptionError(f"method: expected one of {', '.join(PENALTIES)}, got {self.method!r}")
+        check_choice("method", self.method, PENALTIES)
         finite("weight", self.weight, least=0)
         finite("l1", self.l1, least=0)
 

@@ -35,7 +35,7 @@ def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors
 
 
 def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), gamma: float = 0.1) -> float:
-    """``gamma`` > 0 to the power of the number of milestones passed.
+    """``gamma ** n`` after n of the ``milestones``; gamma is positive.
 
     ``milestones`` are ascending fractions of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
 

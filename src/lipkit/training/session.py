@@ -153,7 +153,7 @@ class Session:
                 value.copy_(state["average"][name])
 
     def save(self, final: bool = False) -> None:
-        """Write a checkpoint, unless a weight is not finite: a Divergence. A ``final`` one has no optimiser's state."""
+        """Write a checkpoint (``final``: without the optimiser's state); Divergence if a weight is not finite."""
         if (folder := self.folder) is not None:
             self.check_finite(f"before the checkpoint after epoch {self.epoch} and {self.step} steps")
             within = self.step > 0  # totals and generators belong to an unfinished epoch
@@ -224,6 +224,7 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     .. math:: a_s = d_s \, a_{s-1} + (1 - d_s) \, \theta_s, \qquad d_s = \min(d, (1 + s) / (10 + s))
 
-    Until :math:`d_s` reaches d = ``decay``, at about step 9 / (1 - d), it forgets its start faster. Steps count from 1.
+    :math:`d_s` reaches d = ``decay`` at about step s = 9 / (1 - d); until then the average forgets its start faster.
+    Steps count from 1.
     """
     get_ema_multi_avg_fn(min(decay, (1 + step) / (10 + step)))(list(average), list(parameters), step)

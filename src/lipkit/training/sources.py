@@ -42,7 +42,7 @@ def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
 
 
 def random_state(fabric: Any, generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
-    """The state of torch's global random numbers and of ``generators``, a row for each process; all must call it."""
+    """States of torch's global random numbers and of ``generators``, a row per process; all processes must call it."""
     device = fabric.device
     state = {"rng_cpu": torch.get_rng_state()}
     if device.type == "cuda":

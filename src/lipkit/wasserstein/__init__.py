@@ -1,7 +1,5 @@
 """The Wasserstein-1 distance of two distributions from samples, bounded from below by a critic of proved constant."""
 
-from __future__ import annotations
-
 from lipkit.wasserstein import wgan as wgan
 from lipkit.wasserstein.estimate import Estimate, distance
 from lipkit.wasserstein.losses import hinge_kr_loss, kr_loss

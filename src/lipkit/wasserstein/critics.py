@@ -24,9 +24,6 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
     layers of 128 and 1 units. MaxMin between, or the family's own activation. ``options`` are those of the family's
     convolution, or of its dense layer for vectors.
 
-    Raises:
-        OptionError: unknown family. ShapeError: sizes that are not positive.
-
     >>> [type(m).__name__ for m in critic((3,))]
     ['CayleyLinear', 'MaxMin', 'CayleyLinear', 'MaxMin', 'CayleyLinear']
     >>> [type(m).__name__ for m in critic((1, 8, 8), "rko")]

@@ -112,14 +112,10 @@ def distance(
 
     Guarantee:
         :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a critic is independent of its held-out
-        samples. The interval without ``diameter`` is Welch's with Student's t, whose coverage is asymptotic (on
-        unbounded supports no interval from samples alone can be proved). With ``diameter`` it is the empirical
-        Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both hold for the exact f:
-        the rounding of its values is bounded, and widens them. Neither tells how far the critic is below W1; a warning
-        is given if it was still rising.
-
-    Cost:
-        ``folds * steps`` training steps on ``2 * batch_size`` samples each.
+        samples. Without ``diameter`` the interval is Welch's, whose coverage is asymptotic. With it, the empirical
+        Bernstein bound is proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both hold for the exact
+        f: the rounding of its values is bounded, and widens them. Neither tells how far the critic is below W1; a
+        warning is given if it was still rising.
 
     Args:
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.
@@ -140,7 +136,6 @@ def distance(
 
     Raises:
         DataError, ShapeError: samples that are not as above, or further apart than ``diameter``.
-        OptionError: options outside their ranges, or a critic that does not have one output.
         NoRuleError: a critic without a proved constant.
 
     >>> x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
@@ -210,7 +205,7 @@ def fit(
     model: nn.Module, x: Tensor, y: Tensor, steps: int, batch_size: int, lr: float, loss: Loss,
     generator: torch.Generator, device: torch.device,
 ) -> list[float]:  # fmt: skip
-    """Train a critic in place, by Adam, on batches that ``generator`` draws; return the difference of means on each."""
+    """Train a critic in place, by Adam, on batches from ``generator``; return its difference of means on each batch."""
     parameters = trainable(model, "critic")
     model.train()
     optimizer, dtype, curve = torch.optim.Adam(parameters, lr=lr), parameters[0].dtype, []

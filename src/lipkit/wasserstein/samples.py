@@ -66,7 +66,6 @@ def assignment(x: Any, y: Any) -> float:
     Raises:
         ShapeError: the shapes differ. OptionError: too many samples. DataError: none, or see `as_samples`.
 
-    >>> import torch
     >>> assignment(torch.tensor([[0.0], [1.0]]), torch.tensor([[3.0], [0.0]]))
     1.0
 

@@ -94,12 +94,8 @@ def train(
         device: where to train.
         progress: called with the step, from 1, and the critic's estimate on the last batch.
 
-    Returns:
-        `Wgan`, its networks in evaluation mode.
-
     Raises:
-        OptionError: options outside their ranges, or a loss that becomes NaN or infinite.
-        DataError: samples that are not as above. ShapeError: a generator of another shape.
+        OptionError: a loss that becomes NaN or infinite.
 
     >>> x = 2 + 0.1 * torch.randn(256, 1, generator=torch.Generator().manual_seed(0))
     >>> made = train(x, latent=2, steps=60, batch_size=64).sample(500)

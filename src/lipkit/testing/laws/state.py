@@ -22,7 +22,7 @@ def _inventory(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype
 
 
 def complete(case: Case) -> dict[str, float]:
-    """Law 4: names and shapes before and after a forward pass; a finite non-zero gradient of each parameter."""
+    """Law 4: a forward pass changes no name or shape of a parameter; each parameter has a finite, non-zero gradient."""
     layer = case.layer()
     lazy = [name for name, t in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(t)]
     require(not lazy, f"expected every parameter in its final shape after __init__, got uninitialised {lazy}")
