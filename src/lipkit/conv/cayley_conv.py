@@ -188,7 +188,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Orthogonal circular convolution of ``x`` by the Cayley transform of the symbol of ``kernel`` [Cayley].
+    r"""Orthogonal circular convolution of ``x`` by the Cayley transform of the kernel's symbol, [Cayley] algorithm 1.
 
     Args:
         kernel: ``(cout, cin, kh, kw)``, real.

@@ -134,7 +134,8 @@ def exponential_conv2d(
         x: ``(B, n, h, w)`` with n <= c; missing channels are zeros.
         terms: T, the highest power.
         outputs: how many channels of the result ``(B, outputs, h, w)`` are kept, by default c.
-        way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast, products of features
+        way: 'features' (Singla & Feizi, ICML 2021, algorithm 1), 'frequencies' or 'symbol' instead of the cheapest.
+            Under autocast, products of features
             run in its dtype, all others in that of the kernel, and 'frequencies' is not chosen.
 
     Raises:

@@ -118,6 +118,9 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
 
     >>> group_sort(torch.tensor([[1.0, 5.0, 3.0, 2.0]]), 2).tolist()
     [[5.0, 1.0, 3.0, 2.0]]
+
+    References:
+        Anil, Lucas & Grosse, ICML 2019.
     """
     channels = x.shape[1]
     group_size = channels if group_size is None else group_size
