@@ -25,13 +25,7 @@ NAMES = Source("lipkit.attacks.named").keys("ATTACKS")
 @click.option("--samples", type=click.IntRange(1), help="Test samples to attack, drawn by the seed; default: all.")
 @click.option("--steps", type=click.IntRange(1), help="Steps of pgd, apgd, fab and cw; default: its own.")
 @click.option("--restarts", type=click.IntRange(1), help="Starts of pgd, apgd and fab.")
-@click.option(
-    "--seed",
-    type=click.IntRange(-(2**63), 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Of the samples and of the attack.",
-)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of samples and attack.")
 @click.option("--images", type=click.IntRange(0), default=16, show_default=True, help="Examples kept and shown.")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
 @ROOT
