@@ -3,7 +3,7 @@ r"""Projected gradient ascent in a ball (PGD), with a margin loss; l2 and l_inf.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def pgd(
 
 def _lengths(steps: int | Sequence[float]) -> Sequence[float]:
     """Length of each step as a fraction of the radius: as given, or from 1 down to 0.01 along half a cosine."""
-    if isinstance(steps, str) or not isinstance(steps, Iterable):
+    if isinstance(steps, int | float | str):
         check_integer("steps", steps, 1)
         return [0.01 + 0.99 * (1 + math.cos(math.pi * k / steps)) / 2 for k in range(steps)]
     if wrong := [length for length in steps if not 0 < length < math.inf]:
