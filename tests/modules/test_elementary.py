@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipkit import analyze, certify, export, interop, lipschitz
 from lipkit.certificates.evaluators import arithmetic, machine
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules import Cosine, Elementary, Network, Sine, local_error
+from lipkit.modules import Cosine, Elementary, Graph, Network, Product, Sine, local_error
 from lipkit.modules.elementary import CURVES
 from lipkit.modules.products import limited
 from lipkit.proof.arithmetic import FLOAT32
@@ -177,6 +177,7 @@ def test_limits_that_the_machine_rounds_are_covered() -> None:
         (torch.reciprocal, (-1.0, 1.0), "values of one sign"),
         (lambda x: 1 / x, (0.0, 1.0), "truediv.*values of one sign"),
         (torch.exp, (0.0, 800.0), "values at most 700"),
+        (torch.log, (1.0, 3.4028234e38), r"values above 0 on the box, got some in \[0.999999, inf\]"),
         (torch.exp, None, "exp, which has no Lipschitz constant on all of space; give the range"),
         (lambda x: x / x.sum(1, keepdim=True), None, "truediv.*constant divisor, got one that depends on the input"),
     ],
@@ -212,6 +213,9 @@ def test_limits_stay_outside_of_the_range_in_a_short_format() -> None:
         low, high = limited(network, (0.3, 0.7))[1].limits.double().tolist()
         assert 0.3 * (1 - 2**-6) < low < 0.3
         assert 0.7 < high < 0.7 * (1 + 2**-6)
+        square = Graph([Product(torch.ones(2, dtype=dtype))], [[0, 0]])
+        for high in (0.3, 0.7):
+            assert float(limited(Network([square], (1,)), (0.0, high))[0].nodes[0].limits.double().min()) > high
     small = limited(Network([Elementary("exp")], (1,)).half(), (-1e-8, 1e-7))[0].limits.double()
     assert bool((small.abs() > torch.tensor([1e-8, 1e-7], dtype=torch.float64)).all())  # of multiples of 6e-8
 

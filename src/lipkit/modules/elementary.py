@@ -89,9 +89,9 @@ class Elementary(Shown):
         """The limits; ``NoRuleError`` where the slope between them is not bounded."""
         low, high = to_double(self.limits).tolist()
         name, curve = self.where or self.function, CURVES[self.function]
-        if not math.isfinite(high - low):
+        if (low, high) == (-math.inf, math.inf):
             raise NoRuleError(f"{name}: {self.needs}; {REMEDY}")
-        if not (low <= high and curve.holds(low, high)):
+        if not (-math.inf < low <= high < math.inf and curve.holds(low, high)):
             expected = f"expected values {curve.where} on the box, got some in [{low:g}, {high:g}]"
             raise NoRuleError(f"{name}: {expected}, where its slope is not bounded")
         return low, high
