@@ -179,7 +179,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
         return _rounded(double, [given]), plain.within(given)
     if isinstance(plain, Elementary):
         made = plain.within(given)
-        return _rounded(copy.deepcopy(made).double(), [given]), made
+        return _rounded(copy.deepcopy(made).cpu().double(), [given]), made
     if type(plain) is not Graph:
         return _rounded(double, [given]), plain
     assert isinstance(double, Graph)
