@@ -775,7 +775,7 @@ CURVES = {  # monotone functions, the modulus of their slopes, monotone too, and
     "exp": (np.exp, math.exp, lambda low, high: high <= 700),
     "log": (np.log, lambda x: 1 / x, lambda low, high: low >= 2.0**-100),
     "sqrt": (np.sqrt, lambda x: 0.5 / math.sqrt(x), lambda low, high: low >= 2.0**-100),
-    "reciprocal": (np.reciprocal, lambda x: 1 / x**2, lambda low, high: low >= 2.0**-100 or high <= -(2.0**-100)),
+    "reciprocal": (np.reciprocal, lambda x: 1 / x / x, lambda low, high: low >= 2.0**-100 or high <= -(2.0**-100)),
 }
 FLOATING = {*SMOOTH, "Elementary", "Softmax", "Attraction", "LayerNorm", "LayerCenter", "UnitNorm", "EnlargeBilinear"}
 
@@ -785,7 +785,9 @@ def elementary(config, get, shape):
     (low, high), (function, slope, smooth) = get("limits", (2,)).tolist(), CURVES[config["function"]]
     need(-math.inf < low <= high < math.inf and smooth(low, high), f"{config['function']} between {low} and {high}")
     room = 1 + Fraction(1, 1 << 40)
-    steepest, largest = (max(abs(Fraction(float(f(v)))) for v in (low, high)) * room for f in (slope, function))
+    steepest, largest = (
+        max(abs(Fraction(float(f(v)))) for v in (low, high)) * room + ops.unit for f in (slope, function)
+    )
     return Node(shape, steepest, lambda c: function(np.clip(c, low, high)), 0, ops.rounding(64) * largest)
 
 

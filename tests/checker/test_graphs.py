@@ -303,6 +303,9 @@ def test_functions_within_limits_by_hand() -> None:
         got, lost = node.run(x, Fraction(1, 10))
         np.testing.assert_allclose(got, module.double()(torch.from_numpy(x)).numpy(), rtol=1e-15)
         assert float(lost) >= slope / 10
+    for name, ends, norm in (("exp", (-900.0, -800.0), 0), ("reciprocal", (1.0, 1e200), 1)):  # slopes that underflow
+        stored = k.Tensors({"limits": np.array(ends)})
+        assert k.build({"type": "Elementary", "function": name}, stored, (3,)).norm > norm
     for name, ends in (
         ("exp", (0.0, 701.0)), ("exp", (1.0, 0.0)), ("exp", (math.nan, 0.0)), ("exp", (-math.inf, 0.0)),
         ("log", (0.0, 1.0)), ("sqrt", (-1.0, 1.0)), ("reciprocal", (-1.0, 1.0)), ("reciprocal", (0.5, math.inf)),

@@ -18,8 +18,9 @@ from onnx import helper as H
 from torch import Tensor, nn
 
 from lipkit import analyze, certify, export, interop, lipschitz
+from lipkit.certificates.evaluators import arithmetic, machine
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules import Cosine, Elementary, Network, Sine, local_error
+from lipkit.modules import Cosine, Elementary, Graph, Network, Product, Sine, local_error
 from lipkit.modules.elementary import CURVES
 from lipkit.modules.products import limited
 from lipkit.proof.arithmetic import FLOAT32
@@ -48,10 +49,20 @@ def test_the_constant_is_the_steepest_slope_between_the_limits(name: str, low: f
     ends = sorted((-low, -low - wide)) if below and name in ("exp", "reciprocal") else [low, low + wide]
     module = Elementary(name, torch.tensor(ends, dtype=torch.float64))
     function, derivative = EXACT[name]
-    truth = np.abs(derivative(np.linspace(*ends, 2001))).max()
+    truth = np.abs(derivative(np.linspace(ends[0], ends[1], 2001))).max()
     assert truth * (1 - 1e-15) <= float(lipschitz(module)) <= truth * (1 + 1e-13)
     far = torch.tensor([[-1e9, ends[0], ends[1], 1e9]], dtype=torch.float64)
     np.testing.assert_allclose(module(far)[0], function(np.array(ends))[[0, 0, 1, 1]], rtol=1e-15)
+
+
+def test_slopes_below_and_above_all_numbers_stay_positive() -> None:
+    # d/dx 1e600 exp(x - 800) is 4e252 at x = 0; of exp alone the slope rounds to 0.
+    large = nn.Linear(1, 1, dtype=torch.float64)
+    nn.init.constant_(large.requires_grad_(False).weight, 1e300)
+    assert float(lipschitz(nn.Sequential(Elementary("exp", torch.tensor([-900.0, -800.0])), large, large))) >= 4e252
+    wide = Elementary("reciprocal", torch.tensor([1.0, 1e200], dtype=torch.float64))
+    assert 1 <= float(lipschitz(wide)) <= 1 + 1e-13
+    assert float(lipschitz(Elementary("reciprocal", wide.limits.clamp_min(1e170)))) > 0
 
 
 # A function on a box, and the supremum of its slope there in closed form.
@@ -61,7 +72,8 @@ BOXES: dict[str, tuple[Callable[[Tensor], Tensor], int, tuple[float, float], flo
     "sqrt": (torch.sqrt, 1, (0.25, 4), 1),
     "rsqrt": (torch.rsqrt, 1, (0.25, 1), 4),
     "power": (lambda x: x**-1, 1, (-3, -0.5), 4),
-    "root": (lambda x: x**0.5, 1, (0.25, 1), 1),
+    "root": (lambda x: x ** np.float64(0.5), 1, (0.25, 1), 1),
+    "stored exponent": (lambda x: x ** torch.tensor(0.5), 1, (0.25, 1), 1),
     "inverse square": (lambda x: x**-2, 1, (1, 2), 2),
     "inverse root": (lambda x: x.pow(-0.5), 1, (0.25, 1), 4),
     "constant over input": (lambda x: 3 / x, 1, (0.5, 1), 12),
@@ -148,6 +160,15 @@ def test_rounding_is_covered_and_not_far_above(module: nn.Module) -> None:
     assert float((bound / lost.clamp_min(1e-30)).min()) < 2000
 
 
+def test_limits_that_the_machine_rounds_are_covered() -> None:
+    for name, ends in (("log", (1 + 1e-9, 1 + 5e-8)), ("exp", (0.0, 80.1 - 3e-7)), ("sqrt", (4.0, 4 + 2e-7))):
+        module = Elementary(name, torch.tensor(ends, dtype=torch.float64))
+        found = arithmetic("float32", Network([module], (1,)))
+        x = torch.tensor([[0.0], [ends[0]], [90.0]], dtype=torch.float64)
+        lost = (machine(Network([module], (1,)), "float32")(x.float()).double() - module(x)).norm(dim=1)
+        assert bool((lost <= local_error(module, (1,), found)(x).error.at).all())
+
+
 @pytest.mark.parametrize(
     ("function", "box", "expected"),
     [
@@ -156,6 +177,7 @@ def test_rounding_is_covered_and_not_far_above(module: nn.Module) -> None:
         (torch.reciprocal, (-1.0, 1.0), "values of one sign"),
         (lambda x: 1 / x, (0.0, 1.0), "truediv.*values of one sign"),
         (torch.exp, (0.0, 800.0), "values at most 700"),
+        (torch.log, (1.0, 3.4028234e38), r"values above 0 on the box, got some in \[0.999999, inf\]"),
         (torch.exp, None, "exp, which has no Lipschitz constant on all of space; give the range"),
         (lambda x: x / x.sum(1, keepdim=True), None, "truediv.*constant divisor, got one that depends on the input"),
     ],
@@ -178,8 +200,9 @@ def test_limits_of_a_file_that_bound_nothing_are_refused() -> None:
             lipschitz(network)
     with pytest.raises(OptionError, match="expected one of exp, log"):
         Elementary("tan")
-    with pytest.raises(OptionError, match="a lower and an upper limit"):
-        Elementary("exp", torch.zeros(3))
+    for limits in (torch.zeros(3), torch.tensor([0, 1])):
+        with pytest.raises(OptionError, match="a lower and an upper limit"):
+            Elementary("exp", limits)
 
 
 def test_limits_stay_outside_of_the_range_in_a_short_format() -> None:
@@ -190,6 +213,18 @@ def test_limits_stay_outside_of_the_range_in_a_short_format() -> None:
         low, high = limited(network, (0.3, 0.7))[1].limits.double().tolist()
         assert 0.3 * (1 - 2**-6) < low < 0.3
         assert 0.7 < high < 0.7 * (1 + 2**-6)
+        square = Graph([Product(torch.ones(2, dtype=dtype))], [[0, 0]])
+        for high in (0.3, 0.7):
+            assert float(limited(Network([square], (1,)), (0.0, high))[0].nodes[0].limits.double().min()) > high
+    small = limited(Network([Elementary("exp")], (1,)).half(), (-1e-8, 1e-7))[0].limits.double()
+    assert bool((small.abs() > torch.tensor([1e-8, 1e-7], dtype=torch.float64)).all())  # of multiples of 6e-8
+
+
+def test_a_box_whose_centre_is_rounded() -> None:
+    for low, high in ((1e16, 1e16 + 2), (1e308, 1.7e308)):
+        plain = export(Lambda(lambda x, _: torch.exp(torch.sin(x)), nn.Linear(1, 1)).double(), (1,), box=(low, high))
+        x = torch.tensor([[low], [high]], dtype=torch.float64)
+        torch.testing.assert_close(plain(x), x.sin().exp(), rtol=1e-15, atol=0)
 
 
 def test_operators_of_onnx_on_a_box(tmp_path: Path) -> None:

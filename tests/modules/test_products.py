@@ -192,7 +192,7 @@ def test_forged_limits_bound_nothing_that_is_not_so() -> None:
 
 
 def test_refusals() -> None:
-    for bad in (torch.tensor([1.0]), torch.tensor([1.0, -1.0]), torch.tensor([1.0, math.nan])):
+    for bad in (torch.tensor([1.0]), torch.tensor([1.0, -1.0]), torch.tensor([1.0, math.nan]), torch.tensor([5, 5])):
         with pytest.raises(OptionError, match="two limits"):
             Product(bad)
     with pytest.raises(OptionError, match="sizes of at least 1"):

@@ -376,7 +376,8 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
 @plain(operator.pow, torch.pow, torch.square, "pow", "square", place=viewed)
 def _power(call: Build, x: Operand, exponent: Any = 2) -> int:
     value, n = call.same_format(x).number, call.constant(exponent, "exponent")
-    known = isinstance(n, int | float) and n in (-2, -1, -0.5, 0.5, 2, 3, 4)
+    n = float(n) if isinstance(n, int | float) or (isinstance(n, Tensor) and not n.ndim) else n
+    known = isinstance(n, float) and n in (-2, -1, -0.5, 0.5, 2, 3, 4)
     call.require(known, f"expected -2, -1, -0.5, 0.5, 2, 3 or 4 as exponent, got {n}")
     names = ["sqrt"] * (n in (-0.5, 0.5)) + ["reciprocal"] * (n < 0)
     for name in names:

@@ -42,7 +42,7 @@ CURVES = {
     "log": Curve(torch.log, lambda x: 1 / x, lambda low, high: low >= _LEAST, "above 0"),
     "sqrt": Curve(torch.sqrt, lambda x: 0.5 / math.sqrt(x), lambda low, high: low >= _LEAST, "above 0"),
     "reciprocal": Curve(
-        torch.reciprocal, lambda x: 1 / x**2, lambda low, high: low >= _LEAST or high <= -_LEAST, "of one sign"
+        torch.reciprocal, lambda x: 1 / x / x, lambda low, high: low >= _LEAST or high <= -_LEAST, "of one sign"
     ),
 }
 """The functions by name."""
@@ -67,8 +67,9 @@ class Elementary(Shown):
             raise OptionError(f"Elementary: expected one of {', '.join(CURVES)}, got {function!r}")
         self.function = function
         limits = torch.tensor([-math.inf, math.inf], dtype=torch.float32) if limits is None else limits
-        if limits.shape != (2,):
-            raise OptionError(f"Elementary: expected a lower and an upper limit, got shape {tuple(limits.shape)}")
+        if limits.shape != (2,) or not limits.is_floating_point():
+            got = f"got {limits.dtype} of shape {tuple(limits.shape)}"
+            raise OptionError(f"Elementary: expected a lower and an upper limit in floating point, {got}")
         self.register_buffer("limits", limits.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,9 +89,9 @@ class Elementary(Shown):
         """The limits; ``NoRuleError`` where the slope between them is not bounded."""
         low, high = to_double(self.limits).tolist()
         name, curve = self.where or self.function, CURVES[self.function]
-        if not math.isfinite(high - low):
+        if (low, high) == (-math.inf, math.inf):
             raise NoRuleError(f"{name}: {self.needs}; {REMEDY}")
-        if not (low <= high and curve.holds(low, high)):
+        if not (-math.inf < low <= high < math.inf and curve.holds(low, high)):
             expected = f"expected values {curve.where} on the box, got some in [{low:g}, {high:g}]"
             raise NoRuleError(f"{name}: {expected}, where its slope is not bounded")
         return low, high
@@ -98,9 +99,10 @@ class Elementary(Shown):
     def within(self, x: Range) -> Self:
         """A copy that is equal for inputs in a range, with limits as narrow as possible."""
         made = copy.deepcopy(self)
-        slack = max(1e-6, torch.finfo(self.limits.dtype).eps)  # what rounding the limits takes
-        low, high = float(x.low.min()), float(x.high.max())
-        found = self.limits.new_tensor([low - slack * abs(low), high + slack * abs(high)], dtype=torch.float64)
+        info, low, high = torch.finfo(self.limits.dtype), float(x.low.min()), float(x.high.max())
+        # What rounding the limits takes, below the normal range too.
+        down, up = (max(1e-6, info.eps) * max(abs(end), info.tiny * (end != 0)) for end in (low, high))
+        found = self.limits.new_tensor([low - down, high + up], dtype=torch.float64)
         old = self.limits.double()  # narrower ones stay
         made.limits = torch.stack((torch.maximum(old[0], found[0]), torch.minimum(old[1], found[1]))).to(self.limits)
         made.ends()
@@ -108,17 +110,19 @@ class Elementary(Shown):
 
 
 def _constant(module: Elementary, input_shape: Shape | None) -> float:
-    return grow(grow(max(map(CURVES[module.function].slope, module.ends()))))  # three roundings in float64
+    slopes = map(CURVES[module.function].slope, module.ends())
+    return grow(grow(max(*slopes, 2.0**-1000)))  # three roundings in float64, and underflow
 
 
 def _error(module: Elementary, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    low, high = module.ends()
+    (low, high), curve = module.ends(), CURVES[module.function]
     ends = torch.tensor([low, high], dtype=torch.float64)
-    largest = grow(float(CURVES[module.function].function(ends).abs().amax()) * (1 + 2.0**-40))
+    largest = grow(float(curve.function(ends).abs().amax()) * (1 + 2.0**-40))
+    moved = arithmetic.stored * max(abs(end) * curve.slope(end) for end in (low, high))  # by limits that are rounded
     # A limit that the machine takes for 0 is no limit.
     lost = math.inf if module.function != "exp" and float(ends.abs().amin()) < arithmetic.tiny else 0.0
     most = max(largest, abs(low), abs(high))
-    return pointwise(0.0, LIBRARY * largest, lost, input_shape, arithmetic, most)
+    return pointwise(0.0, LIBRARY * largest + moved, lost, input_shape, arithmetic, most)
 
 
 def _range(module: Elementary, x: Range) -> Range:

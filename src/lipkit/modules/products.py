@@ -47,8 +47,9 @@ class Limited(Join):
     def __init__(self, limits: Tensor | None = None) -> None:
         super().__init__()
         limits = torch.full((2,), math.inf, dtype=torch.float32) if limits is None else limits
-        if limits.shape != (2,) or not (limits.is_meta or bool((limits >= 0).all())):
-            raise OptionError(f"{type(self).__name__}: expected two limits >= 0, got {limits.tolist()}")
+        fits = limits.shape == (2,) and limits.is_floating_point()
+        if not fits or not (limits.is_meta or bool((limits >= 0).all())):
+            raise OptionError(f"{type(self).__name__}: expected two limits >= 0 in floating point, got {limits}")
         self.register_buffer("limits", limits.detach().clone())
 
     def clipped(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -178,7 +179,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
         return _rounded(double, [given]), plain.within(given)
     if isinstance(plain, Elementary):
         made = plain.within(given)
-        return _rounded(copy.deepcopy(made).double(), [given]), made
+        return _rounded(copy.deepcopy(made).cpu().double(), [given]), made
     if type(plain) is not Graph:
         return _rounded(double, [given]), plain
     assert isinstance(double, Graph)
@@ -186,7 +187,8 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
     for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
         parts = [values[value] for value in read]
         if isinstance(node, Limited):
-            largest = torch.tensor([max(part.largest, _LEAST) for part in parts], dtype=torch.float64) * (1 + _SLACK)
+            slack = max(_SLACK, torch.finfo(node.limits.dtype).eps)
+            largest = torch.tensor([max(part.largest, _LEAST) for part in parts], dtype=torch.float64) * (1 + slack)
             if not bool(largest.isfinite().all()):
                 name = node.where or type(node).__name__
                 raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")

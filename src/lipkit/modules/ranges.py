@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lipkit.proof.roundoff import next_up
+
 
 class Range(NamedTuple):
     """Lowest and highest value of each entry, float64, ``(1, *shape)``."""
@@ -22,12 +24,12 @@ class Range(NamedTuple):
     @property
     def centre(self) -> Tensor:
         """Middle of each interval."""
-        return (self.low + self.high) / 2
+        return self.low / 2 + self.high / 2
 
     @property
     def radius(self) -> Tensor:
-        """Half of the width."""
-        return (self.high - self.low) / 2
+        """The largest distance from the `centre` as it is rounded."""
+        return next_up(torch.maximum(self.high - self.centre, self.centre - self.low))
 
     @property
     def largest(self) -> float:
