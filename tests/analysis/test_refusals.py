@@ -72,7 +72,7 @@ REFUSED = {
     "largest ones": (lambda s, x: x - torch.topk(x, 1).values, "torch.topk"),
     "two moving arguments of a linear": (
         lambda s, x: torch.matmul(x.view(-1, 2, 2), x.view(-1, 2, 2)).flatten(1),
-        "constant matrix",
+        "one factor to be constant",
     ),
 }
 

@@ -608,7 +608,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "batch norm at work": ((4, 3), lambda s, x: F.batch_norm(x, None, None, training=True), "each sample alone"),
     "instance norm": (I, lambda s, x: F.instance_norm(x), "instance_norm"),
     "local response": (I, lambda s, x: F.local_response_norm(x, 2), "record|local_response_norm|functional"),
-    "normalised by another norm": (V, lambda s, x: F.normalize(x, p=1), "expected the norm p=2, got .1"),
+    "normalised by another norm": (V, lambda s, x: F.normalize(x, p=1), "expected the norm p=2, got 1"),
     "places of maxima": (I, lambda s, x: F.max_pool2d(x, 2, return_indices=True)[0], "max_pool2d_with_indices"),
     "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
     "overlapping windows": (I, lambda s, x: F.adaptive_max_pool2d(x, 4), "AdaptiveMaxPool2d.*divides"),

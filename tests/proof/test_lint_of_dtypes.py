@@ -72,6 +72,8 @@ EXCEPTIONS = {
     "lipkit/modules/normalization.py:_export_center": STORED,
     "lipkit/modules/normalization.py:Center.forward": "statistics of training",
     "lipkit/modules/normalization.py:BatchLipNorm.forward": "statistics of training",
+    "lipkit/modules/elementary.py:Elementary.forward": MACHINE,
+    "lipkit/modules/elementary.py:Elementary.within": STORED,
     "lipkit/modules/products.py:Limited.clipped": MACHINE,
     "lipkit/modules/products.py:_through": STORED,
     "lipkit/modules/fourier.py:FourierConv2d.from_symbol": STORED,

@@ -78,7 +78,7 @@ class Elementary(Shown):
 
     @property
     def needs(self) -> str:
-        """What a message says where the limits are unknown."""
+        """The words of a message where the limits are unknown."""
         if self.function == "reciprocal":
             expected = "expected a constant divisor, got one that depends on the input"
             return f"{expected}: such a quotient has no Lipschitz constant on all of space"

@@ -115,7 +115,7 @@ class MatrixProduct(Limited):
 
 
 ToLimit = Limited | Elementary
-"""What has a constant within limits alone."""
+"""Modules that have a constant within limits alone."""
 
 
 def refuse_unlimited(network: nn.Module) -> None:
