@@ -99,6 +99,11 @@ def test_bounded_and_exported_on_a_box(name: str) -> None:
     assert float(torch.linalg.matrix_norm(slopes, 2).max()) <= found.upper
 
 
+def test_a_graph_of_plain_modules_is_limited_on_a_box() -> None:
+    graph = Graph([Elementary("exp"), Product()], [[0], [0, 1]])  # x e^x, steepest at 1
+    assert 2 * math.e <= analyze(graph, (1,), box=(0.0, 1.0), restarts=0).upper <= 2 * math.e * (1 + 1e-5)
+
+
 def test_written_networks_on_a_box() -> None:
     torch.manual_seed(0)
     centres = torch.randn(7, 2)
@@ -228,7 +233,12 @@ def test_a_box_whose_centre_is_rounded() -> None:
 
 
 def test_operators_of_onnx_on_a_box(tmp_path: Path) -> None:
-    stored = {"w": np.eye(3, dtype=np.float32), "half": np.float32(0.5), "minus": np.float32(-2.0)}
+    stored = {
+        "w": np.eye(3, dtype=np.float32),
+        "half": np.float32(0.5),
+        "minus": np.float32(-2.0),
+        "four": np.float32(4.0),
+    }
     nodes = [
         H.make_node("MatMul", ["x", "w"], ["a"]),
         H.make_node("Sin", ["a"], ["b"]),
@@ -240,7 +250,8 @@ def test_operators_of_onnx_on_a_box(tmp_path: Path) -> None:
         H.make_node("Div", ["c", "a"], ["h"]),
         H.make_node("Pow", ["a", "half"], ["i"]),
         H.make_node("Pow", ["a", "minus"], ["j"]),
-        H.make_node("Sum", [*"efghij"], ["y"]),
+        H.make_node("Pow", ["a", "four"], ["k"]),
+        H.make_node("Sum", [*"efghijk"], ["y"]),
     ]
     ends = [H.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
     tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]

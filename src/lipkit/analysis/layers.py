@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError
-from lipkit.lowering import export, lipschitz
+from lipkit.lowering import lipschitz
 from lipkit.lowering.build import Bounded
 from lipkit.lowering.interpreter import Interpreter
 from lipkit.modules import Network, Shape
@@ -26,7 +26,7 @@ from lipkit.modules.graph import Graph, Join, forms_of
 from lipkit.modules.guarding import guard
 from lipkit.modules.normalization import LINEAR, NORMS, foldable, running_affine, scaled_layer
 from lipkit.modules.products import ToLimit, limited
-from lipkit.modules.registry import output_shape
+from lipkit.modules.registry import export_plain, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.roundoff import gamma, up
 
@@ -123,6 +123,10 @@ class LayerBound:
     factor: float
 
 
+def _to_limit(module: nn.Module) -> bool:
+    return any(isinstance(part, ToLimit) for part in module.modules())
+
+
 class Constants:
     """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
 
@@ -138,7 +142,7 @@ class Constants:
         self._labels = [lowering.labels[value - 1] for value in values]
         shapes = lowering.shapes()
         self._shapes = {i: shapes[value] for i, value in enumerate((0, *values)) if value in shapes}
-        if box is not None and any(isinstance(module, ToLimit) for module in self._modules):
+        if box is not None and any(map(_to_limit, self._modules)):
             self._modules = self._limited(box)
         self._readers: dict[int, list[int]] = collections.defaultdict(list)
         for i, read in enumerate(self._sources):
@@ -164,10 +168,10 @@ class Constants:
         for m, read in zip(self._modules, self._sources, strict=True):
             chain: list[nn.Module] = []
             if not isinstance(m, Join | ToLimit):
-                chain = list(export(m, shape := self._shape(read[0]))) or [Reshape(*shape)]
+                chain = list(export_plain(m, shape := self._shape(read[0]))) or [Reshape(*shape)]
             nodes.append(Graph(chain, [[i] for i in range(len(chain))]) if chain else m)  # one node, with its ranges
         found = limited(Network([Graph(nodes, self._sources)], self._shape(0)), box)[0].nodes
-        return [new if isinstance(new, ToLimit) else m for new, m in zip(found, self._modules, strict=True)]
+        return [new if _to_limit(m) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
         """Shape of one sample of a value; for a value inside of a call, found by running zeros."""

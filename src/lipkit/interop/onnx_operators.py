@@ -86,8 +86,8 @@ def _power(c: Call) -> Any:
     if not c.moving:
         return torch.pow(c.x, c.weight(1)).to(c.x.dtype)  # ONNX keeps the format of the base
     exponent = c.numbers("", 1)
-    if 0 not in c.moving or exponent not in (-2, -1, -0.5, 0.5, 1, 2, 3):
-        raise c.refuse("one of the powers -2, -1, -0.5, 0.5, 1, 2 and 3", f"{exponent}")
+    if 0 not in c.moving or exponent not in (-2, -1, -0.5, 0.5, 1, 2, 3, 4):
+        raise c.refuse("one of the powers -2, -1, -0.5, 0.5, 1, 2, 3 and 4", f"{exponent}")
     return c.x ** float(exponent) if exponent not in (1, 2, 3) else reduce(torch.mul, [c.x] * int(exponent))
 
 
