@@ -33,7 +33,7 @@ class RegressionEvaluation(Shown):
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
         search: the steepest pair of inputs found; ``search.lower`` is their slope, less what rounding may have added.
-        output_slopes: (d,) the steepest slope seen of each output, between that pair or neighbouring samples, likewise.
+        output_slopes: (d,) the steepest slope of each output, between that pair or neighbouring samples, less rounding.
         times: seconds.
     """
 

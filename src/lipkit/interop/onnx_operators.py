@@ -121,8 +121,9 @@ def _reduced(name: str, c: Call) -> Any:
         return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)
     if name == "norm":
         return torch.linalg.vector_norm(c.x, 2, axes, keep)
-    x = {"abs": c.x.abs, "square": c.x.square}.get(name, lambda: c.x)()
-    return getattr(x, "sum" if name in ("abs", "square") else name)(axes, keepdim=keep)
+    if name in ("abs", "square"):
+        return getattr(c.x, name)().sum(axes, keepdim=keep)
+    return getattr(c.x, name)(axes, keepdim=keep)
 
 
 # The same numbers in another order.

@@ -299,7 +299,7 @@ plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, valu
 @plain(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> Value:
     if isinstance(y, Operand):
-        inverse: Any = call.add(call.named(Elementary("reciprocal")), call.broadcast(y))
+        inverse: Any = _steep(call, call.broadcast(y).number, ["reciprocal"])
         return _mul(call, x, replace(call.results[0], number=inverse))
     if call.bounding:
         smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
@@ -380,21 +380,24 @@ def _power(call: Build, x: Operand, exponent: Any = 2) -> int:
     known = isinstance(n, float) and n in (-2, -1, -0.5, 0.5, 2, 3, 4)
     call.require(known, f"expected -2, -1, -0.5, 0.5, 2, 3 or 4 as exponent, got {n}")
     names = ["sqrt"] * (n in (-0.5, 0.5)) + ["reciprocal"] * (n < 0)
-    for name in names:
-        value = call.add(call.named(Elementary(name)), value)
+    value = _steep(call, value, names)
     base = value
     for _ in range(int(abs(n)) - 1):
         value = call.add(call.named(Product()), value, base)
     return value
 
 
+def _steep(call: Build, value: int, names: Sequence[str]) -> int:
+    """`Elementary` functions of these names, one after the other."""
+    for name in names:
+        value = call.add(call.named(Elementary(name)), value)
+    return value
+
+
 def _elementary(*targets: Callable[..., Any] | str, names: Sequence[str]) -> None:
     @plain(*targets, place=viewed)
     def rule(call: Build, x: Operand) -> int:
-        value = call.same_format(x).number
-        for name in names:
-            value = call.add(call.named(Elementary(name)), value)
-        return value
+        return _steep(call, call.same_format(x).number, names)
 
 
 _elementary(torch.exp, "exp", "exp_", names=["exp"])

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, check_choice
 from lipkit.modules.activations import LIBRARY, pointwise
 from lipkit.modules.configuration import either
 from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, Stored, add_plain
@@ -63,8 +63,7 @@ class Elementary(Shown):
 
     def __init__(self, function: str, limits: Tensor | None = None) -> None:
         super().__init__()
-        if function not in CURVES:
-            raise OptionError(f"Elementary: expected one of {', '.join(CURVES)}, got {function!r}")
+        check_choice("Elementary", function, CURVES)
         self.function = function
         limits = torch.tensor([-math.inf, math.inf], dtype=torch.float32) if limits is None else limits
         if limits.shape != (2,) or not limits.is_floating_point():
