@@ -46,7 +46,7 @@ FLAWS = """() => {
 
 
 # Of a test with more cases than this, as many are fast, evenly spread.
-FAST_CASES = 8
+FAST_CASES = 3
 
 
 @pytest.hookimpl(tryfirst=True)

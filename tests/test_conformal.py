@@ -53,6 +53,7 @@ def test_sets_are_those_of_the_definition() -> None:
     assert "probability at least 0.9" in str(moved)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alpha", [0.05, 0.1, 0.4])
 def test_coverage_of_exchangeable_samples_is_what_was_asked_for(alpha: float) -> None:
     # With (n + 1)(1 - alpha) whole and continuous scores, the coverage is exactly 1 - alpha.
@@ -173,6 +174,7 @@ def test_an_alpha_that_no_calibration_reaches_is_refused(alpha: object) -> None:
     assert found.predict_set(x, 0.1).sets.shape == (9, 3)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.randn(9, 4)
     found = conformal.calibrate(classifier(), x, torch.randint(3, (9,)))

@@ -68,6 +68,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert float((a - b).abs().max()) <= tolerance * float(1 + b.abs().max()), (a - b).abs().max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("evaluator", ["float64", "float32", "float32_blocked", "integer"])
 def test_certificates(device: str, evaluator: str) -> None:
     network = exported(dense_net(), "cpu")
@@ -81,6 +82,7 @@ def test_certificates(device: str, evaluator: str) -> None:
     assert there.constant == pytest.approx(here.constant, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_certificates_of_convolutions(device: str) -> None:
     x = samples(5, 3, 8, 8)
     network = exported(conv_net(), device)
@@ -122,6 +124,7 @@ def test_local_certificates(device: str, make: Callable[[], nn.Module]) -> None:
     assert (there.radius > 0).all()
 
 
+@pytest.mark.thorough
 def test_other_certificates(device: str, tmp_path: Path) -> None:
     network, x = exported(dense_net(1), device), samples(8, 6)
     certificates.certify_regression(network, x, torch.zeros(8, 1), delta=0.1, device=device)
@@ -184,6 +187,7 @@ def test_recurrent_layers(device: str, kind: str) -> None:
     close(plain(u.to(device)), a, 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["adam", "spectral"])
 def test_training(device: str, optimizer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -206,6 +210,7 @@ def test_adversarial_training_and_penalties(device: str) -> None:
     assert np.isfinite(run.history[-1]["loss"])
 
 
+@pytest.mark.thorough
 def test_other_models(device: str) -> None:
     torch.manual_seed(0)
     for model, shape in (

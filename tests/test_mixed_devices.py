@@ -168,6 +168,7 @@ def test_the_device_refuses_what_cuda_refuses(device: torch.device) -> None:
         x.numpy()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in ("cpl", "sll", "svcm"))) for n in families.names()]
 )
@@ -231,6 +232,7 @@ def runtimes(folder: Path) -> None:
     interop.write_program(network, folder / "net.pt2")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "use",
     [tight, monotone, labels_there, scores_of_both, outputs_there, box_there, recurrent, runtimes],
@@ -240,6 +242,7 @@ def test_uses(device: torch.device, tmp_path: Path, use: Callable[[Path], None])
     use(tmp_path)
 
 
+@pytest.mark.thorough
 def test_local_certificates(device: torch.device) -> None:
     x = torch.rand(2, 3).to(device)
     network = there(mlp(), 3)

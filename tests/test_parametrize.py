@@ -62,6 +62,7 @@ MADE: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_norms_are_proved_and_reached(name: str) -> None:
     make, shape, share = LAYERS[name]
@@ -78,6 +79,7 @@ def test_norms_are_proved_and_reached(name: str) -> None:
     assert all(torch.equal(large.train(mode).weight, layer.weight) for mode in (True, False))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "size"), [({}, 5), ({"groups": 2}, 8), ({"stride": 2}, 6), ({}, 3)])
 def test_circular_norms_of_one_size_are_exact(options: dict[str, int], size: int) -> None:
     layer = nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", **options)
@@ -99,6 +101,7 @@ def test_circular_norms_of_sizes_that_do_not_fit_are_those_of_every_size(options
     assert 0.3 < norm(made, (4, size, size)) <= 1
 
 
+@pytest.mark.thorough
 def test_what_torch_takes_for_the_norm_of_a_convolution_is_not() -> None:
     layer = nn.Conv2d(4, 4, 3, padding=1)
     with torch.no_grad():
@@ -124,6 +127,7 @@ def test_training_divides_by_an_estimate_near_the_proved_norm(name: str) -> None
     assert torch.allclose((forward(v) * y).sum(), (v * back(y)).sum())
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_of_the_quotient() -> None:
     layer = spectral_norm(nn.Linear(3, 3).double())
     for _ in range(300):
@@ -183,6 +187,7 @@ def test_a_family_starts_near_a_weight_or_refuses_it() -> None:
         orthogonal(nn.Conv2d(2, 2, 3), "aoc").weight = torch.ones(2, 2, 3, 3)
 
 
+@pytest.mark.thorough
 def test_a_network_in_one_line_and_its_bound() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU(), nn.Flatten())
     net.append(nn.Linear(8 * 16, 10))

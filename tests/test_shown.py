@@ -65,6 +65,7 @@ def results(classifier: Network, samples: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_print_takes_at_most_a_screen(results: dict[str, Any]) -> None:
     for name, result in results.items():
         lines = str(result).splitlines()
@@ -117,6 +118,7 @@ def test_long_results_are_cut_and_others_cannot_move_the_cursor() -> None:
     assert "75 lines more" not in screen("a\n" * 25)
 
 
+@pytest.mark.thorough
 def test_the_plots_are_the_figures(results: dict[str, Any]) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")

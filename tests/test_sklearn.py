@@ -63,6 +63,7 @@ def test_tools_of_scikit_learn(iris: LipschitzClassifier, tmp_path: Path) -> Non
         np.testing.assert_array_equal(back.predict_proba(X), iris.predict_proba(X))
 
 
+@pytest.mark.thorough
 def test_the_constant_is_proved_and_kept(iris: LipschitzClassifier, diabetes: LipschitzRegressor) -> None:
     assert 0 < iris.lipschitz_ <= iris.lipschitz
     assert 0 < diabetes.lipschitz_ <= diabetes.lipschitz * DIABETES[1].std() * (1 + 1e-12)
@@ -80,6 +81,7 @@ def attack(model: LipschitzClassifier, X: np.ndarray, y: np.ndarray, eps: float)
     return moved.detach().numpy() * model.scale_ + model.mean_
 
 
+@pytest.mark.thorough
 def test_certificates_sets_and_worst_cases_hold_under_attack() -> None:
     order = np.random.default_rng(0).permutation(569)
     X, y = CANCER[0][order], CANCER[1][order]
@@ -117,6 +119,7 @@ def test_rounding_of_the_scaling_counts_at_the_mean_and_eps_is_checked(iris: Lip
             iris.worst_case(mean, eps)
 
 
+@pytest.mark.thorough
 def test_intervals_and_worst_cases_of_a_regression(diabetes: LipschitzRegressor) -> None:
     X, y = SCALED
     model = clone(diabetes).fit(X[:200], y[:200]).calibrate(X[200:320], y[200:320])
@@ -130,6 +133,7 @@ def test_intervals_and_worst_cases_of_a_regression(diabetes: LipschitzRegressor)
     assert model.certify(X, y, 0.2).deviation == pytest.approx(0.2 * model.lipschitz_, rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(), (16,), (16, 16)])
 def test_monotone_features(sizes: tuple[int, ...]) -> None:
     X, y = SCALED
@@ -148,6 +152,7 @@ def test_monotone_features(sizes: tuple[int, ...]) -> None:
     assert binary.score(X, y) > 0.9
 
 
+@pytest.mark.thorough
 def test_weights_are_repeated_rows_bit_for_bit() -> None:
     X, y = IRIS
     weights = np.random.default_rng(0).integers(0, 4, len(y))
@@ -220,6 +225,7 @@ def test_bad_input_gets_one_sentence(changes: dict[str, object], data: tuple[obj
         LipschitzClassifier(**SMALL | changes).fit(*data)
 
 
+@pytest.mark.thorough
 def test_labels_are_strings_of_any_dtype_and_others_are_named() -> None:
     X, y = np.arange(12.0)[:, None], np.array(["no", "yes"])[np.arange(12) // 6]
     for labels in (y, y.astype(object), y.tolist()):
@@ -230,6 +236,7 @@ def test_labels_are_strings_of_any_dtype_and_others_are_named() -> None:
                 model.certify(X[:2], other)
 
 
+@pytest.mark.thorough
 def test_sets_need_a_calibration_that_is_large_enough(iris: LipschitzClassifier) -> None:
     X, y = IRIS
     with pytest.raises(NotFittedError, match=r"expected calibrate\(X, y\)"):
@@ -264,6 +271,7 @@ def test_worst_cases_of_huge_inputs_hold(iris: LipschitzClassifier, scale: float
     assert ((low >= 0) & (high > 0) & (low <= high)).all()
 
 
+@pytest.mark.thorough
 def test_constant_features_do_not_count() -> None:
     X, y = CANCER
     model = LipschitzClassifier(**SMALL).fit(np.column_stack((X, np.full(len(X), 0.1))), y)

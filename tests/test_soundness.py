@@ -28,6 +28,7 @@ def test_the_first_draws_hold() -> None:
         assert (kind.__name__, "refused") in found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", soundness_modules.KINDS, ids=lambda kind: kind.__name__)
 def test_the_first_draws_of_odd_options_hold(kind: Any) -> None:
     assert len(draws(4, kinds=[kind])) == 4
@@ -47,6 +48,7 @@ def test_it_sees_a_bound_that_is_too_small(monkeypatch: pytest.MonkeyPatch, kind
         draws(40, kinds=[getattr(soundness, kind)])
 
 
+@pytest.mark.thorough
 def test_it_sees_a_radius_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lipkit.certify
 
@@ -59,6 +61,7 @@ def test_it_sees_a_radius_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> 
         draws(150, kinds=[soundness.networks])
 
 
+@pytest.mark.thorough
 def test_it_sees_a_graph_whose_bound_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lipkit.analyze
 
@@ -88,6 +91,7 @@ def test_it_sees_a_quotient_that_passes_through_float32(monkeypatch: pytest.Monk
         draws(20, kinds=[soundness_modules.integer_programs])
 
 
+@pytest.mark.thorough
 def test_it_sees_a_radius_of_integers_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lipkit.certify
 
@@ -100,6 +104,7 @@ def test_it_sees_a_radius_of_integers_that_is_too_large(monkeypatch: pytest.Monk
         draws(20, kinds=[soundness_modules.integer_programs])
 
 
+@pytest.mark.thorough
 def test_it_sees_a_product_whose_range_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lipkit.export
 
@@ -126,6 +131,7 @@ def test_it_sees_a_softmax_over_the_batch(monkeypatch: pytest.MonkeyPatch) -> No
         draws(5, kinds=[soundness_modules.ranks])
 
 
+@pytest.mark.thorough
 def test_it_sees_a_network_that_looks_at_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lipkit, "export", lambda module, shape: lipkit.modules.Network([nn.Linear(4, 4)], shape))
     with pytest.raises(soundness.Failure, match="export: bounded by"):

@@ -102,6 +102,7 @@ def test_the_truth_sees_what_varies(source: str, reason: str) -> None:
     assert reason in forward_passes.truth(source, (4,)).varies
 
 
+@pytest.mark.thorough
 def test_the_truth_of_a_residual_is_its_norm() -> None:
     network = forward_passes.build("x = x + s.a(x)")
     norm = np.linalg.norm(np.eye(4) + network.a.weight.detach().numpy(), 2)
@@ -110,6 +111,7 @@ def test_the_truth_of_a_residual_is_its_norm() -> None:
     assert 0.999 * norm < found.slope <= norm * (1 + 1e-5)
 
 
+@pytest.mark.thorough
 def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lipkit.analyze
 

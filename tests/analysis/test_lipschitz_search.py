@@ -72,6 +72,7 @@ def test_a_network_that_ignores_its_input_has_slope_zero() -> None:
     assert lipschitz_lower_bound(Fixed(), input_shape=(3,), restarts=4, steps=5).lower == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_search_in_either_format_returns_a_secant_of_float64(dtype: torch.dtype) -> None:
     torch.manual_seed(2)

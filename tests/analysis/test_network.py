@@ -72,6 +72,7 @@ class Lambda(nn.Module):
         return self.function(x)
 
 
+@pytest.mark.thorough
 def test_slices_without_common_entries_count_by_their_maximum() -> None:
     apart = Lambda(lambda x: torch.cat((3 * x[:, :2], 2 * x[:, 2:]), 1))
     assert analyze(apart, (4,), restarts=0).upper == pytest.approx(3, rel=1e-9)
@@ -91,6 +92,7 @@ def test_what_has_no_plain_form_is_bounded_but_not_exported() -> None:
         lipkit.export(model, (4,))
 
 
+@pytest.mark.thorough
 def test_factors_are_not_rounded_to_the_format_of_the_network() -> None:
     for divisor in (3.0, 7.0, 10.0):
         upper = analyze(Lambda(lambda x, d=divisor: x / d), (4,), restarts=0).upper
@@ -126,6 +128,7 @@ def test_batch_normalisation_is_folded(kind: type, groups: int, first: bool) -> 
     assert [layer.name for layer in found.layers if layer.factor != 1] == ["0 + 1"]
 
 
+@pytest.mark.thorough
 def test_a_layer_that_only_a_normalisation_reads_is_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
@@ -184,6 +187,7 @@ def test_a_convolution_with_a_tolerance_is_guarded_like_one_without() -> None:
             layers.layer_bound(layer, (3, 5, 5), tolerance=tolerance)
 
 
+@pytest.mark.thorough
 @given(prices=st.lists(st.floats(0, 1e9), min_size=1, max_size=20), mean=st.floats(1e-3, 0.1), seed=st.integers(0, 99))
 def test_shared_tolerances_keep_their_mean_and_are_cheapest(prices: list[float], mean: float, seed: int) -> None:
     found = np.array(shared_tolerances(prices, mean))
@@ -198,6 +202,7 @@ def test_shared_tolerances_keep_their_mean_and_are_cheapest(prices: list[float],
             assert (shares / found[dear]).sum() <= (shares / others).sum() * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_a_wider_tolerance_bounds_as_well() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 40, 3), nn.ReLU(), nn.Conv2d(40, 40, 3), nn.ReLU(), nn.Conv2d(40, 4, 2))
@@ -259,6 +264,7 @@ def test_normalisation_that_is_smaller_unfolded_stays_so() -> None:
     assert len(found.layers) == 2
 
 
+@pytest.mark.thorough
 def test_an_exported_network_is_looked_into() -> None:
     net = lipkit.models.build("small", input_shape=(1, 8, 8), classes=10)
     plain = lipkit.export(net, (1, 8, 8))
@@ -310,6 +316,7 @@ def test_arguments() -> None:
         analyze(torch.relu, (3,))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["symbol_sup", "best"])
 def test_methods(method: str) -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"))
@@ -346,6 +353,7 @@ def test_a_parametrised_network_is_left_as_it_is(how: str) -> None:
     assert norm <= float(bound) <= norm * 1.02
 
 
+@pytest.mark.thorough
 def test_boxes_for_each_entry_or_channel_are_never_looser() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -369,6 +377,7 @@ def test_boxes_for_each_entry_or_channel_are_never_looser() -> None:
         analyze(model, (2, 2, 2), box=(high, low))
 
 
+@pytest.mark.thorough
 def test_one_front_door_for_tight_bounds() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
@@ -387,6 +396,7 @@ def test_one_front_door_for_tight_bounds() -> None:
     assert (branches.tight, branches.how) == (None, "not tried: the network has no plain form in float64")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_folded_is_not_rounded_to_the_format_of_the_network(dtype: torch.dtype, seed: int) -> None:
@@ -417,6 +427,7 @@ def test_constants_of_a_forward_pass_count_as_they_are_written(dtype: torch.dtyp
         assert true * (1 - 1e-15) <= bound <= true * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_constants_in_front_of_a_product_count_as_they_are_written() -> None:
     model = nn.Sequential(Scaled(torch.bfloat16), Lambda(lambda x: (x * 0.7) * (x * 0.7)))
     assert 2 * 0.7**2 <= analyze(model, (1,), box=(0.0, 1.0), restarts=0).upper <= 2 * 0.7**2 * (1 + 1e-5)

@@ -288,6 +288,7 @@ def test_bounded(name: str) -> None:
     assert 0 < found.lower <= found.upper
 
 
+@pytest.mark.thorough
 def test_a_loop_over_time_starts_from_rows_of_zeros() -> None:
     class Loop(nn.Module):
         def __init__(self, rows: nn.Module) -> None:
@@ -311,6 +312,7 @@ def test_a_loop_over_time_starts_from_rows_of_zeros() -> None:
         export(Loop(nn.Softmax(0)), (5, 3))
 
 
+@pytest.mark.thorough
 def test_a_network_of_halves_keeps_to_halves() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     whole = analyze(model, (4,), restarts=0).upper
@@ -324,6 +326,7 @@ def test_a_network_of_halves_keeps_to_halves() -> None:
         analyze(Net(lambda s, x: x.float().double()).double(), (4,), restarts=0)
 
 
+@pytest.mark.thorough
 def test_the_modes_of_the_caller_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     expected = analyze(model, (4,), restarts=1, steps=3)
@@ -333,6 +336,7 @@ def test_the_modes_of_the_caller_change_nothing() -> None:
         assert analyze(model, (4,), restarts=1, steps=3) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("by_name", "by_place"), [
     (lambda s, x: torch.add(input=s.a(x), other=x), lambda s, x: torch.add(s.a(x), x)),
     (lambda s, x: torch.sub(s.a(x), other=x, alpha=3), lambda s, x: torch.sub(s.a(x), x, alpha=3)),

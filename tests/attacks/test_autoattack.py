@@ -79,6 +79,7 @@ def test_all_four_parts_run(norm: str, count: int) -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 @pytest.mark.parametrize(
     ("name", "ran"),
@@ -94,6 +95,7 @@ def test_its_name_says_the_version_that_ran(name: str, ran: str) -> None:
     assert found.ran.startswith(f"{ran} (pyautoattack ")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_square_gets_what_our_search_leaves_and_hopeless_starts_are_given_up(
@@ -122,6 +124,7 @@ def test_square_gets_what_our_search_leaves_and_hopeless_starts_are_given_up(
     assert count <= 5 * (5 * 11 + 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_the_untargeted_parts_run_alone_and_find_the_examples_of_a_linear_network(

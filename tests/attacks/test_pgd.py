@@ -230,6 +230,7 @@ def test_works_under_no_grad_and_on_an_empty_batch() -> None:
     assert pgd(layer, x[:0], torch.zeros(0, dtype=torch.int64), eps=3.0).shape == (0, 5)
 
 
+@pytest.mark.thorough
 def test_in_the_box_a_linear_programme_finds_no_more() -> None:
     layer = linear(classes=2)
     x = points(20, 5)

@@ -102,6 +102,7 @@ def test_the_exact_distance_is_rounded_up_and_never_by_more_than_one_number() ->
     assert exact_distance(a, a) == (0, 0.0)
 
 
+@pytest.mark.thorough
 def test_same_generator_same_point_and_inside_the_box() -> None:
     network = crafted(3, torch.float32)
     x = torch.rand(4, generator=torch.Generator().manual_seed(1))

@@ -58,6 +58,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
         gpu_day.main(["--out", str(tmp_path)])
 
 
+@pytest.mark.thorough
 def test_a_broken_device_is_found() -> None:
     torch.manual_seed(0)
     here, x = gpu_day.network("cayley"), torch.rand(2, 3, 8, 8)

@@ -75,6 +75,7 @@ def test_scenes_are_segmented_with_a_bound_below_the_attack() -> None:
     assert bool((left >= found.worst).all())
 
 
+@pytest.mark.thorough
 def test_a_detector_meets_no_stranger() -> None:
     program = example("one_class")
     x = torch.rand(10, 1, 28, 28)

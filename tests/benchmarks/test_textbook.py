@@ -134,6 +134,7 @@ def test_a_training_step_reaches_every_parameter_and_the_input():
     assert torch.equal(forward_pass(layer, x)(), layer(x))
 
 
+@pytest.mark.thorough
 def test_contenders_of_a_shape():
     families = [get(name) for name in ("cayley", "eco", "rko", "sandwich")]
     found = contenders(families, Shape(4, 4, 6), 2, "train", makers=("lipkit", "textbook"))

@@ -67,6 +67,7 @@ def test_cells_cover_all_frequencies(degrees: tuple[int, int]) -> None:
     assert bool(held.all())
 
 
+@pytest.mark.thorough
 def test_shares_hold_for_every_pair_of_frequencies() -> None:
     for seed in range(20):
         symbol, kernels = symbol_of(1, 1 + seed % 3, 2, 3, 3, seed=seed)
@@ -126,6 +127,7 @@ def test_cholesky_says_what_eigenvalues_say(side: int, dtype: torch.dtype) -> No
     assert cholesky_succeeds(entries, side).tolist() == expected.tolist()
 
 
+@pytest.mark.thorough
 def test_the_search_finds_the_peak() -> None:
     for seed in range(6):
         _, kernels = symbol_of(2, 4, 3, 3, 5, seed=seed)

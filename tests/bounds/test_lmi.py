@@ -129,6 +129,7 @@ def test_undefined_weights_have_no_gain() -> None:
         assert gain_bound([torch.tensor([[bad]]), torch.eye(1)], [torch.ones(1)]) == math.inf
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 6),

@@ -76,6 +76,7 @@ def test_rounding_noise_of_dead_frequencies_does_not_count():
     assert float(farnia_lower_estimate(kernel, 12, 12, 200)) <= 9 * (1 + 1e-5)
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_number_returned():
     torch.manual_seed(3)
     kernel = torch.randn(2, 3, 3, 2, dtype=torch.float64, requires_grad=True)
@@ -127,6 +128,7 @@ def test_few_channels_need_no_steps(channels):
     assert torch.allclose(*gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("by_steps")
 @pytest.mark.parametrize("channels", SCREENED)
 def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
@@ -148,6 +150,7 @@ def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
     assert fine_gradient < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("by_steps")
 def test_krylov_estimate_takes_steps_better_than_the_power_method():
     torch.manual_seed(1)

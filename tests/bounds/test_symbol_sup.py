@@ -243,6 +243,7 @@ def test_a_search_that_finds_a_low_point_costs_time_alone(
                 assert not first.any() and bool((second > 0.5).all())  # noqa: PT018
 
 
+@pytest.mark.thorough
 def test_an_estimate_is_the_number_proved_first() -> None:
     for seed, shape in enumerate([(3, 4, 3, 3), (8, 8, 1, 3), (2, 2, 1, 1), (16, 5, 5, 5)]):
         kernel = random(*shape, seed=seed)

@@ -102,6 +102,7 @@ def never_below(proves: Callable[[float], bool], truth: Fraction, room: float = 
         assert proves(float(truth) * (1 + room))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 1, 1), (400, 1, 1), (9, 25, 4), (64, 100, 16)])
 @pytest.mark.parametrize("multiplier", [1.0, 3.0, 2.0**40])
 def test_gains(shape: tuple[int, int, int], multiplier: float) -> None:
@@ -117,6 +118,7 @@ def test_gains(shape: tuple[int, int, int], multiplier: float) -> None:
             assert truth * (1 + Fraction(1, 10**9)) >= Fraction(float(sandwich_gain(*weights, *multipliers))) >= truth
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("states", [1, 16, 64])
 def test_gains_over_time(states: int) -> None:
     system = torch.zeros(states + 1, states + 1, dtype=torch.float64)
@@ -126,6 +128,7 @@ def test_gains_over_time(states: int) -> None:
     never_below(lambda gain: proves_dissipation(System(system, states, (0, 0), 1), one, none, gain, 1.0), Fraction(2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", [(1, 1, 1, 3, 3), (1, 15, 15, 1, 2), (2, 25, 8, 1, 5), (2, 1, 1, 5, 5)])
 def test_cells(kernel: tuple[int, ...]) -> None:
     truth = Fraction(1, 4) * math.prod(kernel[1:3]) * math.prod(kernel[3:]) ** 2

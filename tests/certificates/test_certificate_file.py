@@ -98,6 +98,7 @@ def changed_line(path: Path, number: int, **values: Any) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.thorough
 def test_a_larger_radius_a_smaller_constant_another_label_are_violations(written: Any) -> None:
     path, network, x, y = written
     good = path.read_text()
@@ -324,6 +325,7 @@ def test_the_command_confirms_and_refuses(tmp_path: Path) -> None:
     assert "2**3" in outcome.output
 
 
+@pytest.mark.thorough
 def test_the_certificate_of_an_integer_program_names_the_range_that_it_is_made_for(tmp_path: Path) -> None:
     network, x, y = problem()
     low, high = float(x.min()), float(x.max())

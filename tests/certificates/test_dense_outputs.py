@@ -78,6 +78,7 @@ def test_counts_and_iou_against_every_choice(seed: int, eps: float) -> None:
     assert bool((found.worst_iou <= found.iou).all())
 
 
+@pytest.mark.thorough
 def test_attacks_never_get_below_the_bound_which_a_tight_one_reaches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(layers.CayleyConv2d(3, 8, 3), layers.MaxMin(), nn.Conv2d(8, 4, 1))
@@ -218,6 +219,7 @@ def test_a_network_without_modules_decides_by_its_inputs() -> None:
         assert dense(empty, x, y, eps).worst.tolist() == dense(same, x, y, eps).worst.tolist() == right
 
 
+@pytest.mark.thorough
 def test_labels_may_be_integers_of_any_size() -> None:
     x, y = sample(3, 4, 5)
     expected = dense(identity(4, 5), x, y, 0.1)

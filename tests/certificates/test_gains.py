@@ -52,6 +52,7 @@ MORE = [(nn.ReLU, WIDE), (nn.GELU, NARROW), (nn.GELU, ASIDE), (nn.ELU, WIDE)]
 MORE += [(kind, ASIDE) for kind in (nn.Sigmoid, nn.Softplus, nn.SiLU)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "box"),
     [(nn.ReLU, NARROW), (nn.ReLU, ASIDE), (nn.GELU, WIDE), (nn.Tanh, WIDE), (nn.Hardtanh, ASIDE)]
@@ -67,6 +68,7 @@ def test_no_sampled_derivative_is_above_the_bounds(make: type[nn.Module], box: t
     assert gain <= local_gain(network, (-9.0, 9.0)) * (1 + 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_one_hidden_layer_of_relu_has_the_exact_matrix_of_its_patterns(seed: int) -> None:
     network = mlp([2, 6, 2], nn.ReLU, seed)
@@ -80,6 +82,7 @@ def test_one_hidden_layer_of_relu_has_the_exact_matrix_of_its_patterns(seed: int
     assert max(np.linalg.norm(j, 2) for j in jacobians) <= found <= 1.5 * max(np.linalg.norm(j, 2) for j in jacobians)
 
 
+@pytest.mark.thorough
 def test_where_the_pattern_is_fixed_a_relu_network_is_linear() -> None:
     network = mlp([3, 5, 5, 2], nn.ReLU, 3)
     x = torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)
@@ -90,6 +93,7 @@ def test_where_the_pattern_is_fixed_a_relu_network_is_linear() -> None:
         assert gain_matrix(network, box).numpy() == pytest.approx(exact.abs().numpy(), rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [nn.Tanh, nn.GELU])
 def test_a_box_of_one_point_gives_the_derivative_there(make: type[nn.Module]) -> None:
     network = mlp([3, 5, 5, 2], make)
@@ -101,6 +105,7 @@ def test_a_box_of_one_point_gives_the_derivative_there(make: type[nn.Module]) ->
     assert size <= local_gain(network, (0.25, 0.25)) < size * (1 + 1e-4)
 
 
+@pytest.mark.thorough
 def test_chords_across_kinks_count() -> None:
     identity = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     for kink, box, exact in [
@@ -137,6 +142,7 @@ def test_the_ends_of_a_box_are_not_rounded_to_float32() -> None:
     assert local_gain(network, (low, 1.0)) >= 1.0
 
 
+@pytest.mark.thorough
 def test_entries_and_channels_have_boxes_of_their_own() -> None:
     network = Network([Affine(torch.ones(2), torch.zeros(2)), nn.Flatten(), *mlp([8, 6, 2], nn.ReLU, 5)], (2, 2, 2))
     low, high = torch.tensor([-0.1, 0.5]), torch.tensor([0.2, 0.6])
@@ -157,6 +163,7 @@ def test_entries_and_channels_have_boxes_of_their_own() -> None:
             solve(network, units="3")  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_other_modules_count_by_their_constants_and_have_no_matrix() -> None:
     network = lipkit.export(
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)),
@@ -197,6 +204,7 @@ def test_units_that_are_off_and_layers_of_zeros() -> None:
         assert found.flatten().tolist() == pytest.approx([2, 0, 0, 0])
 
 
+@pytest.mark.thorough
 def test_wide_runs_are_proved_in_pieces() -> None:
     network = mlp([3, 12, 12, 12, 12, 2], nn.ReLU)
     product, pieces, one = (float(lipschitz(n)) for n in (network, tight(network, units=24), tight(network)))
@@ -210,6 +218,7 @@ def test_wide_runs_are_proved_in_pieces() -> None:
     assert local_gain(tight(network), (-9.0, 9.0), units=0) <= float(lipschitz(tight(network)))
 
 
+@pytest.mark.thorough
 def test_a_policy_has_less_than_half_of_its_product_and_less_on_a_box() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
@@ -218,6 +227,7 @@ def test_a_policy_has_less_than_half_of_its_product_and_less_on_a_box() -> None:
     assert local_gain(network, (-0.1, 0.1)) < 0.6 * found < 0.3 * product
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("box", [None, (-1.0, 1.0)])
 def test_an_output_without_dimensions_is_a_vector_of_one_entry(box: tuple[float, float] | None) -> None:
     number = Network([*(vector := mlp([3, 8, 8, 1])), Reshape()], (3,))
@@ -287,6 +297,7 @@ def test_gains_are_those_of_exported_networks(function: Callable[..., object]) -
         function(nn.Linear(2, 2), (0, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first", "last"), [(1e-300, 1e300), (1e-160, 1e-160), (1e-320, 1.0)])
 def test_weights_at_the_ends_of_float64_have_a_bound(first: float, last: float) -> None:
     network = mlp([3, 3, 2], nn.ReLU)

@@ -122,6 +122,7 @@ def test_exact_for_one_hidden_layer_of_positive_weights() -> None:
     assert true <= lipsdp.solve(network).gain <= 1.2 * true
 
 
+@pytest.mark.thorough
 def test_attached_multipliers_bound_the_network_and_wrong_ones_do_no_harm() -> None:
     network = mlp([4, 12, 12, 3])
     proof = lipsdp.solve(network)
@@ -132,6 +133,7 @@ def test_attached_multipliers_bound_the_network_and_wrong_ones_do_no_harm() -> N
     assert proof.gain * (1 - 1e-4) <= float(bound) <= float(product)
 
 
+@pytest.mark.thorough
 def test_scaling_around_the_run_counts() -> None:
     network = mlp([4, 12, 3])
     proof = lipsdp.solve(network)
@@ -148,6 +150,7 @@ def same(found: float, expected: float, rel: float = 1e-9) -> bool:
     return found == pytest.approx(expected, rel=rel)
 
 
+@pytest.mark.thorough
 def test_linear_modules_that_follow_each_other_are_one_layer() -> None:
     """Against the same network folded by hand, exactly: small integers."""
     numbers = torch.Generator().manual_seed(5)
@@ -223,6 +226,7 @@ def test_the_rounding_of_a_product_is_inside_the_proof(scale: float) -> None:
         assert proof.gain <= abs(float(exact)) * (1 + 1e-4) or scale != 1
 
 
+@pytest.mark.thorough
 def test_runs_inside_graphs_and_branches_get_their_own_multipliers() -> None:
     """The gain of the whole is that of its parts, each found on a chain alone."""
 

@@ -115,6 +115,7 @@ def crown(weights: list[tuple[Array, Array]], x: Array, label: int, r: float) ->
     return [np.stack(pair) for pair in zip(low, high, strict=True)], *back(rows, len(weights) - 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_bounds_are_those_of_the_reference(seed: int) -> None:
     network = mlp((6, 9, 8, 7, 4), seed)
@@ -136,6 +137,7 @@ def test_bounds_are_those_of_the_reference(seed: int) -> None:
 # --- the truth ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_exact_distance_is_that_of_a_grid_and_of_a_plane() -> None:
     for seed in range(3):
         network = mlp((2, 4, 3, 3), seed)
@@ -286,6 +288,7 @@ def dense(weight: list[list[float]], bias: list[float] | None = None, dtype: tor
     return layer
 
 
+@pytest.mark.thorough
 def test_a_skip_that_rounds_away_its_branch_decides() -> None:
     # y = x - 2^-25 x, which float32 rounds to x: on the exact side of 1 - 2^-25 lies a float32 that the machine puts
     # on the other one.
@@ -327,6 +330,7 @@ def test_a_bias_that_swallows_the_input_decides(name: str, bits: int) -> None:
         assert certify(network, x, y, method="local").radius.item() > 0.5
 
 
+@pytest.mark.thorough
 def test_each_term_of_rounding_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """In rational arithmetic the bound of rounded rows holds, and without what is taken off it does not."""
 
@@ -421,6 +425,7 @@ def test_what_a_machine_flushes_counts() -> None:
     assert single == 0
 
 
+@pytest.mark.thorough
 def test_numbers_below_the_normal_range_and_overflow() -> None:
     tiny = 1e-40
     network = modules.Network([dense([[tiny, 0.0], [0.0, tiny]]), nn.ReLU(), dense([[1.0, 0.0], [0.0, 1.0]])], (2,))
@@ -433,6 +438,7 @@ def test_numbers_below_the_normal_range_and_overflow() -> None:
     assert certify(big, x, y, method="local", evaluator="float32").radius.item() == 0
 
 
+@pytest.mark.thorough
 def test_an_evaluator_in_float32_costs_little() -> None:
     network = mlp((20, 60, 60, 60, 5), 1).float()
     x = torch.randn(20, 20)
@@ -457,6 +463,7 @@ def test_every_number_that_enters_is_rounded_outward() -> None:
 # --- the box ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_ball_and_box_together() -> None:
     # y = x_0 + 1 - 1.5: from x = (0, 1) towards 0 nothing moves, towards larger x_0 nothing flips.
     network = modules.Network([dense([[1.0, 0.0], [0.0, 0.5]], [0.6, 0.0], torch.float64)], (2,))
@@ -479,6 +486,7 @@ def test_ball_and_box_together() -> None:
     assert attacks(network, x, inside, labels, 30) == 0
 
 
+@pytest.mark.thorough
 def test_an_attack_stays_where_local_radii_hold() -> None:
     # Beyond the range, at x = 1.24, lies another class.
     layers = [dense([[1.0]]), nn.ReLU(), dense([[0.0], [0.25]], [0.31, 0.0])]
@@ -507,6 +515,7 @@ def test_rows_in_blocks_and_samples_in_groups_give_the_same(monkeypatch: pytest.
     assert torch.allclose(certify(network, x[3:], labels[3:], method="local").radius, whole[3:], rtol=1e-9, atol=0)
 
 
+@pytest.mark.thorough
 def test_what_has_no_rule_is_a_ball_by_its_constant() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(5, 5), modules.GroupSort(5), nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)]
@@ -541,6 +550,7 @@ def test_a_module_from_outside_joins_by_one_rule() -> None:
         del _RULES[Twice], modules.ROWS[Twice]
 
 
+@pytest.mark.thorough
 def test_modules_that_work_in_place_change_nothing() -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
@@ -555,6 +565,7 @@ def test_modules_that_work_in_place_change_nothing() -> None:
     assert (found[0] > 0).all()
 
 
+@pytest.mark.thorough
 def test_gradients_are_taken_in_inference_mode_too() -> None:
     network = mlp((2, 3, 2), 0, nn.Tanh())
     x = torch.randn(2, 2, dtype=torch.float64)
@@ -627,6 +638,7 @@ def test_derivatives_are_those_of_float64() -> None:
             assert (Relaxation(module)._slope(z) - torch.where(z > 0, right, left)).abs().max() < 2.0**-41
 
 
+@pytest.mark.thorough
 def test_lines_lie_where_their_interval_lies() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -637,6 +649,7 @@ def test_lines_lie_where_their_interval_lies() -> None:
             assert {line.device.type for line in relaxation_of(*ends)} == {"cuda"}
 
 
+@pytest.mark.thorough
 def test_absolute_values_of_half_of_the_channels_have_lines() -> None:
     torch.manual_seed(0)
     network = modules.Network([nn.Linear(3, 7), modules.HalfAbs(), nn.Linear(7, 3)], (3,)).double()
@@ -657,6 +670,7 @@ def test_options_that_make_no_sense() -> None:
         certify(network, x, y, method="local", evaluator="integer")
 
 
+@pytest.mark.thorough
 def test_methods_and_wrong_labels() -> None:
     network = mlp((6, 10, 10, 3), 0)
     x = torch.randn(12, 6, dtype=torch.float64)
@@ -673,6 +687,7 @@ def test_methods_and_wrong_labels() -> None:
     assert certify(one, at, one(at).argmax(1), method="best").method == "last layer"
 
 
+@pytest.mark.thorough
 def test_a_constant_network_and_equal_rows_end_the_search() -> None:
     network = modules.Network([dense([[0.0, 0.0]] * 2, [1.0, 0.0]), nn.ReLU(), dense([[1.0, 0.0], [0.0, 1.0]])], (2,))
     x = torch.rand(2, 2)
@@ -681,6 +696,7 @@ def test_a_constant_network_and_equal_rows_end_the_search() -> None:
     assert certify(nan, x, torch.tensor([0, 1]), method="local").radius.eq(0).all()
 
 
+@pytest.mark.thorough
 def test_files_and_checkers(tmp_path: Path) -> None:
     network = mlp((6, 10, 10, 3), 0)
     network.input_range = (-3.0, 3.0)
@@ -723,6 +739,7 @@ def test_relaxation_refuses_what_is_no_activation() -> None:
         relaxation.curve_of(nn.Softmax(1))
 
 
+@pytest.mark.thorough
 def test_progress_names_the_samples_that_are_done() -> None:
     net = modules.Network([nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)], (2,))
     x, told = torch.randn(70, 2), list[tuple[str, int, int]]()

@@ -117,6 +117,7 @@ def test_rows_that_differ_by_less_than_the_root_of_the_smallest_number_are_not_e
     assert pairs[0, 1].item() >= 1e-200
 
 
+@pytest.mark.thorough
 def test_distances_below_the_normal_range_are_rounded_up() -> None:
     rng = random.Random(0)
     for _ in range(300):

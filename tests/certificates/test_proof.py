@@ -54,6 +54,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way['rounding']}-{way['evaluator']}")
 def test_certificates_with_and_without_a_proof_are_the_same_to_the_bit(way: dict[str, str]) -> None:
     plain, x = network(), samples()[0]
@@ -81,6 +82,7 @@ def test_a_regression_takes_a_proof_too(monkeypatch: pytest.MonkeyPatch) -> None
         certify_regression(plain.double(), x, torch.zeros(5, 3), delta=0.1, proof=proof)
 
 
+@pytest.mark.thorough
 @given(place=st.integers(0, 10**6), tensor=st.integers(0, 10**6), up=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_one_number_moved_by_one_unit_in_the_last_place_is_another_network(place: int, tensor: int, up: bool) -> None:

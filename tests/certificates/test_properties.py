@@ -58,6 +58,8 @@ class Residual(nn.Module):
         return torch.maximum(x, -0.5 * x) - torch.cat((torch.relu(x[:, 3:]), x[:, :3]), 1)
 
 
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
@@ -85,6 +87,8 @@ def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("last", [nn.GELU(), nn.Softmax(1), Residual()], ids=["scalar", "leaf", "joins"])
 def test_what_can_be_violated_never_holds(monkeypatch, clock: None, last: nn.Module) -> None:
@@ -108,6 +112,8 @@ def test_what_can_be_violated_never_holds(monkeypatch, clock: None, last: nn.Mod
         assert verify_property(network, cases(text, 2, 2), seconds=5, batch=8).answer == "unknown"
 
 
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.fast
 def test_the_answer_is_about_the_evaluator(monkeypatch, clock: None) -> None:
     """y = x - 2^-25 x is below 1 for x <= 1, but not in float32."""
@@ -142,6 +148,8 @@ def test_nothing_holds_where_the_evaluator_may_overflow(evaluator: str, answer: 
     assert verify_property(network, unsafe, evaluator=evaluator).answer == answer
 
 
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.fast
 def test_numbers_are_not_rounded_towards_an_answer(monkeypatch, clock: None) -> None:
     same = nn.Linear(1, 1, bias=False)
@@ -236,6 +244,8 @@ def written(term: Any) -> str:
     return term if isinstance(term, str) else f"({' '.join(map(written, term))})"
 
 
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("seed", range(5))
 def test_formulas_keep_their_meaning(seed: int) -> None:
@@ -295,6 +305,8 @@ def test_what_is_wrong_with_a_file_is_said(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.fast
 def test_the_command_line_answers(tmp_path, capsys) -> None:
     torch.manual_seed(0)

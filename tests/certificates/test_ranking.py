@@ -20,6 +20,7 @@ def scale(factor: float = 1.0) -> Network:
     return Network([layer], (1,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("moves", "times"), [("both", 2), ("positives", 1), ("negatives", 1)])
 def test_exact_against_enumeration_on_200_samples(moves: str, times: int) -> None:
     rng = np.random.default_rng(0)

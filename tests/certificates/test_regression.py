@@ -113,6 +113,7 @@ def test_errors_of_large_outputs_count_at_both_inputs(evaluator: str) -> None:
     assert bool((found.prediction_error[:, 0] > 1e-8).all())
 
 
+@pytest.mark.thorough
 def test_no_output_moves_further_than_all_of_them() -> None:
     network = Network([nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 65)], (1,))  # |x|, and 64 outputs that do not move
     network[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
@@ -123,6 +124,7 @@ def test_no_output_moves_further_than_all_of_them() -> None:
     assert not found.output_constants[1:].any()
 
 
+@pytest.mark.thorough
 def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     torch.manual_seed(0)
     network = export(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), (3,))

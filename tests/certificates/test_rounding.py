@@ -117,6 +117,7 @@ def test_a_search_in_the_last_places_never_beats_a_sound_radius(name: str, seed:
     assert flips(run, clear, labels, across, both.radius) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["float64", "float32"])
 def test_the_same_search_beats_the_convention(name: str) -> None:
     dtype = torch.float64 if name == "float64" else torch.float32
@@ -239,6 +240,7 @@ def convolutional() -> tuple[modules.Network, Tensor, Tensor]:
     return network, x, network(x).argmax(dim=1)
 
 
+@pytest.mark.thorough
 def test_the_evaluators_are_ordered_and_named() -> None:
     network, x, y = convolutional()
     with without_nnpack():

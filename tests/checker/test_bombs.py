@@ -182,6 +182,7 @@ def test_each_kind_of_work_is_paid_before_it_is_done(case: int) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.thorough
 def test_forms_of_many_pieces_are_paid() -> None:
     k.ops = k.Floats()
     k.ops.left = k.FREE

@@ -152,6 +152,7 @@ def test_constants_of_matrix_products(arithmetic: Any) -> None:
     assert 0 < float(quotient.max()) < want
 
 
+@pytest.mark.thorough
 def test_pieces_without_common_entries_share_the_change(arithmetic: Any) -> None:
     a, b, first = dense(2, 2, 2), dense(2, 2, 3), dense(4, 4, 4)
     p, q, r = norm(a), norm(b), norm(first)
@@ -371,6 +372,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_the_digits_through_every_join(joined: Path, capsys: Any) -> None:
     for options in ((), ("--exact",)):
         assert verdict(joined, *options) == 0, capsys.readouterr().out
@@ -418,6 +420,7 @@ def test_graphs_wired_otherwise_are_refused(turn: int, joined: Path, tmp_path: P
     assert "MemoryError" not in said
 
 
+@pytest.mark.thorough
 @pytest.mark.thorough
 def test_claims_beyond_a_graph_are_refused_with_the_own_radius(tmp_path: Path, capsys: Any) -> None:
     write_run(tmp_path, *model_of("LeNet"))

@@ -136,6 +136,7 @@ def test_every_module_of_images(tmp_path: Path, capsys: Any) -> None:
         confirmed(tmp_path / str(i), model, capsys, *["--exact"] * (module in IMAGES))
 
 
+@pytest.mark.thorough
 def test_branches(tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(3)
     wide = nn.Sequential(nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, 20))
@@ -146,6 +147,7 @@ def test_branches(tmp_path: Path, capsys: Any) -> None:
     confirmed(tmp_path, model, capsys)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "exact"), [
     ({"sizes": [64, 32, 32, 10], "gamma": 2.0}, False), ({"sizes": [64, 32, 32, 32, 10], "activation": "tanh"}, False),
     ({"sizes": [64, 24, 24, 10], "gamma": 0.5}, True),
@@ -158,6 +160,7 @@ def test_multipliers_prove_the_gain(options: dict[str, Any], exact: bool, tmp_pa
     assert certificate.constant < 0.9 * np.prod(norms)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change", [lambda m: m * 1.2, lambda m: m * 0, lambda m: -m, lambda m: m * np.resize([1, 5], len(m))]
 )
@@ -214,11 +217,13 @@ def test_integers_of_8_bits(tmp_path: Path, capsys: Any) -> None:
     assert verdict(tmp_path) == 0, capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_certificate_that_comes_with_the_package(capsys: Any) -> None:
     assert k.main([str(resolved("digits-cayley"))]) == 0
     assert "confirmed  359 radii confirmed" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_only_numpy_is_imported_and_a_copy_is_enough(run: Path, tmp_path: Path) -> None:
     shutil.copy(CHECKER, tmp_path)
     code = (
@@ -247,6 +252,7 @@ def test_a_radius_that_is_not_reached_is_printed_with_its_share(run: Path, tmp_p
     assert "REFUSED  11 radii confirmed, 1 refused" in said
 
 
+@pytest.mark.thorough
 def test_radii_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_path: Path) -> None:
     for share, code in ((-0.5, 0), (0.9e-5, 0), (1.2e-5, 1)):
         target = tmp_path / str(share)
@@ -296,6 +302,7 @@ def test_data_that_are_missing_are_named(run: Path, tmp_path: Path, capsys: Any)
         assert "Errno" not in found
 
 
+@pytest.mark.thorough
 def test_the_first_samples_alone(run: Path, capsys: Any) -> None:
     assert verdict(run, "--samples", "3") == 0
     assert "3 radii confirmed" in capsys.readouterr().out

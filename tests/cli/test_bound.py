@@ -84,6 +84,7 @@ def module(tmp_path, monkeypatch):
     return "bound_test_networks"
 
 
+@pytest.mark.thorough
 def test_a_factory(module, capsys):
     assert main(["bound", f"{module}:factory", "--input-shape", "1,6,6"]) == 0
     out, err = capsys.readouterr()
@@ -105,6 +106,7 @@ def test_a_network_that_a_module_holds(module, capsys):
     assert capsys.readouterr().out.startswith("L <= ")
 
 
+@pytest.mark.thorough
 def test_a_folder(tmp_path, capsys):
     plain = lipkit.export(lipkit.models.build("small", input_shape=(1, 8, 8), classes=10), (1, 8, 8))
     lipkit.save(plain, tmp_path / "net")
@@ -155,6 +157,7 @@ def test_the_table_hides_what_has_no_influence():
     assert "for inputs in" not in str(found)
 
 
+@pytest.mark.thorough
 def test_a_product_is_bounded_in_a_box(module, capsys):
     # The derivative of x sigmoid(2 x) at the upper end of the box, where it is largest; products are bounded coarsely.
     assert main(["bound", f"{module}:Gate", "--input-shape", "3", "--box", "-1,1"]) == 0
@@ -165,6 +168,7 @@ def test_a_product_is_bounded_in_a_box(module, capsys):
     assert 1.0908 <= upper <= 1.5
 
 
+@pytest.mark.thorough
 def test_a_policy_has_its_tight_bound_by_default_and_less_on_a_box(module, capsys):
     command = ["bound", f"{module}:policy", "--input-shape", "5", "--json"]
 
@@ -195,6 +199,7 @@ def test_wide_networks_are_tight_on_request(module, capsys):
     assert json.loads(capsys.readouterr().out)["how"] == "LipSDP"
 
 
+@pytest.mark.thorough
 def test_the_users_names_stay_in_a_box(module, capsys):
     """Of products too, whose limits come from an export."""
     assert main(["bound", f"{module}:gated", "--input-shape", "4", "--box", "0,1", "--restarts", "0"]) == 0
@@ -260,6 +265,7 @@ def test_a_foreign_network_gets_local_radii_unless_told_otherwise(module, tmp_pa
     assert read_certificate(folder / "certificate.jsonl").certificate.method == method
 
 
+@pytest.mark.thorough
 def test_what_is_bounded_by_construction_is_not_steep() -> None:
     built = [lipkit.models.build("small", layer=layer, input_shape=(1, 8, 8), classes=10) for layer in ("aol", "sll")]
     assert [steep(lipkit.export(model, (1, 8, 8))) for model in built] == ["", ""]

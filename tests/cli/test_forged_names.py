@@ -66,6 +66,7 @@ def forged(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.thorough
 def test_every_character_is_one_that_stays_in_its_place() -> None:
     for number in range(0x11000):
         assert plain_line(printable(chr(number))), hex(number)
@@ -130,6 +131,7 @@ def test_errors_are_one_line(arguments: list[Any], capsys: pytest.CaptureFixture
     assert plain_line(error)
 
 
+@pytest.mark.thorough
 def test_recipes_are_shown_on_lines_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = yaml.safe_load((RUN / "recipe.yaml").read_text())
     recipe["description"] = FORGED.replace("\ud800", "")
@@ -149,6 +151,7 @@ def test_layers_and_notes_are_one_line(capsys: pytest.CaptureFixture[str]) -> No
     assert plain_line(error)
 
 
+@pytest.mark.thorough
 def test_a_certificate_is_confirmed_under_the_name_that_the_user_gave(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from lipkit.models import MODELS
 from lipkit.text import table as aligned
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [("layers", FAMILIES), ("models", MODELS), ("datasets", DATASETS), ("recipes", names())],
@@ -25,6 +26,7 @@ def test_list_names_everything(kind, expected, capsys):
         assert len(found[name].split()) > 2, found[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.thorough
 def test_what_is_read_from_the_source_is_what_is_imported(capsys):
     expected = {

@@ -17,6 +17,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.thorough
 def test_help_imports_neither_torch_nor_pydantic_nor_any_other_heavy_package():
     heavy = {
         "torch",
@@ -40,6 +41,7 @@ def test_help_imports_neither_torch_nor_pydantic_nor_any_other_heavy_package():
         assert verb in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_help_of_a_verb_and_the_lists_are_as_light():
     done = python(
         "import sys; from lipkit.cli.main import main;"
@@ -58,6 +60,7 @@ def test_without_the_packages_of_the_command_line_the_extra_is_named():
     assert "pip install 'lipkit[train]'" in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_command_runs_what_the_entry_point_names():
     done = python("import sys; sys.argv = ['lipkit', 'list', 'recipes']; from lipkit.cli import run; sys.exit(run())")
     assert done.returncode == 0

@@ -29,6 +29,7 @@ def test_every_key_is_described_once() -> None:
     assert {path for path in found if len(path) == 1} == {(name,) for name in Recipe.model_fields}
 
 
+@pytest.mark.thorough
 def test_without_a_name_every_key_and_option_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "show"]) == 0
     text = capsys.readouterr().out
@@ -66,6 +67,7 @@ def test_a_shown_recipe_is_that_recipe(name: str, capsys: pytest.CaptureFixture[
     assert all("  # " in line for line in text.splitlines())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text", ["a\u200db\u202e\xa0", "Größe # 日本: 😀", "a\n\n  b # c\n", "\0\x1b[1m\u2028", "010", ""]
 )

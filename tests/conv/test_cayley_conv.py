@@ -134,6 +134,7 @@ def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
 
 
 # Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_few_inputs_take_the_convolution() -> None:
     # The choice itself, and that it changes nothing: values above, further derivatives and transforms here.

@@ -30,6 +30,7 @@ def test_pixels_and_gradients_are_those_of_indices_modulo_the_size(
     assert np.abs(found.numpy() - expected).max() < 1e-14
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself
 def test_derivatives_of_every_order_and_kind() -> None:
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ def dense(kernel: np.ndarray, h: int, w: int) -> np.ndarray:
     return a.reshape(cout * h * w, -1)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3),

@@ -79,6 +79,7 @@ def test_phase_form_equals_dilated_convolution(size: tuple[int, int], dilation: 
     torch.testing.assert_close(y, dilated_conv2d(x, kernel_of_symbol(symbol, size)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_phase_form_of_other_memory_formats_and_gradients() -> None:
     symbol = random_symbol((3, 3), 4, 3, 1)
     x = image(2, 3, 6, 9)

@@ -77,6 +77,7 @@ def test_apply_symbol_equals_torchs_circular_convolution(size: tuple[int, int], 
         assert torch.allclose(apply_symbol(kernel_symbol(kernel, *size), x), conv(x), atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_apply_symbol_is_differentiable() -> None:
     kernel, x = random(2, 2, 3, 3).requires_grad_(), random(1, 2, 4, 5, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda k, x: apply_symbol(kernel_symbol(k, 4, 5), x), (kernel, x))

@@ -83,6 +83,7 @@ def test_half_is_flipped():
     assert abs(share - 0.5) < 4 * 0.005
 
 
+@pytest.mark.thorough
 def test_gradients_pass_through():
     x = images((3, 2, 4, 4), torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: random_crop(x, 1, seeded()), x)

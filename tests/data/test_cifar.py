@@ -166,6 +166,7 @@ def read_or_refuse(read, path, content: bytes) -> None:
     assert labels.max() <= 9
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(start=st.binary(max_size=20), size=st.integers(0, 3 * 3073))
 def test_fuzz_binary(scratch, start, size):

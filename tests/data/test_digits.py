@@ -22,6 +22,7 @@ def test_values_are_sixteenths():
     assert set((data.train.x * 16).unique().tolist()) == set(range(17))
 
 
+@pytest.mark.thorough
 def test_splits_cover_the_original_without_overlap():
     data, bunch = load_digits(), datasets.load_digits()
     x, y = torch.cat([data.train.x, data.test.x]), torch.cat([data.train.y, data.test.y])

@@ -55,6 +55,7 @@ def test_the_first_page_names_every_family() -> None:
     assert {name.strip().lower() for name in listed.split(",")} == {name.replace("_", "") for name in FAMILIES}
 
 
+@pytest.mark.thorough
 def test_figures_of_the_first_page_are_those_of_the_records() -> None:
     text = (ROOT / "README.md").read_text()
     attacks = {}  # by network: rows of several tables share a run, whose examples count once

@@ -71,6 +71,7 @@ def test_accuracies_add_up() -> None:
     }
 
 
+@pytest.mark.thorough
 def test_on_a_linear_network_the_closest_example_lies_just_outside_the_radius() -> None:
     result = evaluate(network(), split(), eps=(0.5,), attack=Attack(samples=None, box=None))
     assert result.cross_check.compared > 10
@@ -93,6 +94,7 @@ def test_the_closest_example_of_all_batches_counts() -> None:
     assert whole.cross_check.compared == parts.cross_check.compared
 
 
+@pytest.mark.thorough
 def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_small(name: str, model: Model, x: torch.Tensor, y: torch.Tensor, **options: Any) -> AttackResult:
         small = isinstance(options["eps"], float) and options["eps"] == 0.5
@@ -105,6 +107,7 @@ def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: p
     assert small.share.count < 54
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_wrong_constant_stops_the_evaluation(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # the linear certificate is tight: two per cent off must show; the deep one is not, so it takes more

@@ -166,6 +166,7 @@ def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
         evaluate(network(), data, eps=(0.1,), attack=Attack(name="fgsm"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pgd", "fab"])
 def test_without_radii_samples_are_attacked_at_their_own(name: str) -> None:
     net, data = network(), split()

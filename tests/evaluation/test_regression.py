@@ -123,6 +123,7 @@ def test_a_constant_network() -> None:
     assert math.isnan(found.tightness)
 
 
+@pytest.mark.thorough
 def test_one_sample_is_enough() -> None:
     net = network()
     assert evaluate_regression(net, split(net, 1), **QUICK).lower > 0

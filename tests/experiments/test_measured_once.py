@@ -152,6 +152,7 @@ def images_network() -> modules.Network:
     return network
 
 
+@pytest.mark.thorough
 def test_a_network_of_images_in_the_unit_interval_refuses_others(tmp_path: Path) -> None:
     network = images_network()
     x, y = torch.rand(5, 1, 12, 12), torch.arange(5) % 3
@@ -205,6 +206,7 @@ def test_ranges_that_are_none_are_refused(tmp_path: Path, value: object) -> None
         lipkit.load(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_not_measured_again_by_a_resume(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "report.html").write_text("kept")
     before = files(run)
@@ -218,6 +220,7 @@ def test_a_finished_run_is_not_measured_again_by_a_resume(run: Path, capsys: pyt
     assert "<html" in (run / "report.html").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kept", ["settings.json", "record.json", "network/config.json", "metrics.jsonl", "recipe.yaml"]
 )
@@ -265,6 +268,7 @@ def test_kept_records_of_another_run_stay(run: Path, tmp_path: Path) -> None:
     assert paths[0].read_bytes() == content
 
 
+@pytest.mark.thorough
 def test_a_run_of_the_first_schema_still_opens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = read_record(run)
     network = lipkit.load(run / "network")

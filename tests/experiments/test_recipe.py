@@ -236,6 +236,7 @@ def test_plain_is_json_with_all_defaults():
     assert math.isclose(plain["loss"]["options"]["eps0"], 0.5)
 
 
+@pytest.mark.thorough
 def test_base_is_merged_and_every_family_has_a_digits_recipe() -> None:
     from lipkit.layers import families
 

@@ -105,6 +105,7 @@ def test_certify_again_keeps_what_training_knew(finished, capsys):
         pipeline.certify(finished.folder, quick(), device="abacus")
 
 
+@pytest.mark.thorough
 def test_image_files_are_decoded_once_for_evaluation_examples_and_certificate(tmp_path, monkeypatch):
     pixels = np.random.default_rng(0).integers(0, 256, (7, 5, 5, 3), np.uint8)
     for number, image in enumerate(pixels):
@@ -239,6 +240,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine_for_tests", None)
 
 
+@pytest.mark.thorough
 def test_a_factory_of_the_users_own_is_trained(mine, tmp_path):
     outcome = pipeline.train(quick(f"model={mine}:good", "model.options.hidden=6"), out=tmp_path / "runs")
     assert outcome.record.parameters == 64 * 6 + 1 + 6 + 6 * 10 + 1 + 10
@@ -287,6 +289,7 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
     assert build.load_data(quick(f"data={mine}:points", "augment.flip=true")).input_shape == (2,)
 
 
+@pytest.mark.thorough
 def test_options_that_training_refuses_are_refused_before_a_folder_is_made(tmp_path):
     samples = torch.rand(4, 2), torch.arange(4) % 2
     for name, value, message in (
@@ -301,6 +304,7 @@ def test_options_that_training_refuses_are_refused_before_a_folder_is_made(tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_that_diverges_in_its_first_epoch_leaves_no_folder(tmp_path):
     for place in ({"out": tmp_path / "runs"}, {"folder": tmp_path / "runs" / "mine"}):
         with pytest.raises(RunError, match=r"expected finite weights, got .* no checkpoint was written"):
@@ -347,6 +351,7 @@ def test_inputs_that_are_no_images_are_attacked_without_a_box(mine, tmp_path):
     assert record.certified[0].share.value > 0.8
 
 
+@pytest.mark.thorough
 def test_initial_weights_come_from_the_seed_alone():
     data = build.load_data(quick())
     before = torch.get_rng_state()

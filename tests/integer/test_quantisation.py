@@ -158,6 +158,7 @@ def proved(network: modules.Network, program: Program) -> float:
     return float(torch.linalg.matrix_norm(last.weight.double(), 2) * program.body_error + program.own_error.norm())
 
 
+@pytest.mark.thorough
 def test_the_error_is_within_its_bound_and_the_bound_is_no_guess(made: tuple[modules.Network, Program]) -> None:
     network, program = made
     seen = float(errors(network, program, images(network)).max())
@@ -242,6 +243,7 @@ def test_sums_that_use_their_last_bit_are_exact() -> None:
     assert max(map(abs, exact)) > 2**60
 
 
+@pytest.mark.thorough
 @given(st.integers(-(2**61), 2**61), st.integers(1, 61))
 def test_rounding_is_half_up(value: int, shift: int) -> None:
     assert rounded(torch.tensor(value), shift).item() == (2 * value + 2**shift) // 2 ** (shift + 1)
@@ -300,6 +302,7 @@ def test_what_it_cannot_do_is_refused(part: nn.Module, message: str | None) -> N
         integer_program(network)
 
 
+@pytest.mark.thorough
 def test_a_forward_pass_of_its_own_has_the_radii_of_the_same_network_from_blocks() -> None:
     torch.manual_seed(3)
     first, last = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(72, 3)
@@ -416,6 +419,7 @@ def test_biases_that_are_no_multiples_of_the_grid_count() -> None:
     assert 0.95 <= max(found) <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NETWORKS)
 def test_each_module_multiplies_the_error_before_it_and_adds_its_own(name: str) -> None:
     torch.manual_seed(1)

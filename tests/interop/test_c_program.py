@@ -133,6 +133,7 @@ def test_the_bits_are_the_same_with_every_compiler_and_the_radii_those_of_the_ce
     torch.testing.assert_close(answers.radius, certificate.radius, rtol=1e-6, atol=2e-9 + unit)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_ties_equal_rows_and_unmovable_margins(tmp_path: Path) -> None:
     network = modules.Network([nn.Linear(2, 3)], (2,))
@@ -197,6 +198,7 @@ def test_a_controller_of_any_number_of_outputs_stays_within_the_error_that_its_h
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @needs_compiler
 def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Path, tmp_path: Path) -> None:
     main = tmp_path / "main.c"
@@ -212,6 +214,7 @@ def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Pa
     assert list(map(int, out.split())) == [(2 * i * 2**fraction + 255) // 510 for i in range(256)]
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("box", [(0, 0.9), (0, 0.001), (-1, -0.5), (0, 1e-12), (0, 255), (0, 2**31), (-1e12, 1e30)])
 def test_pixels_above_the_box_become_numbers_above_it(box: tuple[float, float], tmp_path: Path) -> None:
@@ -252,6 +255,7 @@ def test_it_is_checked_like_any_runtime(tmp_path: Path) -> None:
         interop.check_runtime(other, runtime, x, y)
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_torch_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = everything()
     path = write_c(network, tmp_path / "network.c")
@@ -272,6 +276,7 @@ def test_the_file_has_no_floating_point_and_needs_nothing(network: modules.Netwo
     assert text == write_c(network, source.parent / "again" / "network.c").read_text().split("#ifdef LIPKIT_MAIN")[0]
 
 
+@pytest.mark.thorough
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     network = everything()
     with pytest.raises(OptionError, match=r"ends in .c, got 'network.h'"):
@@ -319,6 +324,7 @@ def test_the_radius_of_a_linear_network_is_the_distance_and_holds(seed: int, sca
         assert int(program(x + direction * (radius + room)).argmax()) != label
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_the_radius_behind_an_average_is_below_the_distance(tmp_path: Path) -> None:
     network = modules.Network([nn.AvgPool2d((1, 5)), nn.Flatten(), nn.Linear(1, 2)], (1, 1, 5))

@@ -35,6 +35,7 @@ def numbers():
     return np.random.default_rng(0)
 
 
+@pytest.mark.thorough
 def test_every_operator(tmp_path, numbers):
     def make(*shape):
         return numbers.normal(size=shape).astype(np.float32)
@@ -121,6 +122,7 @@ def changed(path, change):
     return path
 
 
+@pytest.mark.thorough
 def test_operators_that_mean_something_else_are_refused(tmp_path):
     squared = H.make_function(
         "", "Relu", ["a"], ["b"], [H.make_node("Mul", ["a", "a"], ["b"])], [H.make_opsetid("", 13)]
@@ -487,6 +489,7 @@ def test_a_vector_without_a_batch(tmp_path):
         load_onnx(path)
 
 
+@pytest.mark.thorough
 def test_swish_as_older_files_write_it(tmp_path):
     nodes = [H.make_node("Sigmoid", ["x"], ["s"]), H.make_node("Mul", ["s", "x"], ["y"])]
     found = load_onnx(write(tmp_path / "net.onnx", nodes, {}, [1, 4]))
@@ -598,6 +601,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, number):
             load_onnx(path)
 
 
+@pytest.mark.thorough
 def test_damaged_files_raise_errors_of_ours(tmp_path, numbers):
     stored = {"w": ONE, "g": np.ones((3, 32), np.float32)}
     nodes = [
@@ -791,6 +795,7 @@ def test_a_row_for_each_sample(tmp_path, first, numbers):
     assert float(lipschitz(found)) == pytest.approx(1)
 
 
+@pytest.mark.thorough
 def test_arithmetic_with_a_row_for_each_sample(tmp_path):
     row = made(
         ("Shape", ["x"], "s", {}), ("Slice", ["s", "l0", "l1", "l0"], "n", {}),

@@ -91,6 +91,7 @@ def test_broken_and_missing_files_are_refused(folder: Path) -> None:
         from_pretrained(folder)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_built_again_is_not_written(tmp_path: Path) -> None:
     model = models.build("small", **OPTIONS)
     with pytest.raises(OptionError, match="a folder holds no code"):

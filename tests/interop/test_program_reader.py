@@ -104,6 +104,7 @@ def tokens(s: Any, x: Tensor) -> Tensor:
     return torch.stack((q, q), 2)[:, 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "f",
     [
@@ -133,6 +134,7 @@ def test_parts_of_common_networks_have_the_same_constants(f: Any, tmp_path: Path
     assert float(lipschitz(found)) == pytest.approx(float(lipschitz(known)), rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_read_program_is_certified(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
@@ -157,6 +159,7 @@ class Alias(nn.Module):
         return z + y
 
 
+@pytest.mark.thorough
 def test_changes_in_place_are_seen_or_refused(tmp_path: Path) -> None:
     path = write(Alias().eval(), (4,), tmp_path / "net.pt2")
     x = torch.randn(6, 4)
@@ -192,6 +195,7 @@ def test_what_has_no_rule_is_refused_by_name(f: Any, words: str, tmp_path: Path)
         load_program(path)
 
 
+@pytest.mark.thorough
 def test_a_program_of_training_mode_or_of_one_batch_size_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(NoRuleError, match="batch"):
@@ -280,6 +284,7 @@ def test_forged_files_are_refused(what: str, program: Path) -> None:
         load_program(forged)
 
 
+@pytest.mark.thorough
 def test_what_is_pickled_is_never_read(program: Path, tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> Any:
@@ -322,6 +327,7 @@ def test_bombs_and_fragments(program: Path, tmp_path: Path) -> None:
         load_program(target)
 
 
+@pytest.mark.thorough
 def test_arguments_are_bound_by_name(program: Path) -> None:
     x, whole = torch.randn(3, 4), load_program(program)
     reordered = rewritten(program, edit(GRAPH, lambda c: node(c)["inputs"].reverse()))
@@ -334,6 +340,7 @@ def test_arguments_are_bound_by_name(program: Path) -> None:
         load_program(other)
 
 
+@pytest.mark.thorough
 def test_numbers_of_a_sparse_file_are_not_read(program: Path, tmp_path: Path) -> None:
     content, target = program.read_bytes(), tmp_path / "large.pt2"
     with open(target, "wb") as file:  # the archive starts behind 4 GB that the file system does not keep

@@ -110,6 +110,7 @@ def claims(path: Path, change: dict[str, object]) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", [pytest.param("onnx", marks=pytest.mark.thorough), "pt2"])
 def test_a_claim_is_never_trusted(end: str, tmp_path: Path) -> None:
     network, path = lbdn(), tmp_path / f"net.{end}"

@@ -85,6 +85,7 @@ def test_a_network_of_halves_is_written_and_one_of_bfloat16_refused(tmp_path: Pa
         interop.write_onnx(exported.bfloat16(), tmp_path / "network.onnx")
 
 
+@pytest.mark.thorough
 def test_a_runtime_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     exported = network("cayley")
     x, y = torch.rand(4, *SHAPE), torch.zeros(4, dtype=torch.int64)

@@ -384,6 +384,7 @@ def test_a_file_of_another_function_is_not_written(tmp_path: Path, monkeypatch: 
     assert [file.name for file in tmp_path.iterdir()] == ["network.onnx"]
 
 
+@pytest.mark.thorough
 def test_small_outputs_are_compared_at_their_own_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = modules.Affine(torch.tensor([1e-6]), torch.tensor([0.0]))
     network = modules.Network([tiny, nn.AvgPool2d(4, divisor_override=4)], (1, 8, 8))

@@ -114,6 +114,7 @@ DENSE_OPTIONS: dict[Any, dict[str, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.thorough
 @each_law
 @each_family
 def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:

@@ -128,6 +128,7 @@ def test_is_refused(what: str, place: str, function: str) -> None:
         FUNCTIONS[function](PLACES[place](make()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rule_does_not_carry_over_to_a_subclass(place: str) -> None:
     module = TenTimes(4, 4)

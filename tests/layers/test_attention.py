@@ -209,6 +209,7 @@ def test_what_is_no_gradient_is_a_residual() -> None:
         Attraction(2)(torch.ones(1, 2, 3))
 
 
+@pytest.mark.thorough
 def test_a_certificate_holds_and_loses_little_to_rounding() -> None:
     torch.manual_seed(3)
     net = nn.Sequential(

@@ -102,6 +102,7 @@ def test_a_zero_weight_has_a_finite_gradient() -> None:
     torch.testing.assert_close((for_free, for_scale), torch.autograd.grad(made, (free, scale), g))
 
 
+@pytest.mark.thorough
 def test_norms_are_kept_before_and_after_training() -> None:
     torch.manual_seed(0)
     layer = CayleyConv2d(3, 16, 3, bias=False)

@@ -299,6 +299,7 @@ def test_arguments_come_in_the_order_of_torch() -> None:
     assert turned(x).shape == theirs(x).shape
 
 
+@pytest.mark.thorough
 def test_gradients_of_both_orders_and_autocast() -> None:
     torch.manual_seed(0)
     layer = replace(SQUARE, groups=2, mode="zeros").make()
@@ -318,6 +319,7 @@ def test_gradients_of_both_orders_and_autocast() -> None:
     assert torch.allclose(y.float(), low(torch.ones(1, 4, 5, 5)), atol=0.05)
 
 
+@pytest.mark.thorough
 def test_a_network_of_native_layers_is_certified() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(

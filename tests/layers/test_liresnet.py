@@ -88,6 +88,7 @@ def test_training_takes_the_norm_that_evaluation_proves(cin: int, cout: int, mod
     assert lipschitz(layer.train()) == lipschitz(layer.eval()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 def test_a_missed_norm_in_training_is_seen_by_the_bound(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LiResConv2d(3, 3, 3, padding_mode=mode, dtype=torch.float64)

@@ -56,6 +56,7 @@ def test_bound_is_never_below_the_true_norm(cin, cout, k, stride, iterations, dt
             assert lipschitz(export(layer, shape)).item() <= bound * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_norm_is_close_to_one_after_ten_steps():
     for seed in range(5):
         torch.manual_seed(seed)
@@ -81,6 +82,7 @@ def test_norm_is_one_with_few_channels():
     assert abs(lipschitz(layer, (3, 8, 8)).item() - 1) < 1e-5
 
 
+@pytest.mark.thorough
 def test_fewer_steps_leave_a_larger_norm():
     torch.manual_seed(0)
     bounds = []

@@ -68,6 +68,7 @@ def test_a_loop_that_forgets_it_is_told_by_the_true_bound():
         assert float(lipkit.lipschitz(lipkit.export(model[i], shape))) >= expected * (1 - 1e-6)
 
 
+@pytest.mark.thorough
 def test_a_loop_that_calls_it():
     def after(optimizer, model):
         return lambda step: after_step(model, SHAPE, step if step < 6 else None)
@@ -104,6 +105,7 @@ def test_fit(ema):
     assert max(seen) <= 1 + TOLERANCE
 
 
+@pytest.mark.thorough
 def test_fit_knows_the_size_after_augmentation():
     def smaller(x, generator):
         return x[..., : 4 + int(torch.randint(1, (1,), generator=generator)), :4]
@@ -174,6 +176,7 @@ def test_any_layer_may_declare_work():
     assert model.training
 
 
+@pytest.mark.thorough
 def test_each_layer_is_told_the_size_that_it_sees_and_the_model_is_not_touched():
     model = network()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -58,6 +58,7 @@ def shaken(make: Make, dtype: torch.dtype, seed: int, **options: Any) -> Recurre
     return layer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gain_and_contraction_are_proved_from_stored_numbers(name: str, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_gain_and_contraction_are_proved_from_stored_numbers(name: str, dtype: t
     assert torch.allclose(plain(u), layer(u), atol=2e-5 if dtype is torch.float32 else 1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_gains_of_every_size(scale: float) -> None:
     for make in (LAYERS["linear"], LAYERS["r2dn"], LAYERS["ren"]):
@@ -98,6 +100,7 @@ def by_definition(layer: R2dn, u: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in LAYERS if "r2dn" in name])
 def test_r2dn_is_its_definition_with_its_gradients(name: str) -> None:
     layer = shaken(LAYERS[name], torch.float64, 2, gamma=1.5, rate=0.8)
@@ -133,6 +136,7 @@ def test_second_derivatives_are_those_of_the_plain_loop() -> None:
     assert torch.autograd.gradgradcheck(outputs, (matrix, bias, u.requires_grad_()))
 
 
+@pytest.mark.thorough
 def test_a_linear_system_reaches_its_gain() -> None:
     torch.manual_seed(0)
     layer = LinearSystem(1, 1, 3, gamma=2.0, dtype=torch.float64)

@@ -84,6 +84,7 @@ def test_conv_jacobians_and_bounds(
     assert 0.5 < largest_jacobian(layer, x) <= float(lipschitz(plain)) <= 1 + 1e-11
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", CONV)
 def test_zero_padding_is_a_convolution_and_its_adjoint(kind: type[nn.Module]) -> None:
     torch.manual_seed(10)
@@ -136,6 +137,7 @@ def test_bound_holds_in_the_first_evaluation_after_a_step(make: Callable[[], nn.
         assert largest_jacobian(layer, torch.randn(8, *shape)) <= 1 + 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
 def test_the_multiplier_of_a_cpl_convolution_is_that_of_its_norm_from_below(scale: float) -> None:
     torch.manual_seed(7)
@@ -166,6 +168,7 @@ def test_training_takes_the_number_that_evaluation_proves(shape: tuple[int, int,
     assert lipschitz(layer.train()) == lipschitz(layer.eval()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("missed", [0.5, 0.9])
 def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(9)

@@ -78,6 +78,7 @@ def test_is_the_exponential_of_its_skew_operator(mode: str) -> None:
     np.testing.assert_allclose(dense_matrix(layer, (3, 5, 4)), rotation, atol=1e-14)
 
 
+@pytest.mark.thorough
 def test_kernel_is_inside_the_unit_ball_and_uses_it() -> None:
     for channels, size in ((1, 3), (4, 3), (16, 3), (8, 5), (8, 1)):
         kernel = SocConv2d(channels, channels, size).generator()

@@ -123,6 +123,7 @@ def test_is_the_nearest_kernel_for_one_tap():
     assert np.abs(project(kernel, 3, 3, orthogonal=False)[:, :, 0, 0].numpy() - expected).max() < 1e-12
 
 
+@pytest.mark.thorough
 def test_more_rounds_come_closer():
     torch.manual_seed(4)
     kernel = torch.randn(4, 4, 3, 3, dtype=torch.float64)
@@ -130,6 +131,7 @@ def test_more_rounds_come_closer():
     assert tops[0] > tops[1] > tops[2] > 0.999
 
 
+@pytest.mark.thorough
 def test_bound_follows_the_numbers_before_and_after_a_projection():
     torch.manual_seed(5)
     layer = SvcmConv2d(2, 6, 3, stride=2, orthogonal=False)
@@ -166,6 +168,7 @@ def test_orthogonal_rounds_are_those_of_numpy(shape, size, rounds):
     np.testing.assert_allclose(found.numpy(), alternated(kernel.numpy(), size, rounds), rtol=0, atol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_near_an_orthogonal_kernel_it_becomes_one(dtype):
     torch.manual_seed(7)

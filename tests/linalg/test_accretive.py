@@ -38,6 +38,7 @@ def test_equals_the_inverse_of_numpy(dtype: torch.dtype, side: int, conjugated: 
     assert np.abs(found - reference(n)).max() <= 50 * torch.finfo(dtype).eps
 
 
+@pytest.mark.thorough
 @given(
     st.integers(1, 80),
     st.integers(0, 2**31),

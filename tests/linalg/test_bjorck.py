@@ -54,6 +54,7 @@ def test_is_a_contraction_at_every_stage(order, iterations, dtype):
         assert norms(q).max() <= 1 + allowed(q)
 
 
+@pytest.mark.thorough
 def test_singular_values_grow_monotonically_towards_one():
     w = torch.diag(torch.tensor([2.0, 0.7, 0.01, 1e-5], dtype=torch.float64))
     last = np.zeros(4)

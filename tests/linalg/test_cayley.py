@@ -140,6 +140,7 @@ def test_only_the_gradient_that_is_asked_for() -> None:
     assert bool(torch.isfinite(grad).all())
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(m=st.integers(1, 7), n=st.integers(1, 7), log_scale=st.floats(-6, 2), seed=st.integers(0, 10**6))
 def test_semi_orthogonal_for_random_sizes(m: int, n: int, log_scale: float, seed: int) -> None:

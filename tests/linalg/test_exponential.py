@@ -98,6 +98,7 @@ def test_worst_truncation_error_at_norm_one(terms: int, published: float) -> Non
     assert error <= 1 / math.factorial(terms + 1) <= 1.06 * error
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(norm=st.floats(0, 4), terms=st.integers(1, 14))
 def test_taylor_range_holds_and_is_attained_for_small_norms(norm: float, terms: int) -> None:
@@ -152,6 +153,7 @@ def test_the_bound_of_skew_matrices_counts_each_pair_once(n: int, squarings: int
             taylor_exponential(torch.eye(2), 5, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_random_matrices_turn_by_almost_one_radian() -> None:
     # The largest angle of the exponential, against 0.79 of the eighth power alone.
     w = torch.linalg.qr(random(2, 256, 256))[0]

@@ -44,6 +44,7 @@ def test_upper_and_close(m: int, n: int, kind: str, dtype: torch.dtype) -> None:
     assert exact <= float(bound) <= min(m, n) ** (1 / 256) * (1 + 1e-8) * exact
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**31),

@@ -17,6 +17,8 @@ def largest(a: torch.Tensor) -> torch.Tensor:
 
 
 # Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (3, 3), (1, 2)])
@@ -27,6 +29,7 @@ def test_derivatives_are_those_of_the_norm(shape: tuple[int, int], dtype: torch.
     assert torch.autograd.gradgradcheck(largest, a, check_fwd_over_rev=True)
 
 
+@pytest.mark.thorough
 def test_third_derivatives_and_torch_func() -> None:
     torch.manual_seed(1)
     a = torch.randn(3, 2, dtype=torch.float64)
@@ -57,6 +60,8 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_have_second_derivatives_in_their_parameters(kind: str) -> None:
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def test_the_closing_step_leaves_the_sixth_power(shape: tuple[int, ...], angle: 
     assert left > 1e-2 * largest**6 or largest < 1e-3  # not idle: a closing step of a higher order would be seen here
 
 
+@pytest.mark.thorough
 def test_long_walks_stay_on_the_manifold() -> None:
     w = point((8, 20))[0].float()
     for seed in range(300):

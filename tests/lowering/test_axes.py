@@ -168,6 +168,7 @@ def compared(forward: Forward, shape: tuple[int, ...], **options: Any) -> nn.Mod
     return plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RIGHT)
 def test_exported_and_bounded(name: str) -> None:
     shape, forward = RIGHT[name]
@@ -181,6 +182,7 @@ def test_exported_and_bounded(name: str) -> None:
     assert analyze(Net(forward).eval(), shape, restarts=1, steps=2).upper >= 0
 
 
+@pytest.mark.thorough
 def test_constants_of_contractions_and_copies() -> None:
     w = Net(lambda s, x: x).w.detach().double().numpy()
     whole = np.concatenate([w, 2 * w, w.T])  # of all entries of a sample
@@ -193,6 +195,7 @@ def test_constants_of_contractions_and_copies() -> None:
         assert norm <= float(lipschitz(export(Net(forward).eval(), shape))) <= norm * (1 + 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_on_a_box(name: str) -> None:
     shape, forward = ATTENTION[name]
@@ -201,6 +204,7 @@ def test_attention_on_a_box(name: str) -> None:
         export(Net(forward).eval(), shape)
 
 
+@pytest.mark.thorough
 def test_moving_the_batch_adds_no_module() -> None:
     plain = export(Net(lambda s, x: s.a(x.permute(1, 0, 2)).transpose(0, 1)).eval(), M)
     assert [type(module) for module in plain] == [nn.Linear]

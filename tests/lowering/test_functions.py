@@ -83,6 +83,7 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_numbers_and_no_jacobian_above_the_constant(name: str) -> None:
     torch.manual_seed(1)
@@ -122,6 +123,7 @@ def test_refused(f: Callable[[Any, Tensor], Tensor], words: str) -> None:
 READ = ("largest along a dimension", "larger than a constant", "absolute values", "numbers around", "subtracted from")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", READ)
 def test_programs_have_the_functions_of_torch(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)

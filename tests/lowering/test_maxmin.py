@@ -26,6 +26,7 @@ def interleaved(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((torch.max(a, b), torch.min(a, b)), 2).flatten(1, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (8, 4, 4)], ids=str)
 @pytest.mark.parametrize(
     "function",
@@ -50,6 +51,7 @@ def test_max_beside_min_has_constant_one(function: Callable[[Tensor, Tensor], Te
         assert 1 <= bound < 1 + 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "function",
     [

@@ -400,6 +400,7 @@ class Held(nn.Module):
         return self.inner(x) + x
 
 
+@pytest.mark.thorough
 def test_training_mode_is_named() -> None:
     # One value a channel: torch itself refuses a batch of one sample.
     flat = nn.BatchNorm1d(4)
@@ -468,6 +469,7 @@ NUMBERS: dict[str, Forward] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NUMBERS)
 def test_outputs_without_dimensions(name: str, tmp_path: Path) -> None:
     model = Net(NUMBERS[name]).eval()
@@ -895,6 +897,7 @@ class Halves(nn.Module):
         return self.head(torch.relu(self.conv(x)).flatten(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("own", [True, False], ids=["own forward", "chain"])
 def test_the_export_of_a_network_of_halves_has_one_format(dtype: torch.dtype, own: bool) -> None:

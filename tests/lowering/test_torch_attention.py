@@ -101,6 +101,7 @@ def test_the_same_function_on_a_box(name: str) -> None:
     assert lipkit.analyze(net, SHAPE, box=BOX, restarts=0).upper == pytest.approx(bound, rel=1e-6)
 
 
+@pytest.mark.thorough
 @each_network
 def test_without_a_box_the_product_is_named(name: str) -> None:
     for verb in (lipkit.export, lipkit.lipschitz):
@@ -131,11 +132,13 @@ def test_refusals(name: str) -> None:
         lipkit.export(make().eval(), shape, box=BOX)
 
 
+@pytest.mark.thorough
 def test_training_mode_is_refused() -> None:
     with pytest.raises(NoRuleError, match="training mode"):
         lipkit.export(Net(self_attention, 4, 2, batch_first=True, dropout=0.1).train(), SHAPE, box=BOX)
 
 
+@pytest.mark.thorough
 def test_subclasses_and_the_network_itself_stay_as_they_are() -> None:
     class Own(nn.MultiheadAttention):
         pass

@@ -88,6 +88,7 @@ NORMS: dict[str, Callable[[Tensor, int | tuple[int, ...]], Tensor]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dim", "shape"), [(-1, (6,)), (1, (4, 3, 2)), ((1, 3), (4, 3, 2)), ((-2, -1), (2, 3, 4))])
 @pytest.mark.parametrize("name", NORMS)
 def test_a_written_normalisation_has_its_constant(
@@ -109,6 +110,7 @@ def test_a_written_normalisation_has_its_constant(
     assert slope == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "normalized"), [((6,), 6), ((3, 4, 2), (4, 2))])
 def test_a_root_mean_square_norm_is_exported_certified_and_stored(
     shape: tuple[int, ...], normalized: int | tuple[int, ...], tmp_path: Path
@@ -195,6 +197,7 @@ def test_the_batch_may_be_another_dimension() -> None:
     assert torch.allclose(plain(x), net(x), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_files_of_both_forms_write_them_out_too(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")

@@ -87,6 +87,7 @@ def test_the_export_proves_the_prescribed_gain_and_nothing_is_wasted(
     assert not proves_gain(raised(1.02 * high), multipliers, gamma)
 
 
+@pytest.mark.thorough
 def test_the_multiplier_of_the_main_text_fails() -> None:
     network = trained([3, 8, 8, 2], 1.0, torch.float64, 20)
     weights, multipliers = parts(export(network, (3,)))
@@ -142,6 +143,7 @@ def test_the_bound_sees_hooks_and_replaced_activations() -> None:
         lipschitz(network)
 
 
+@pytest.mark.thorough
 def test_learnable_gamma_is_trained_and_bounds_the_export() -> None:
     network = LBDN([3, 8, 2], gamma=0.5, learnable_gamma=True)
     assert float(lipschitz(network).detach()) == pytest.approx(0.5)
@@ -195,6 +197,7 @@ def test_refused_arguments(arguments: dict[str, object], message: str) -> None:
         lbdn(**arguments)
 
 
+@pytest.mark.thorough
 def test_build_for_images_and_for_vectors(tmp_path: Path) -> None:
     network = build("lbdn", input_shape=(1, 5, 5), classes=3, hidden=[8, 6], gamma=0.5, mean=[0.5], std=[0.25])
     assert [type(m).__name__ for m in network] == ["Normalize", "Flatten", "LBDN"]
@@ -235,6 +238,7 @@ def test_round_trip(sizes: list[int], steps: int) -> None:
     assert torch.allclose(from_network(export(back, (sizes[0],)), gamma)(x), plain(x), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_a_trained_plain_network_is_certified_imported_and_fine_tuned() -> None:
     from lipkit.certificates.lipsdp import solve
 
@@ -329,6 +333,7 @@ def test_networks_that_cannot_be_imported() -> None:
         from_network(deep, None, [1e-6 * torch.ones(2), torch.ones(2)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gamma", [0.5, 3.0])
 def test_weighted_norms_of_the_layers_bound_the_network(gamma: float) -> None:
     """Proposition C.1: weighted norms are at most 1 (sqrt(2 gamma) at the ends), their product bounds Jacobians."""

@@ -44,6 +44,7 @@ def test_structure() -> None:
     assert (model[-1].in_features, model[-1].out_features) == (16, 7)
 
 
+@pytest.mark.thorough
 def test_only_the_last_layer_is_above_the_target() -> None:
     torch.manual_seed(0)
     options = {"width": 4, "blocks": 2, "hidden": [24, 16], "input_shape": (3, 8, 8), "classes": 30, "lipschitz": 2.0}

@@ -79,6 +79,7 @@ def test_models_of_sandwich_layers(name: str, shape: tuple[int, ...], options: d
     assert float(lipschitz(network).detach()) == pytest.approx(1.0)
 
 
+@pytest.mark.thorough
 def test_a_sandwich_classifier_is_proved_from_its_export() -> None:
     torch.manual_seed(0)
     network = build("small", layer="sandwich", input_shape=(1, 6, 6), classes=3)

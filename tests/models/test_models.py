@@ -235,12 +235,14 @@ def test_normalisation_multiplies_by_the_inverse_of_the_smallest_std() -> None:
     assert gain(export(model.double(), shape), shape, 0) <= 16.0 * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_the_last_module_is_the_last_linear_layer() -> None:
     for model in (kwlarge(input_shape=(1, 8, 8), lipschitz=3.0), small(lipschitz=3.0, mean=[0.5], std=[0.5])):
         assert type(model[-1]) is CayleyLinear
         assert type(export(model, (1, 8, 8))[-1]) is nn.Linear
 
 
+@pytest.mark.thorough
 def test_trained_weights_reach_the_export() -> None:
     model = small(input_shape=(1, 8, 8))
     x = torch.rand(4, 1, 8, 8)
@@ -388,6 +390,7 @@ def test_another_image_size_is_refused_by_the_export() -> None:
             plain(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "parts", "options"),
     [("kwlarge", 7, {}), ("resnet9", 8, {"width": 4}), ("wide_resnet", 6, {"depth": 10, "widen": 1})],

@@ -42,6 +42,7 @@ def test_a_block_is_the_published_one() -> None:
     assert torch.allclose(model(x), expected, atol=1e-10)
 
 
+@pytest.mark.thorough
 def test_resnet_101_has_the_published_size_and_depth() -> None:
     with torch.device("meta"):
         model, smaller = build("resnet_plain"), build("resnet_plain", blocks=(3, 4, 6, 3))
@@ -78,6 +79,7 @@ def test_a_bottleneck_is_the_published_one() -> None:
     assert torch.allclose(model(x), list(model)[-1](h.mean((2, 3))), atol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options", "shape"),
     [

@@ -48,6 +48,7 @@ def test_blocks_of_a_transposed_convolution_are_a_convolution_and_a_shuffle() ->
     assert any(isinstance(m, nn.ConvTranspose2d) for m in overlapping.model.modules())
 
 
+@pytest.mark.thorough
 def test_what_keeps_a_larger_constant_is_reported() -> None:
     shape = NETWORKS["SqueezeNet"][1]
     result = convert(SMALL["SqueezeNet"]().eval(), "cayley", input_shape=shape, forward="rebuild")

@@ -19,6 +19,7 @@ def count(**options: object) -> int:
         return sum(p.numel() for p in sllnet(**options).parameters())  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "millions", "tiny"), [("small", 41, 165), ("medium", 78, 314), ("large", 118, None), ("xlarge", 236, None)]
 )
@@ -36,6 +37,7 @@ def test_the_number_by_hand() -> None:
     assert count(channels=4, depth=2, dense=[3, 7], input_shape=(3, 8, 8)) == convolutions + dense
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("last", [False, True])
 def test_gain_and_certificate_of_the_export(last: bool, tmp_path) -> None:
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def test_levels_of_equal_layers_keep_every_length() -> None:
     torch.testing.assert_close(values, torch.ones_like(values), atol=1e-6, rtol=0)
 
 
+@pytest.mark.thorough
 def test_half_through_is_as_lipschitz_as_its_half() -> None:
     torch.manual_seed(0)
     layer = HalfThrough(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")).double()
@@ -91,6 +92,7 @@ def test_a_denoiser_is_firmly_non_expansive(tmp_path: Path) -> None:
     assert float(lipkit.lipschitz(lipkit.export(net.nodes[0], (1, 16, 24)))) <= 1
 
 
+@pytest.mark.thorough
 def test_the_unconstrained_one_has_the_same_sizes() -> None:
     ours, theirs = (denoiser(8, 1, 1, layer=layer, input_shape=(3, 8, 8)) for layer in ("bcop", "plain_conv"))
     kernels = [

@@ -16,6 +16,7 @@ from lipkit.layers import MemoryAttention, TokenAttention
 SMALL: dict[str, Any] = {"patch": 2, "width": 8, "depth": 2, "heads": 2, "dense": (16,), "input_shape": (1, 8, 8)}
 
 
+@pytest.mark.thorough
 def test_its_constant_is_claimed_and_proved() -> None:
     torch.manual_seed(0)
     net: Any = models.build("vision_transformer", slots=5, lipschitz=2.0, **SMALL)

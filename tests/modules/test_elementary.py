@@ -43,6 +43,7 @@ class Lambda(nn.Module):
         return self.function(x, *self.parts)
 
 
+@pytest.mark.thorough
 @given(st.sampled_from(sorted(CURVES)), st.floats(1e-3, 5), st.floats(1e-6, 5), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_the_constant_is_the_steepest_slope_between_the_limits(name: str, low: float, wide: float, below: bool) -> None:
@@ -85,6 +86,7 @@ BOXES: dict[str, tuple[Callable[[Tensor], Tensor], int, tuple[float, float], flo
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BOXES)
 def test_bounded_and_exported_on_a_box(name: str) -> None:
     function, n, (low, high), truth = BOXES[name]
@@ -104,6 +106,7 @@ def test_a_graph_of_plain_modules_is_limited_on_a_box() -> None:
     assert 2 * math.e <= analyze(graph, (1,), box=(0.0, 1.0), restarts=0).upper <= 2 * math.e * (1 + 1e-5)
 
 
+@pytest.mark.thorough
 def test_written_networks_on_a_box() -> None:
     torch.manual_seed(0)
     centres = torch.randn(7, 2)
@@ -129,6 +132,7 @@ def test_written_networks_on_a_box() -> None:
         assert 0 < found.lower <= found.upper <= most * found.lower
 
 
+@pytest.mark.thorough
 def test_a_classifier_of_waves_is_certified_and_written(tmp_path: Path) -> None:
     torch.manual_seed(1)
 
@@ -232,6 +236,7 @@ def test_a_box_whose_centre_is_rounded() -> None:
         torch.testing.assert_close(plain(x), x.sin().exp(), rtol=1e-15, atol=0)
 
 
+@pytest.mark.thorough
 def test_operators_of_onnx_on_a_box(tmp_path: Path) -> None:
     stored = {
         "w": np.eye(3, dtype=np.float32),

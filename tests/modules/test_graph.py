@@ -133,6 +133,7 @@ def test_the_bound_has_derivatives() -> None:
     assert float(gain.weight.grad.norm()) == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(12))
 def test_rounding_is_covered_and_the_bound_is_not_idle(seed: int) -> None:
     graph = random_graph(seed, steps=8)
@@ -248,6 +249,7 @@ def test_no_attack_succeeds_inside_a_sound_radius_of_a_hundred_graphs(name: str)
     assert sound == 0 < ignored
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_saved_and_loaded(seed: int, tmp_path: Path) -> None:
     plain = export(nn.Sequential(random_graph(seed), nn.Linear(_outputs(seed), 3)), (6,))

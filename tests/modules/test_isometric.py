@@ -37,6 +37,7 @@ def randomised(module: nn.Module) -> nn.Module:
     return module.double()
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3))
 def test_no_pair_of_points_is_moved_apart(seed: int, size: float) -> None:
@@ -194,6 +195,7 @@ def test_pooling_by_norms_against_numpy() -> None:
     assert zero.grad.tolist() == torch.zeros(1, 1, 2, 2).tolist()
 
 
+@pytest.mark.thorough
 def test_they_are_certified_stored_and_read_again(tmp_path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(

@@ -288,6 +288,7 @@ def test_maxmin_and_shift_in_one_pass_are_the_two_to_the_bit(channels: int, move
     assert torch.equal(torch.autograd.grad(y, x, torch.stack((g, g)), is_grads_batched=True)[0][1], found)
 
 
+@pytest.mark.thorough
 def test_maxmin_and_shift_in_one_pass_can_be_differentiated_twice_and_are_exported_apart() -> None:
     x = torch.randn(1, 8, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(MaxMinShift2d(8, 1), (x,), check_batched_grad=True)

@@ -199,6 +199,7 @@ class Cosines(nn.Module):
         return 10 * F.linear(x, F.normalize(self.directions, dim=1))
 
 
+@pytest.mark.thorough
 def test_the_constant_of_normalize_is_one_over_eps_and_reached() -> None:
     layer = modules.UnitNorm(1, 3, eps=0.125)
     assert float(lipschitz(layer, (2, 3, 4))) == 8.0
@@ -219,6 +220,7 @@ def test_the_constant_of_normalize_is_one_over_eps_and_reached() -> None:
     assert np.allclose(layer(x).numpy().transpose(0, 2, 1, 3).reshape(500, 3, 8), expected)
 
 
+@pytest.mark.thorough
 def test_a_cosine_head_is_bounded_exported_and_certified() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 4), Cosines(0.5))
@@ -235,6 +237,7 @@ def test_a_cosine_head_is_bounded_exported_and_certified() -> None:
     assert float(lipschitz(default)) > 1e12
 
 
+@pytest.mark.thorough
 def test_on_a_box_eps_is_the_smallest_norm() -> None:
     net = nn.Sequential(Cosines(1e-6))
     torch.manual_seed(0)

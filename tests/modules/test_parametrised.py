@@ -104,6 +104,7 @@ def test_the_bound_is_that_of_the_numbers_and_proved_at_export(name: str, around
     assert parametrize.is_parametrized(layer) or layer._forward_pre_hooks
 
 
+@pytest.mark.thorough
 @OLD
 def test_a_recurrent_network_with_an_old_hook_is_that_of_its_numbers() -> None:
     torch.manual_seed(0)
@@ -193,6 +194,7 @@ def test_what_is_not_what_torch_makes_is_refused() -> None:
         lipschitz(layer)
 
 
+@pytest.mark.thorough
 def test_numbers_kept_by_cached_are_not_taken_for_those_of_other_modules() -> None:
     """torch keeps values by the address of the module that was parametrised first, for its copies, too."""
     with parametrize.cached():

@@ -33,6 +33,7 @@ def slope(module: nn.Module, scale: float, shape: tuple[int, ...], count: int = 
     return float((moved / (x - y).flatten(1).norm(dim=1)).max())
 
 
+@pytest.mark.thorough
 @given(st.floats(0.1, 5), st.floats(0.1, 5), st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
 def test_no_secant_is_steeper_than_the_constant(a: float, b: float, seed: int) -> None:
@@ -122,6 +123,7 @@ def test_ranges_hold(layer: nn.Module, shape: tuple[int, ...]) -> None:
     assert float(layer(x).detach().abs().max()) <= limit <= 8.0
 
 
+@pytest.mark.thorough
 def test_ranges_behind_an_average_of_negative_divisor_add_up() -> None:
     class Contrast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -137,6 +139,7 @@ def test_ranges_behind_an_average_of_negative_divisor_add_up() -> None:
     assert torch.allclose(export(Contrast(), (2, 2, 2), box=(0.0, 1.0))(x), Contrast()(x), atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moving", [False, True], ids=["a constant", "a sum"])
 def test_ranges_count_what_float64_loses_in_them(moving: bool) -> None:
     class Square(nn.Module):
@@ -242,6 +245,7 @@ def test_a_box_is_two_numbers_everywhere(box: object) -> None:
             certify(net, x, y, evaluator=evaluator)
 
 
+@pytest.mark.thorough
 def test_numbers_of_any_type_make_a_box() -> None:
     for box in ([0, 1], np.array([0.0, 1.0]), torch.tensor([0, 1]), (np.float32(0), True)):
         assert export(nn.Linear(2, 2), (2,), box=box).input_range == (0.0, 1.0)  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ def test_the_matrix_is_the_dissipation_inequality(bound: float | None, block: in
     assert decided == {True, False}
 
 
+@pytest.mark.thorough
 def test_the_gain_of_a_filter_is_its_largest_frequency_response() -> None:
     torch.manual_seed(0)
     m = drawn(0, 3, 2, 3, 0.35)
@@ -190,6 +191,7 @@ def system(name: str, rate: float = 0.9) -> Recurrent:
     return Recurrent(m, *sizes, phi.double(), 4, (nv, nv), block, 3.0, rate)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_claims_hold_or_are_not_believed(name: str) -> None:
     module = system(name)

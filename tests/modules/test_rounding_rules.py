@@ -237,6 +237,7 @@ def test_long_sums_in_blocks() -> None:
     assert (tight < loose / 50).all()
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(st.floats(-1e6, 1e6, width=64), min_size=3, max_size=3),

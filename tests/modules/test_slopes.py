@@ -111,6 +111,7 @@ def test_selu_constant_is_at_least_the_product_with_forty_digits() -> None:
         assert mpmath.mpf(float(lipschitz(nn.SELU()))) >= scale * alpha
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-30, 30), min_size=2, max_size=6))
 def test_softmax_jacobian_is_at_most_one_half(values: list[float]) -> None:
@@ -223,6 +224,7 @@ def test_a_gate_has_no_bound_on_all_of_space() -> None:
         lipschitz(nn.GLU(), (4,))
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.sampled_from([2, 3, 4]))
 def test_sorting_activations_are_one_lipschitz(seed: int, size: int) -> None:

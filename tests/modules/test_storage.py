@@ -424,6 +424,7 @@ def test_weights_with_a_header_that_claims_terabytes(folder: Path) -> None:
     refused(folder)
 
 
+@pytest.mark.thorough
 def test_flipped_bits_in_the_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())

@@ -85,6 +85,7 @@ def test_the_bound_is_that_of_the_stored_numbers(bits: int, excess: float, size:
     assert files[0] <= size * files[1]
 
 
+@pytest.mark.thorough
 def test_a_rounded_network_is_certified_as_it_reads(tmp_path: Path) -> None:
     network = _network()
     save(network, tmp_path, bits=8)

@@ -53,6 +53,7 @@ def test_the_bound_is_above_every_jacobian() -> None:
     assert np.linalg.norm(jacobian, 2) <= bound
 
 
+@pytest.mark.thorough
 def test_export_and_storage_keep_the_function(tmp_path) -> None:
     net = block()
     x = torch.randn(2, 3, 6, 6)

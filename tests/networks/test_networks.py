@@ -31,6 +31,7 @@ def test_there_are_some() -> None:
     assert {"digits-cayley"} <= set(CERTIFIED)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", networks.names())
 def test_a_network_is_whole_and_small(name: str) -> None:
     folder = networks.folder(name)
@@ -155,6 +156,7 @@ def test_wrong_names_are_met_with_near_ones() -> None:
         networks.folder("../modules")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("harm", ["cut", "not gzip", "altered", "endless line"])
 def test_compressed_certificates_that_are_broken_are_refused(harm: str, tmp_path: Path) -> None:
     whole = (networks.folder("digits-cayley") / CERTIFICATE).read_bytes()

@@ -56,6 +56,7 @@ def test_x_may_be_a_figure_and_a_row_may_be_a_curve() -> None:
     assert curve.ours == [(5, 2.0), (10, 1.0)]
 
 
+@pytest.mark.thorough
 def test_what_a_paper_prints_beside_a_curve_is_drawn() -> None:
     beside = (Reference(figure="clean", x=9), Reference(figure="norm", through=(1, 2)), Reference(figure="norm"))
     made = table(Picture(y=("gap(*)",), beside={"gap(*)": beside}), a=(50.0, 3.0), b=(None, None))
@@ -85,6 +86,7 @@ def test_figures_3_and_4_of_lbdn_have_the_printed_slopes_and_levels(name, points
     assert [point[1] for point, slope in lines if not slope] == pytest.approx(levels)
 
 
+@pytest.mark.thorough
 def test_contours_go_around_the_largest_value() -> None:
     figures = {f"z({i},{j})": float(9 - (i - 1) ** 2 - (j - 2) ** 2) for i in range(4) for j in range(4)}
     made = table(Picture(rows="(?P<panel>.*)", y=("z(*,*)",)), a=())

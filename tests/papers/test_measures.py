@@ -63,6 +63,7 @@ def convolution(kernel: torch.Tensor, n: int, circular: bool) -> np.ndarray:
     return matrix.reshape(cout * n * n, cin * n * n)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 3, 3, 3), (4, 3, 3, 3), (2, 2, 5, 5)])
 def test_methods_of_the_table_are_those_of_dense_matrices(shape: tuple[int, ...]) -> None:
     n, kernel = 8, random_kernel(*shape, seed=3)
@@ -76,6 +77,7 @@ def test_methods_of_the_table_are_those_of_dense_matrices(shape: tuple[int, ...]
     assert table["symbol on 10 x 10"] == pytest.approx(ten[0], rel=1e-6)
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([(1, 1, 3, 3), (1, 3, 3, 3), (3, 1, 3, 3), (2, 2, 5, 5)]))
 def test_a_circular_norm_is_never_far_below_the_zero_padded_one(seed: int, shape: tuple[int, ...]) -> None:
@@ -100,6 +102,7 @@ def test_the_modulus_is_that_of_the_polynomial() -> None:
     assert found["largest"] == max(value for name, value in found.items() if name != "largest")
 
 
+@pytest.mark.thorough
 def test_secants_of_a_linear_map_reach_its_norm_and_never_pass_it() -> None:
     net = network()
     first, last = matrices(net)
@@ -111,6 +114,7 @@ def test_secants_of_a_linear_map_reach_its_norm_and_never_pass_it() -> None:
     assert secant_slopes(net, data(), eps=0.2, steps=60, batch_size=5, samples=5)["emp_lip"] > 0.99 * norm
 
 
+@pytest.mark.thorough
 def test_secants_see_the_network_around_each_sample_alone() -> None:
     # sin has slope 1 at 0 alone: around samples it is that of the cosine, up to the ball's size
     class Sine(nn.Module):
@@ -136,6 +140,7 @@ def test_norms_of_jacobians_are_those_of_the_active_units() -> None:
         assert found[f"jacobian({q})"] == pytest.approx(np.quantile(norms, q / 100), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_measurements_take_the_images_that_the_evaluation_attacks() -> None:
     net, images = network(nn.ReLU()), data(60)
     x, y = images.test.batch(torch.arange(60))
@@ -179,6 +184,7 @@ def test_quotients_through_depth_fall_where_layers_are_rescaled() -> None:
     assert norm_preservation(channels=[4, 4, 4], side=4, steps=3) != norm_preservation(channels=[4, 4, 4], side=4)
 
 
+@pytest.mark.thorough
 def test_gains_of_ordinary_layers_are_their_norms_where_units_stay_active() -> None:
     net = network(nn.ReLU())
     net[1].bias.fill_(1e3)
@@ -192,6 +198,7 @@ def test_gains_of_ordinary_layers_are_their_norms_where_units_stay_active() -> N
     assert found["least_layer_gain"] == min(found["layer_gain(0)"], found["layer_gain(1)"])
 
 
+@pytest.mark.thorough
 def test_the_gain_of_a_layer_of_relu_is_found_where_all_units_are_open() -> None:
     generator = np.random.default_rng(0)
     left, right = (np.linalg.qr(generator.normal(size=(64, 64)))[0] for _ in range(2))

@@ -159,6 +159,7 @@ def test_a_measurement_costs_in_proportion_to_its_batch() -> None:
     assert pages.measurement_hours(row, []) is None
 
 
+@pytest.mark.thorough
 def test_a_cost_is_measured_and_extrapolated() -> None:
     assert full_costs.line([(2, 1.0)], 8) == 4
     assert full_costs.line([(2, 1.0), (8, 4.0), (32, 4.6)], 128) == pytest.approx(7)

@@ -59,6 +59,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     return made
 
 
+@pytest.mark.thorough
 def test_what_is_missing_is_trained_and_what_was_cut_is_resumed(table, monkeypatch, tmp_path, capsys):
     seen = []
 
@@ -92,6 +93,7 @@ def test_what_is_missing_is_trained_and_what_was_cut_is_resumed(table, monkeypat
     assert "65.00 %" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_changed_recipe_never_passes_for_the_one_before(table, tmp_path):
     folders = [run.folder for change in ([], ["train.lr=0.1"]) for run in plan(table, tmp_path, change, 1)]
     assert len(set(folders)) == 4
@@ -217,6 +219,7 @@ def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys)
     assert (folder / "record.json").read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch, tmp_path, capsys):
     table = Table(source="P", description="d", columns={"clean": "clean"},
                   rows=(Row(label="a", recipe="cifar10_cayley"), Row(label="w", measure="wasserstein",

@@ -216,6 +216,7 @@ def test_quick_norm_is_never_below_and_tight(shape: tuple[int, int], dtype: torc
         assert truth * (1 - 1e-13) <= float(quick_spectral_norm(a).bound) <= truth * 1.003
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     side=st.integers(9, 14),
@@ -307,6 +308,7 @@ def test_rounding_constants() -> None:
         assert to_double(torch.tensor(0.1, dtype=dtype)).item() == torch.tensor(0.1, dtype=dtype).item()
 
 
+@pytest.mark.thorough
 @given(st.floats(0, 1e150), st.floats(0, 1e150))
 def test_products_are_rounded_up_only_if_they_are_rounded(a: float, b: float) -> None:
     got = float(multiply_up(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)))
@@ -315,6 +317,7 @@ def test_products_are_rounded_up_only_if_they_are_rounded(a: float, b: float) ->
     assert got == a * b if Fraction(a * b) == exact else got <= a * b * (1 + 1e-14) + 1e-323
 
 
+@pytest.mark.thorough
 @given(st.floats(0, 1e308))
 def test_reciprocal_is_rounded_up(value: float) -> None:
     got = reciprocal_up(value)

@@ -15,6 +15,7 @@ from lipkit.proof.roundoff import UNIT, grow, next_down, next_up, product, up
 FINITE = st.one_of(st.floats(0, allow_infinity=False), st.floats(0.5, 2))
 
 
+@pytest.mark.thorough
 @given(st.lists(FINITE, min_size=1, max_size=5))
 def test_a_product_is_the_smallest_float64_that_is_not_below_it(factors: list[float]) -> None:
     got, exact = product(*factors), math.prod(map(Fraction, factors))
@@ -30,6 +31,7 @@ def test_zero_absorbs_infinity_and_nothing_absorbs_nan() -> None:
     assert product(1 / 3, 1 / 3) > Fraction(1 / 3) ** 2
 
 
+@pytest.mark.thorough
 @given(FINITE)
 def test_numbers_and_tensors_grow_alike(value: float) -> None:
     tensor = torch.tensor(value, dtype=torch.float64)

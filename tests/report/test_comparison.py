@@ -75,6 +75,7 @@ def test_csv_reads_back_exactly(runs: Path) -> None:
         ).metrics()
 
 
+@pytest.mark.thorough
 def test_latex_escapes_and_html_loads_nothing(runs: Path) -> None:
     found = comparison.settings([runs])
     text = comparison.to_latex(found)
@@ -87,6 +88,7 @@ def test_latex_escapes_and_html_loads_nothing(runs: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
 
 
+@pytest.mark.thorough
 def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {*compare.FORMS} == {*comparison.FORMS}
     assert main(["compare", str(runs / "a-000"), str(runs / "b_100%-001")]) == 0

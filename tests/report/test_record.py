@@ -77,6 +77,7 @@ def test_holds_the_figures_of_the_evaluation(record: Record, evaluation: Evaluat
     assert record.schema_version == "1.0"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pgd", "apgd", "fab"])
 def test_figures_under_attack_have_the_name_of_the_attack(name: str, evaluation: Evaluation) -> None:
     attack = dataclasses.replace(evaluation.attack, name=name)

@@ -119,6 +119,7 @@ def test_a_network_of_another_dtype_is_attacked_in_its_own(dtype: torch.dtype) -
     assert found.dtype == torch.float32
 
 
+@pytest.mark.thorough
 def test_constrained_layers_are_attacked_as_their_export_with_weights_built_once(monkeypatch) -> None:
     net = nn.Sequential(nn.Flatten(), CayleyLinear(16, 8), MaxMin(), CayleyLinear(8, 2)).eval()
     x, y = data(8)
@@ -183,6 +184,7 @@ def test_adversarial_training_withstands_the_attack_that_breaks_ordinary_trainin
     assert share["adversarial"] > 0.9
 
 
+@pytest.mark.thorough
 def test_a_run_is_resumed_with_its_own_adversary_only(tmp_path) -> None:
     def fit(adversary, **options):
         return training.fit(network(), data(32), epochs=2, adversary=adversary, **options, **COMMON)

@@ -127,6 +127,7 @@ def stiefel() -> nn.Module:
 SPECTRAL = {"optimizer": "spectral", "manifold_lr": 2**-6}
 
 
+@pytest.mark.thorough
 def test_options(tapes: list[Tape]) -> None:
     """Smaller last batches, pieces, clipping, averages, evaluations, decay and dropout."""
     more = {"accumulate": 2, "grad_clip": 0.5, "ema": 0.9, "optimizer": "adamw", "weight_decay": 0.1}
@@ -134,6 +135,7 @@ def test_options(tapes: list[Tape]) -> None:
     assert [tape.replays for tape in tapes] == [17, 2]
 
 
+@pytest.mark.thorough
 def test_large_matrices_of_two_phases(tapes: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim, "LARGE", 10)
     same(stiefel(), **SPECTRAL)
@@ -157,11 +159,13 @@ def without_dropout(model: nn.Module, step: int, end: bool) -> None:
     model.body[2].train(step % 5 != 1)  # each epoch begins with model.train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [change_factor, freeze, replace, without_dropout])
 def test_what_changes_between_steps_is_recorded_anew(tapes: list[Tape], change: Any) -> None:
     same(net(), post_step=change)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_changes(tapes: list[Tape]) -> None:
     class Loss:
         def __init__(self) -> None:
@@ -188,6 +192,7 @@ def test_steps_that_change_attributes_are_refused(tapes: list[Tape], kind: type[
     assert not tapes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "more"), [(net, {}), (stiefel, SPECTRAL)])
 def test_resume(tapes: list[Tape], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, make: Any, more: Any) -> None:
     """An epoch has five steps, so that large matrices wait when the run is cut."""

@@ -94,6 +94,7 @@ def test_the_last_step_is_expected_where_it_comes() -> None:
     assert all(e.epochs == 2 for e in events)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole = train(budget="130s")
     options: dict[str, Any] = {"budget": "130s", "run_dir": tmp_path}
@@ -111,6 +112,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert torch.equal(again.model.weight, whole.model.weight)
 
 
+@pytest.mark.thorough
 def test_a_budget_of_samples_is_that_many_epochs_to_the_bit(tmp_path: Path) -> None:
     rates: list[float] = []
     one, other = train(epochs=2), train(rates, budget="400 images")

@@ -128,6 +128,7 @@ def test_calls_that_time_ends_add_up_to_one_run_bit_for_bit(tmp_path, options):
     assert (run.epochs_done, whole.finished) == (3, True)
 
 
+@pytest.mark.thorough
 def test_checkpoints_do_not_pile_up_and_a_finished_run_keeps_its_weights_alone(tmp_path):
     sizes, kept = [], []
 
@@ -159,6 +160,7 @@ def test_checkpoints_within_an_epoch_keep_their_distance(tmp_path, monkeypatch):
     assert steps[1] - steps[0] > 5
 
 
+@pytest.mark.thorough
 def test_checkpoints_every_few_epochs(tmp_path):
     names = []
 
@@ -171,6 +173,7 @@ def test_checkpoints_every_few_epochs(tmp_path):
     assert names == [[], ["epoch-0002"], ["epoch-0002"], ["epoch-0002", "epoch-0004"], ["epoch-0005"]]
 
 
+@pytest.mark.thorough
 def test_divergence_names_the_checkpoint_that_is_kept(tmp_path):
     steps = []
 
@@ -187,6 +190,7 @@ def test_divergence_names_the_checkpoint_that_is_kept(tmp_path):
     assert run_folder.load_checkpoint(tmp_path)[0] == 1
 
 
+@pytest.mark.thorough
 def test_the_metrics_have_a_line_for_each_epoch(tmp_path):
     run = fit(run_dir=tmp_path, evaluate=lambda model: {"clean": 0.5}, evaluate_every=2)
     rows = run_folder.read_metrics(tmp_path)
@@ -196,6 +200,7 @@ def test_the_metrics_have_a_line_for_each_epoch(tmp_path):
     assert all(row["samples_per_second"] > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_progress_knows_pace_and_time_left():
     events = []
     fit(progress=events.append)

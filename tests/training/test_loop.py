@@ -85,6 +85,7 @@ def test_sgd_equals_a_loop_written_out_in_numpy():
     np.testing.assert_allclose(model.bias.detach().numpy(), b, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_learns_and_returns_the_model_itself_without_wrapper():
     model = network()
     run = training.fit(model, blobs(), epochs=12, lr=0.03, evaluate=accuracy, evaluate_every=5, **COMMON)
@@ -140,6 +141,7 @@ def test_the_rate_follows_the_schedule_step_by_step():
     assert kinds == 2 * [(s, s in (3, 6)) for s in range(1, 7)]
 
 
+@pytest.mark.thorough
 def test_the_same_call_gives_the_same_weights_and_another_seed_others():
     def trained(**changes):
         return training.fit(network(), blobs(), epochs=2, lr=0.05, augment=jiggle, **(COMMON | changes)).model
@@ -198,6 +200,7 @@ def test_resume_continues_bit_for_bit(tmp_path, optimizer):
         assert all(torch.equal(states[0][1][name], states[1][1][name]) for name in states[0][1])
 
 
+@pytest.mark.thorough
 def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path):
     training.fit(network(), blobs(), epochs=3, lr=0.05, run_dir=tmp_path, **COMMON)
     expected = run_folder.read_metrics(tmp_path)
@@ -214,6 +217,7 @@ def test_a_finished_run_resumes_to_itself(tmp_path):
     assert again.history == first.history
 
 
+@pytest.mark.thorough
 def test_a_resume_in_double_precision_loses_no_bit(tmp_path):
     def run(**options):
         return training.fit(network(), blobs(), epochs=2, lr=0.05, precision="64-true", ema=0.9, **COMMON, **options)
@@ -226,6 +230,7 @@ def test_a_resume_in_double_precision_loses_no_bit(tmp_path):
     assert same(whole.average, resumed.average)
 
 
+@pytest.mark.thorough
 def test_a_run_folder_is_not_overwritten_and_not_resumed_otherwise(tmp_path):
     training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, **COMMON)
     with pytest.raises(RunError, match="expected a new run folder"):
@@ -283,6 +288,7 @@ def test_grad_clip_limits_the_step():
     assert moves[1] == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_progress_reports_every_epoch_and_its_steps():
     events = []
     training.fit(network(), blobs(), epochs=2, lr=0.05, batch_size=2, accelerator="cpu", progress=events.append)
@@ -292,6 +298,7 @@ def test_progress_reports_every_epoch_and_its_steps():
     assert events[-1].row["loss"] == events[-1].loss
 
 
+@pytest.mark.thorough
 def test_slow_steps_are_reported_one_by_one(monkeypatch):
     events, fast = [], []
     for progress, every in ((events, 0.0), (fast, 9.0)):

@@ -136,6 +136,7 @@ def test_fit_learns_and_stays_on_the_manifold(options: dict[str, Any]) -> None:
         assert not torch.equal(layer.free, network()[0 if layer is run.model[0] else 3].free)
 
 
+@pytest.mark.thorough
 def test_both_rates_follow_the_schedule() -> None:
     model, seen = network(), []
     original = SpectralDescent.moved

@@ -143,6 +143,7 @@ def test_gradients_are_those_of_finite_differences_and_miss_the_last_layer_only(
         assert float((layer.weight.grad * direction).sum()) == pytest.approx(slope, rel=tolerance, abs=tolerance)
 
 
+@pytest.mark.thorough
 def test_a_step_down_the_penalty_lowers_the_bound_of_the_network() -> None:
     torch.manual_seed(0)
     net = convnet(batch_norm=False)
@@ -207,6 +208,7 @@ def test_refusals() -> None:
         LipschitzPenalty()(net)
 
 
+@pytest.mark.thorough
 def test_fit_adds_the_penalty_to_the_loss_and_reports_it(tmp_path) -> None:
     x, y = torch.rand(12, 3), torch.arange(12) % 2
 

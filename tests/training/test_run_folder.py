@@ -216,6 +216,7 @@ def tiny(run_dir, model=None, y=None, **options):
     return training.fit(nn.Linear(2, 2) if model is None else model, data, **options)
 
 
+@pytest.mark.thorough
 def test_a_refused_folder_leaves_the_model_as_it_was(tmp_path):
     tiny(tmp_path / "run", precision="64-true")
     (tmp_path / "file").write_text("")
@@ -241,6 +242,7 @@ def test_a_refused_folder_leaves_the_model_as_it_was(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "run"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("present", [True, False])
 def test_what_fails_in_its_first_epoch_leaves_nothing(tmp_path, present):
     folder = tmp_path / "run"

@@ -218,6 +218,7 @@ def test_reproducible_and_without_side_effects():
     assert distance(x, y, steps=5, seed=1).value != first.value
 
 
+@pytest.mark.thorough
 def test_a_module_is_copied():
     net = mlp([8], input_shape=(3,), classes=1)
     before = {name: value.clone() for name, value in net.state_dict().items()}

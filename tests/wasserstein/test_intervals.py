@@ -32,6 +32,7 @@ def test_folds_average_their_half_widths():
     assert student(pairs, 0.9) == pytest.approx(np.mean([student([one], 0.9) for one in pairs]), rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_folds_whose_critics_learnt_each_others_noise_are_covered():
     """P = Q and f_k linear, along the mean difference of the other fold: the errors of both folds are equal in sign."""
     rng = np.random.default_rng(2)
@@ -59,6 +60,7 @@ def test_bernstein_is_the_formula():
     assert bernstein([pair(a, b), pair(c, d)], 0.9, 1.5) == pytest.approx(expected / 2, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_coverage():
     """1000 draws of a skewed law: Bernstein never misses more than it says, Student about as often as it says."""
     rng = np.random.default_rng(1)
