@@ -19,6 +19,7 @@ from benchmarks.forward_bodies import SHAPES
 
 import lipkit
 from benchmarks import forward_passes
+from lipkit.errors import NoRuleError
 
 ROWS = json.loads((Path(__file__).parent / "forward_passes.json").read_text())
 # What people write: where these were bounded they still are. The others may be refused for what they look at.
@@ -56,6 +57,14 @@ def marked(rows: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.parametrize("row", marked([row for row in SEEN if "varies" in row]))
 def test_refused_where_the_output_is_no_function_of_one_sample(row: dict[str, Any]) -> None:
     judged(row)
+
+
+def test_a_copy_of_what_sums_keep_in_its_order_is_refused() -> None:
+    """x + a(x) has the strides of x, so contiguous() copies it for some inputs alone."""
+    network = forward_passes.build("x = x + s.a(x)\ny = x.contiguous()\ny.mul_(0)\nx = x + y")
+    for ask in (lipkit.analyze, lipkit.export):
+        with pytest.raises(NoRuleError, match="for an input that is not contiguous"):
+            ask(network, (4,))
 
 
 @pytest.mark.parametrize("row", marked([row for row in SEEN if "varies" not in row]))

@@ -294,14 +294,17 @@ def check_outputs(
             f"analyze: expected a forward pass that goes the same way for a symbol and for a tensor, got {other_way}, "
             "which goes another one: it asks for the type of a value, such as the size of the batch"
         )
-    strided: Any = direct
-    with torch.no_grad(), suppress(Exception):  # a view of a tensor that is not contiguous may fail
-        strided = root(torch.stack((x, x), -1)[..., 0])
-    if not close(direct, strided):
-        raise NoRuleError(
-            "analyze: expected the same output for an input that is not contiguous, got a forward pass that writes "
-            "into what is a copy for some inputs and the input itself for others, as contiguous() is"
-        )
+    back = [*range(x.ndim)][::-1]
+    # With gaps, which sums do not keep, and with the last dimension first in memory, which they do keep.
+    for other in (torch.stack((x, x), -1)[..., 0], x.permute(back).contiguous().permute(back)):
+        strided: Any = direct
+        with torch.no_grad(), suppress(Exception):  # a view of a tensor that is not contiguous may fail
+            strided = root(other)
+        if not close(direct, strided):
+            raise NoRuleError(
+                "analyze: expected the same output for an input that is not contiguous, got a forward pass that writes "
+                "into what is a copy for some inputs and the input itself for others, as contiguous() is"
+            )
     at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)  # the copy is on the CPU
     try:
         with torch.no_grad():
