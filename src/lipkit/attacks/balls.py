@@ -57,7 +57,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
     without box grows towards the solution and never passes it.
 
-    It ends when the squared length is within 1e-6 of the squared radius, relative. ``centre`` (N, ...) lies in ``box``.
+    It ends when the relative error of the squared length is at most 1e-6. ``centre`` (N, ...) lies in ``box``.
     """
     aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)  # usually keeps the rounded sum inside
     step = point - centre
@@ -78,9 +78,9 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
 
 
 def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """`nearest_l2`, but after rounding still inside the box and with ``||result - centre|| <= radius`` in float64.
+    """`nearest_l2`, but inside the box and with ``||result - centre|| <= radius`` in float64, even after rounding.
 
-    It is ``centre`` itself where the dtype has no other point within the radius.
+    The result is ``centre`` where the dtype has no other point within the radius.
     """
     result = nearest_l2(point, centre, radius, box)
     # Shrinking towards a centre inside the box stays in it. Shrink a little more, to cover the rounding of the sum.

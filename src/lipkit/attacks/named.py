@@ -67,7 +67,7 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Points (N, ...) of an attack within ``eps``, adversarial or the best found; which attack ``ran``, in words."""
+    """``points`` (N, ...) within ``eps``, adversarial or the best found, and the words for the attack that ``ran``."""
 
     points: Tensor
     ran: str

@@ -137,7 +137,7 @@ def evaluate(
 def per_class(
     certificate: Certificate, eps: Sequence[float], classes: Sequence[str] = (), *, confidence: float = 0.95
 ) -> tuple[ClassRow, ...]:
-    """Clean and certified accuracy of each class, or of each label without ``classes`` (OptionError: too few)."""
+    """Clean and certified accuracy of each class; without ``classes``, of each label (OptionError: too few names)."""
     top = int(certificate.label.max()) + 1
     if classes and len(classes) < top:
         raise OptionError(f"expected at least {top} class names, got {len(classes)}")

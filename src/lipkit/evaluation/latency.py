@@ -17,7 +17,7 @@ RUNS, SECONDS = 100, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """Milliseconds for one input: the median, and the 10th and 90th percentile, of ``runs`` on ``threads`` threads."""
+    """Milliseconds for one input: median, 10th percentile (``low``) and 90th (``high``) of ``runs`` passes."""
 
     median: float
     low: float
@@ -30,7 +30,7 @@ class Latency:
 def latency(network: modules.Network) -> Latency:
     """Time a forward pass of an exported network, batch 1 in float32, on one thread of the CPU.
 
-    `RUNS` passes are timed, after a tenth as many; no new one starts after `SECONDS`, but at least one is timed.
+    It times `RUNS` passes after a warm-up of a tenth as many, but starts none after `SECONDS`; at least one is timed.
 
     >>> from torch import nn
     >>> measured = latency(modules.Network([nn.Linear(3, 2)], (3,)))

@@ -33,7 +33,8 @@ class RegressionEvaluation(Shown):
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
         search: the steepest pair of inputs found; ``search.lower`` is their slope, less what rounding may have added.
-        output_slopes: (d,) the steepest slope of each output, between that pair or neighbouring samples, less rounding.
+        output_slopes: (d,) the steepest slope of each output, over that pair and over neighbouring samples, less
+            rounding.
         times: seconds.
     """
 
@@ -127,7 +128,7 @@ def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tenso
 
 
 def _slopes(proof: Proof, x: Tensor, y: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Lower bounds of the slopes over pairs (n, ...), in float64: (n,) of the network, (d,) of each output at most."""
+    """Lower bounds of slopes over the pairs x, y (n, ...): (n,) of the network; (d,) the largest of each output."""
     found = measured(proof, torch.cat((x, y)), proof.evaluator, batch_size)
     (fx, fy), (error_x, error_y) = columns(found.outputs).chunk(2), found.errors(0.0)[0].chunk(2)
     rise = ((fy - fx).abs() - grow(error_x + error_y)).clamp_min(0.0) * (1 - 2.0**-30)  # for the rounding of norms

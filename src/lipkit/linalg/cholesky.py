@@ -1,4 +1,4 @@
-"""Matrices divided by a Cholesky factor of their Gram matrix: contractions, and reflections in blocks."""
+"""Matrices divided by a Cholesky factor of their Gram matrix: contractions, and block reflectors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, nea
 
 
 def _divided(w: Tensor, ridge: float) -> Tensor:
-    """``W L^{-*}`` of tall matrices, with ``L L* = W* W + ridge trace(W* W) I``; zero ones stay zero."""
-    ridge = max(ridge, 4 * torch.finfo(w.dtype).eps)  # below this, rounding may leave no factor, and large rows
+    """``W L^{-*}`` for tall W, with ``L L* = W* W + ridge trace(W* W) I``; zero stays zero."""
+    ridge = max(ridge, 4 * torch.finfo(w.dtype).eps)  # below this, rounding may leave no factor, or large rows
     w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
@@ -87,7 +87,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
 
 
 def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
-    r"""Rows times :func:`block_reflector`, which is not formed: cheaper for fewer rows than half of n.
+    r"""Rows times :func:`block_reflector`, which is not formed: cheaper for fewer than n / 2 rows.
 
     .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 

@@ -101,13 +101,13 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     .. math:: \|A\|_2 \le \Big(\sum_i |\lambda_i|^{2p}\Big)^{1/2p} = \|A^p\|_F^{1/p}, \qquad p = 2^{\mathtt{squarings}}
 
     It is within a factor :math:`n^{1/2p}` (n = 512, p = 8: 1.48 at worst, 1.16 for independent normal entries), 0 for a
-    zero matrix. Unlike a power iteration it never underestimates (up to rounding), but for entries whose squares
-    underflow, below 1e-19 in float32: callers raise it to a least norm, such as ``SMALLEST_NORM``.
+    zero matrix. Unlike a power iteration it never underestimates (up to rounding), unless squares of entries underflow
+    (below 1e-19 in float32): callers raise it to a least norm, such as ``SMALLEST_NORM``.
     """
     check_matrix(a, "a")
     # Rescaling between the products keeps the powers from under- and overflow. The bound is the product of the scales
-    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... The value is free
-    # of them, so the gradient takes them as constants.
+    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... It does not depend on the scales, so the gradient takes
+    # them as constants.
     bound = torch.ones((), dtype=a.real.dtype, device=a.device)
     exponent = 1.0
     for step in range(squarings + 1):

@@ -11,7 +11,7 @@ from lipkit.linalg.matrices import eye_like, near_one, on_tall
 
 @on_tall
 def householder(w: Tensor) -> Tensor:
-    r"""Semi-orthogonal matrix whose reflections have the columns of ``w`` as their normals.
+    r"""Semi-orthogonal matrix: the first n columns of a product of reflections along the columns of ``w``.
 
     .. math:: Q = \Big[\prod_{i=1}^{n} \Big(I - 2\frac{w_i w_i^*}{\|w_i\|^2}\Big)\Big]_{:,\,:n}
                 = I_{m \times n} - V T^{-1} V_{:n}^*, \qquad
