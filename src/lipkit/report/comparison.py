@@ -21,7 +21,8 @@ from lipkit.shown import upper
 from lipkit.text import csv_text, flatten, table
 from lipkit.training.options import PLACEMENT
 
-# Keys that do not make a setting. With more than MOST_KEYS differing keys, rows show the names of runs instead.
+# Keys of a recipe in which runs of one setting may differ. If settings differ in more than MOST_KEYS other keys, rows
+# show the names of runs instead.
 SAME = re.compile(rf"name|description|data\.root|train\.(seed|{'|'.join(PLACEMENT)})")
 MOST_KEYS = 4
 
@@ -89,7 +90,7 @@ def rows(found: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
 
 
 def _cell(name: str, values: Sequence[float]) -> str:
-    """Such as 98.00 ± 1.41 %."""
+    """Mean and standard deviation as text, such as 98.00 ± 1.41 %."""
     if not values or name == "lipschitz":  # the largest bound holds for all runs
         return upper(max(values)) if values else ""
     per_cent = name == "clean" or name.endswith(")")  # certified(36/255)

@@ -56,7 +56,7 @@ class ClassRecord(_Model):
 
 
 class AttackRecord(_Model):
-    """The attack's settings, and its comparison with the certificates: smallest norm / radius of any example."""
+    """The attack's settings, and its comparison with the certificates: ``closest`` is the smallest norm / radius."""
 
     name: str = "PGD l2, margin loss"
     steps: int | None
@@ -97,7 +97,7 @@ class RoundingRecord(_Model):
 
 
 class DataRecord(_Model):
-    """The data that were trained and tested on."""
+    """The data of training and test."""
 
     name: str
     input_shape: tuple[int, ...]

@@ -26,7 +26,7 @@ def true_norm(layer: nn.Module, case: Case, shape: Shape, dtype: torch.dtype) ->
 
 
 def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]:
-    """The inequalities norm <= export's bound <= layer's bound, for a layer as it is now, at one input shape."""
+    """Check norm <= bound of the export <= bound of the layer, in its present mode and at one input shape."""
     eps = case.eps(shape)
     claimed = float(lipschitz(layer, shape).detach())
     require(math.isfinite(claimed), f"input {shape}: expected a finite lipschitz(layer), got {claimed}")
@@ -113,7 +113,7 @@ def trained(case: Case) -> dict[str, float]:
 
 
 def expected_shape(layer: nn.Module, shape: Shape) -> Shape | None:
-    """Output shape that the attributes of a layer promise; None if they say nothing."""
+    """Output shape that follows from the attributes of a layer; None if they do not tell."""
     attribute: dict[str, Any] = vars(layer)
     if "out_features" in attribute:
         return (*shape[:-1], attribute["out_features"])

@@ -84,7 +84,6 @@ def refusals(case: Case) -> dict[str, float]:
     what, words = f"the layer exported for {shape} called on {other}", (str(shape[-1]), str(other[-1]))
     other_size = Refusal(what, lambda make: export(make(), shape)(case.x(other)), ShapeError, words)
     table = (other_size, *case.refusals)
-
     for refusal in table:
         error: Exception | None = None
         try:
