@@ -44,7 +44,7 @@ def exponential(w: Tensor) -> Tensor:
 
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
-        ``eps * max(n, ||A||)``.
+        ``eps * max(n, ||A||)`` while that is below 1; from there on the squarings of ``matrix_exp`` can overflow.
         It takes one ``torch.linalg.matrix_exp`` of size max(m, n); backward, one of twice the size.
 
     >>> exponential(torch.tensor([[0.0, -torch.pi / 2], [0.0, 0.0]])).round(decimals=4).abs().tolist()

@@ -63,6 +63,8 @@ def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
     Gradients take the divisor as a constant.
     """
     biggest = w.detach().abs().amax(dim, keepdim=True)
+    if w.is_complex():  # a division by a subnormal number would give NaN
+        biggest = biggest.clamp_min(torch.finfo(w.dtype).tiny)
     return w / torch.where(biggest > 0, biggest, 1)
 
 
