@@ -168,7 +168,8 @@ class _LipschitzEstimator(BaseEstimator):
 
     def calibrate(self, X: Any, y: Any) -> Self:
         """Compute conformity scores on data that were not used for training, for sets or intervals."""
-        self.conformity_scores_ = calibrate(self.export_, self._scaled(X), self._targets(y)).scores.numpy()
+        z = self._scaled(X)  # first, because it refuses an estimator that was not fitted
+        self.conformity_scores_ = calibrate(self.export_, z, self._targets(y)).scores.numpy()
         return self
 
     def _calibration(self) -> Calibration:
