@@ -119,7 +119,7 @@ def fab(
     distance is an upper bound of the distance to the boundary. The sample itself is returned where it is misclassified
     already or nothing was found.
 
-    **Cost.** ``restarts targets (steps + polish)`` gradients and some 20 evaluations for each bisection.
+    **Cost.** ``restarts targets steps + polish`` gradients, and 20 evaluations for each of ``polish + 1`` bisections.
 
     Args:
         model, x, y, norm, box, generator: as in `lipkit.attacks.pgd`, which names the errors.

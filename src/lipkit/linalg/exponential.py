@@ -144,10 +144,10 @@ def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     r"""Proved range of the singular values of :math:`p_T(A)` for every skew A of at most this norm.
 
     They are :math:`|p_T(i\theta)|` for real :math:`|\theta| \le \|A\|`, and :math:`|p_T(i\theta)|^2` is a polynomial
-    :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients. Where the derivative of its first
-    term outweighs those of the others (norm 1 among them) it is monotone, with extremes at the ends; otherwise the sums
+    :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients. It is monotone, with extremes at the
+    ends, if the derivative of its first term outweighs those of the others, as it does for norm 1. Otherwise the sums
     of the positive and of the negative terms bound it. All arithmetic is rational until the smallest and the largest
-    value are rounded outwards. It is tighter than :math:`1 + \|A\|^{T+1}/(T+1)!`.
+    value are rounded outwards. The range is tighter than :math:`1 + \|A\|^{T+1}/(T+1)!`.
 
     >>> [round(high, 4) for high in taylor_range(1.0, 5)], taylor_range(1.0, 3)[1]
     ([1.0, 1.0009], 1.0)

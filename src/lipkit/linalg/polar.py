@@ -103,7 +103,7 @@ def polar(w: Tensor) -> Tensor:
     Guarantee:
         Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
         least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises OptionError.
-        It takes one singular value decomposition; four to six products backward.
+        It takes one singular value decomposition; backward, four products (five for rectangular matrices).
 
     >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]

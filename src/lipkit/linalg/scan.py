@@ -83,7 +83,8 @@ def simulate(
         block: how many units are computed at once; it divides nv.
         phi: ``(B, nv) -> (B, nw)``.
         u: ``(B, T, nu)``.
-        alone: whether phi acts on each unit by itself (by its place in a block), as the fast backward pass needs.
+        alone: whether phi acts on each unit by itself (how may depend on its place in a block), which the fast backward
+            pass needs.
 
     Returns:
         y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``.
@@ -102,7 +103,7 @@ def simulate(
 
 
 def _loop(driven: Tensor, own: Tensor, states: int, units: tuple[int, int], block: int, phi: Function) -> Tensor:
-    """(w_t, x_t) at all steps, differentiated by torch."""
+    """The loop over the steps in plain operations of torch; returns (w_t, x_t) at all steps."""
     (nv, nw), found = units, list[Tensor]()
     x = driven.new_zeros(driven.shape[1], states)
     # Sliced before the loop: an export to ONNX takes 50 ms for each call that it records.

@@ -43,7 +43,7 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """The real inner product ``(..., 1, 1)``."""
+    """The real part of the inner product ``(..., 1, 1)``."""
     made = x * y.conj()
     return (made.real if made.is_complex() else made).sum((-2, -1), keepdim=True)
 
@@ -119,8 +119,8 @@ class Powers(NamedTuple):
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded: their columns would share few cache
-    lines (padding halves the time of a transposed sum)."""
+    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded, because the entries of a column would
+    compete for few cache lines (padding halves the time of a transposed sum)."""
     fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
@@ -128,8 +128,8 @@ def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
 def _fill_powers(out: Powers) -> None:
     r"""Fill ``out``, which value and gradient both need, from the skew A ``(n, c, c)`` in ``out.squares[0]``.
 
-    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is at most 1, but never above ``scale /
-    SMALLEST_NORM``.
+    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is at most 1; near A = 0 it is limited
+    to ``scale / SMALLEST_NORM``.
     """
     a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
@@ -169,7 +169,7 @@ def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
 
 
 def _gradient(p: Powers, g: Tensor, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` with the gradient of W, the unscaled A being W - W^T, from the upstream ``g`` ``(n, c, c)``."""
+    """Fill ``out`` with the gradient of W, where A = W - W^T, for the upstream gradient ``g`` ``(n, c, c)``."""
     t, (a, a2, a4, *higher) = p.share, p.squares
     c = _coefficients(t, terms)
     # Twice the even part: the halves below go into the coefficients.

@@ -30,7 +30,7 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 
 
 def sign_factor(gram: Tensor, steps: int) -> Tensor:
-    r"""P with :math:`P T \approx \mathrm{msign}(T)`, the polar factor of T, from ``gram`` :math:`T T^T`: a polynomial.
+    r"""P with :math:`P T \approx \mathrm{msign}(T)`, the polar factor of T: a polynomial in ``gram`` = :math:`T T^T`.
 
     In four steps, singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21; smaller ones
     grow by at most 3.4445 in each step.
