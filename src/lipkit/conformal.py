@@ -110,7 +110,8 @@ def _covers(found: PredictionSets | PredictionIntervals) -> str:
 class Calibration(Shown):
     """Conformity scores of a network on data that it was not trained on.
 
-    ``scores`` are (n, 1) of a classifier (``labels``), (n, d) of a regression; float64, rounded up, sorted by column.
+    ``scores`` are (n, 1) of a classifier, where ``labels`` is True, and (n, d) of a regression. They are float64,
+    rounded up, and sorted by column.
     """
 
     scores: Tensor
@@ -129,7 +130,7 @@ class Calibration(Shown):
         )
 
     def quantile(self, alpha: float) -> Tensor:
-        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column, 1 / (n + 1) <= alpha < 1."""
+        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column; 1 / (n + 1) <= alpha < 1."""
         least = Fraction(1, len(self) + 1)
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         # As it is written: 0.3 is three tenths.
@@ -171,7 +172,7 @@ class Calibration(Shown):
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, eps)
 
     def _checked(self, labels: bool, eps: float) -> float:
-        """``eps``, refused where targets are not of this kind."""
+        """Return ``eps``; refuse a calibration whose targets are not ``labels`` (or, if False, not numbers)."""
         if self.labels is not labels:
             wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
             raise OptionError(f"expected a calibration with {wanted} as targets, got another one: use {other}")
@@ -222,7 +223,7 @@ def _measured(proof: Proof, x: Samples) -> Measurement:
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
-    """Bounds (N, K) of the scores of all classes, within eps of each sample, from below or from above."""
+    """Lower or upper bounds (N, K) of the scores of all classes, over all inputs within eps of each sample."""
     outputs, proof, logits = measured.outputs, measured.proof, measured.logits
     margins.check_logits(outputs)
     assert logits is not None

@@ -373,7 +373,7 @@ class _Trained(nn.Module):
             nn.init.orthogonal_(weight, generator=random)  # the rescaling leaves it unchanged
 
     def weights(self) -> list[Tensor]:
-        """W_1 D, ..., L W_K."""
+        """The matrices W_1 D, W_2, ..., L W_K of the module docstring."""
         found = []
         for i, free in enumerate(self.free):
             if self.signs is not None:

@@ -198,7 +198,7 @@ def _run(
         if lacks_memory(error) or isinstance(error, LipkitError):
             raise
         raise OptionError(
-            f"expected logits that pyautoattack can attack, got an error of it: {first_line(error)}; the attack 'apgd' "
+            f"expected logits that pyautoattack can attack, got its error: {first_line(error)}; the attack 'apgd' "
             "takes any"
         ) from error
     finally:

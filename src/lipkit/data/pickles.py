@@ -42,8 +42,8 @@ def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]
     """Read a pickled dict of uint8 arrays, numbers, strings and lists of these, from a file of at most MAX_FILE_BYTES.
 
     Reads what Python 2 and Python 3 write in the binary protocols 2 to 5. Strings of Python 2 come back as bytes, the
-    keys of the outer dict as str. `source` ends the message about a missing file. Any other pickle, such as one that
-    names more than a uint8 NumPy array, raises ``DataError``: nothing is imported or run.
+    keys of the outer dict as str. `source` ends the message about a missing file. Any other pickle, also one that names
+    anything but a uint8 NumPy array, raises ``DataError``: nothing is imported or run.
     """
     if (size := file_size(path, source)) > MAX_FILE_BYTES:
         raise DataError(f"{path}: expected a pickle of at most {MAX_FILE_BYTES} bytes, got {size}")
@@ -105,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[module, name]
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
-        """Stands for _codecs.encode, by which Python 3 writes bytes in protocol 2; at most the file's length in all."""
+        """Replaces _codecs.encode, by which Python 3 writes bytes in protocol 2; copies at most the file's length."""
         if not isinstance(text, str) or _text(encoding) != "latin1":
             raise DataError(f"expected bytes written as latin1 text, got {type(text).__name__}")
         self._encodable -= len(text)
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Name:
-    """A name in the file: a call goes to a function of this module, and the file cannot set its state."""
+    """Replaces a name in the file: a call goes to a function of this module, and the file cannot set its state."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -72,7 +72,7 @@ class Split:
     def take(self, limit: int) -> Split:
         """A random subset of at most `limit` samples, in their order; ``OptionError`` unless it is a positive integer.
 
-        Drawn with a fixed seed: the same samples on every machine; a smaller limit gives some of those of a larger one.
+        The seed is fixed: every machine draws the same samples, and a smaller limit a subset of those of a larger one.
         """
         check_integer("limit", limit, 1)
         if limit >= len(self):

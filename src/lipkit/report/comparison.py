@@ -29,14 +29,17 @@ MOST_KEYS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs with the same recipe except for `SAME`: folders and records, and the ``keys`` in which settings differ."""
+    """Runs whose recipes agree except for the keys in `SAME`.
 
-    keys: dict[str, str]  # with the values of this setting
+    ``keys`` are those in which the compared settings differ, with the values of this one.
+    """
+
+    keys: dict[str, str]
     runs: tuple[Path, ...]
     records: tuple[AnyRecord, ...]
 
     def values(self, figure: str) -> list[float]:
-        """One figure of every run that has it."""
+        """The values of one figure, for every run that has it."""
         return [r.metrics()[figure] for r in self.records if figure in r.metrics()]
 
 
@@ -129,7 +132,8 @@ def to_latex(found: Sequence[Setting]) -> str:
 
 
 def _latex(cell: str) -> str:
-    r"""
+    r"""A cell in LaTeX.
+
     >>> print(_latex("cayley_bcop: 98.0 ± 1.4 %, L <= 1"))
     cayley\_bcop: 98.0 $\pm$ 1.4 \%, L $\le$ 1
     """

@@ -41,8 +41,8 @@ class Estimate(Shown):
     Attributes:
         value: (held-out mean of f(x) minus that of f(y)) / constant, averaged over the folds, in units of the samples'
             l2 norm. Its expectation is at most W1.
-        low, high: interval for that expectation, not for W1. ``low`` bounds W1 from below; ``high`` does **not** bound
-            W1 from above: critics trained too briefly leave both below it.
+        low, high: interval for that expectation, not for W1. ``low`` bounds W1 from below, with this confidence;
+            ``high`` does **not** bound W1 from above: critics trained too briefly leave both below it.
         confidence: of the two-sided interval.
         method: "student" (asymptotic) or "bernstein" (proved for every sample size).
         constant: largest proved Lipschitz constant of the critics, by which their values were divided.
@@ -122,7 +122,7 @@ def distance(
         y: samples of Q, (m, *shape).
         critic: acronym of a family for `critics.critic`, None for "cayley"; or a module with one output that
             ``export`` takes, independent of the samples: a copy of it is trained for each fold.
-        steps: training steps. 0: the given module is evaluated as it is on all samples.
+        steps: training steps; 0 evaluates the given module as it is, on all samples.
         batch_size: samples of each of P and Q in one step.
         lr: of Adam, at the start; it falls linearly to zero.
         loss: of (f(x), f(y)): `kr_loss`, or `hinge_kr_loss` with its options bound.
@@ -137,6 +137,7 @@ def distance(
     Raises:
         DataError, ShapeError: samples that are not as above, or further apart than ``diameter``.
         NoRuleError: a critic without a proved constant.
+        OptionError: another argument out of range, a critic of several outputs, or a loss that is not finite.
 
     >>> x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
     >>> found = distance(x[:1000], x[1000:] + 3.0, steps=200, lr=0.01)

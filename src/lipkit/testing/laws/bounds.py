@@ -52,7 +52,7 @@ def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]
 
 
 def sound(case: Case) -> dict[str, float]:
-    """Law 1, at every input shape: a new layer in training mode and one with moved weights in evaluation mode."""
+    """Law 1, at every input shape: true norms and bounds stay in order for the layers of `states`."""
     measured: dict[str, float] = {}
     for shape in case.input_shapes:
         for layer in states(case):
@@ -65,7 +65,7 @@ def sound(case: Case) -> dict[str, float]:
 
 
 def attained(case: Case) -> dict[str, float]:
-    """Law 2, at every input shape: all singular values for an orthogonal layer, the largest for others."""
+    """Law 2, at every input shape: all singular values of an orthogonal layer, the largest of others, are attained."""
     smallest, largest = float("inf"), 0.0
     for shape in case.input_shapes:
         for layer in states(case):
@@ -93,7 +93,7 @@ STEPS, RATE = 5, 1.0
 
 
 def trained(case: Case) -> dict[str, float]:
-    """Law 10: law 1 after Adam steps of rate 1 that push the outputs away from zero, without and with `after_step`."""
+    """Law 10: bounds hold after Adam steps of rate 1 that push the outputs away from zero, and after `after_step`."""
     layer = case.layer()
     if any(p.requires_grad for p in layer.parameters()):
         optimiser = torch.optim.Adam(layer.parameters(), lr=RATE)
@@ -201,7 +201,7 @@ def _right(layer: nn.Module, x: Tensor, where: str) -> None:
 
 
 def gradients(case: Case) -> dict[str, float]:
-    """Law 9, in float64: gradcheck at random weights and repeated singular values; finite ones there and at zero."""
+    """Law 9, in float64: gradients pass gradcheck at random and repeated singular values, and are finite at zero."""
     x = case.x(batch=2, dtype=torch.float64)  # finite differences need float64
     for where, point in POINTS.items():
         layer = case.moved(case.layer(dtype=torch.float64))
