@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from decimal import Decimal
 from fractions import Fraction
 
 import torch
@@ -103,7 +104,7 @@ class PredictionIntervals(Shown):
 
 def _covers(found: PredictionSets | PredictionIntervals) -> str:
     moved = f"inputs moved by up to {format_radius(found.eps)} (l2)"
-    return f"cover with probability at least {1 - found.alpha:g} (marginal), {moved}"
+    return f"cover with probability at least {1 - Decimal(repr(float(found.alpha)))} (marginal), {moved}"  # exactly
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
