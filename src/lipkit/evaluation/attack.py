@@ -176,7 +176,8 @@ def attack_samples(
         OptionError: the certificate is of other samples. OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     if not torch.equal(certificate.label, y.cpu()):
-        raise OptionError(f"expected the {len(certificate)} samples that were certified, in this order, got {len(y)}")
+        got = "other labels" if len(y) == len(certificate) else len(y)
+        raise OptionError(f"expected the {len(certificate)} samples that were certified, in this order, got {got}")
     numbers = torch.arange(len(x)) if numbers is None else numbers
     box, radii = resolved_box(attack.box, x), as_radii("eps", attack.eps)
     if certificate.method == "local" and certificate.input_range is not None:

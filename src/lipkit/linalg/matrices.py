@@ -43,10 +43,7 @@ def at_least_float32(a: Tensor) -> Tensor:
 
 
 def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Decorator that extends a ``function`` of tall matrices to wide ones, by their adjoint.
-
-    It also checks the matrix and widens half precision to float32.
-    """
+    """Decorator that extends a ``function`` of tall matrices to wide ones, by their adjoint, and checks and widens."""
 
     @functools.wraps(function)
     def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:

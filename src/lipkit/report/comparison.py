@@ -29,10 +29,7 @@ MOST_KEYS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs whose recipes agree except for the keys in `SAME`.
-
-    ``keys`` are those in which the compared settings differ, with the values of this one.
-    """
+    """Runs whose recipes agree but for `SAME`. ``keys``: where the compared settings differ, and this one's values."""
 
     keys: dict[str, str]
     runs: tuple[Path, ...]
@@ -127,8 +124,8 @@ def to_latex(found: Sequence[Setting]) -> str:
     header, body = rows(found)
     lines = [" & ".join(_latex(cell) for cell in row) + r" \\" for row in (header, *body)]
     columns = "l" * (header.index("runs")) + "r" * (len(header) - header.index("runs"))
-    rules = (rf"\begin{{tabular}}{{{columns}}}", r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}")
-    return "\n".join([*rules[:2], lines[0], rules[2], *lines[1:], *rules[3:]])
+    top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule"]
+    return "\n".join([*top, *lines[1:], r"\bottomrule", r"\end{tabular}"])
 
 
 def _latex(cell: str) -> str:

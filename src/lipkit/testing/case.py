@@ -64,7 +64,7 @@ class Case:
         gamma: the claimed constant.
         slack: relative amount by which ``lipschitz(layer)`` may exceed gamma (a declared truncation error).
         attained: fraction of ``lipschitz(layer)`` that the largest singular value (or Jacobian) reaches at random
-            weights; default 0.1 for a contraction and 0.9 for 'none'. Not used for 'orthogonal'.
+            weights; for 'none' `check_layer` takes 0.9 by default. Not used for 'orthogonal'.
         train_gap: declared relative difference between training and evaluation mode (Taylor terms).
         smooth: whether the layer is differentiable where singular values of a parameter coincide (a division by a
             spectral norm is not); if not, gradients there need only be finite.

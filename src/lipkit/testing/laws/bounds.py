@@ -65,7 +65,7 @@ def sound(case: Case) -> dict[str, float]:
 
 
 def attained(case: Case) -> dict[str, float]:
-    """Law 2, at every input shape: all singular values of an orthogonal layer, the largest of others, are attained."""
+    """Law 2, at every input shape: the bound is reached, by all singular values if orthogonal, else by the largest."""
     smallest, largest = float("inf"), 0.0
     for shape in case.input_shapes:
         for layer in states(case):

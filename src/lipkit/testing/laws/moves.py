@@ -21,10 +21,7 @@ OBJECTS = ("weight", "kernel", "symbol", "generator")
 
 
 def moves(case: Case) -> dict[str, float]:
-    """Law 12: outputs agree in float64, under autocast and torch.compile, on another device, in torch.func and export.
-
-    ``torch.export`` is tried on the exported layer.
-    """
+    """Law 12: outputs agree across dtypes, devices, autocast, torch.compile, torch.func, and torch.export (export)."""
     layer = case.moved(case.layer())
     x = case.x()
     y = forward(layer, x)
