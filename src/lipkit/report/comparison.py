@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -94,7 +95,8 @@ def _cell(name: str, values: Sequence[float]) -> str:
     if not values or name == "lipschitz":  # the largest bound holds for all runs
         return upper(max(values)) if values else ""
     per_cent = name == "clean" or name.endswith(")")  # certified(36/255)
-    mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    known = len(values) > 1 and all(map(math.isfinite, values))  # the tightness of a constant network is NaN
+    mean, spread = statistics.fmean(values), statistics.stdev(values) if known else None
     if per_cent:
         return f"{100 * mean:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'} %"
     return f"{mean:.5g}{'' if spread is None else f' ± {spread:.2g}'}"
