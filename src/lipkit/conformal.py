@@ -5,11 +5,10 @@ With n calibration samples, exchangeable with the test sample, and q the k-th sm
 :math:`1 - \alpha`. For the score :math:`s_y(x) = \max_{i \ne y} f_i(x) - f_y(x)` and proved constants :math:`K_{iy}` of
 the differences the set
 
-.. math:: C_\varepsilon(x') = \{y : \max_{i \ne y} f_i(x') - f_y(x') - K_{iy}\varepsilon \le q\}
+.. math:: C_\varepsilon(x') = \{y : \max_{i \ne y} (f_i(x') - f_y(x') - K_{iy}\varepsilon) \le q\}
 
-holds all that the plain set of x holds, for every x with :math:`\|x' - x\| \le \varepsilon`; for a regression
-:math:`f(x') \pm (q + K\varepsilon)`. Calibration needs no attack. Rounding errors move the scores so
-that sets only grow.
+contains the plain set of every x with :math:`\|x' - x\| \le \varepsilon`. The interval of a regression is
+:math:`f(x') \pm (q + K\varepsilon)`. Calibration needs no attack. Rounding errors are bounded, and only enlarge sets.
 
 Coverage is marginal: over calibration and test samples together, not for each input, class or group.
 

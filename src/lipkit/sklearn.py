@@ -5,7 +5,7 @@ r"""Networks with a proved constant as estimators of scikit-learn, for tables.
 :math:`\sigma` sorts pairs of units (`MaxMin`), the W come from `lipkit.layers.aol.aol_matrix`, D is a diagonal of at
 most 1, so f is L-Lipschitz in z. Radii, eps and gains are in units of z: eps = 0.3 is three tenths of the standard
 deviation of one feature, or the same l2 norm spread over several. `MaxMin` is increasing, so f is monotone in a
-feature whose paths have positive weights only: `lipkit.certificates.monotone` proves it from the exported numbers.
+feature from which all paths have positive weights: `lipkit.certificates.monotone` proves it from the exported numbers.
 
 Equal rows are merged and their weights added before training, so a weight of 2 is the same as two rows, bit for bit.
 """

@@ -4,7 +4,7 @@ r"""Inverses of matrices whose Hermitian part is at least I, by products of thei
           N^{-1} = \begin{bmatrix} A^{-1} + A^{-1} B S^{-1} C A^{-1} & -A^{-1} B S^{-1} \\
                                    -S^{-1} C A^{-1} & S^{-1} \end{bmatrix}
 
-No pivots are needed: the Hermitian parts of A, a compression of N, and of S are at least I again. For
+No pivots are needed: the Hermitian part of A, a compression of N, is at least I again, and so is that of S. For
 :math:`z = N^{-1} [0; y]`, whose lower half is :math:`u = S^{-1} y`,
 :math:`\mathrm{Re}\, u^* S u = \mathrm{Re}\, z^* N z \ge \|z\|^2 \ge \|u\|^2`.
 """

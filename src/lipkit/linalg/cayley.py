@@ -1,4 +1,4 @@
-"""The Cayley transform: any matrix to a semi-orthogonal one, and the solves that apply it without making it."""
+"""The Cayley transform of any matrix to a semi-orthogonal one, and the solves that apply it without forming it."""
 
 from __future__ import annotations
 

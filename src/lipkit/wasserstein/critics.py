@@ -1,4 +1,4 @@
-"""Critics: networks with one output and a bound of 1, for vectors and for images."""
+"""Critics: networks with one output and a Lipschitz constant of at most 1, for vectors and for images."""
 
 from __future__ import annotations
 
