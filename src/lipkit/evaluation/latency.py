@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lipkit import modules
+from lipkit.certificates.measurement import check_network
 from lipkit.linalg.precision import on_threads
 
 RUNS, SECONDS = 100, 2.0
@@ -37,6 +38,7 @@ def latency(network: modules.Network) -> Latency:
     >>> measured.threads, 0 < measured.low <= measured.median <= measured.high
     (1, True)
     """
+    check_network(network, "time")
     twin = copy.deepcopy(network).cpu().float()
     x = torch.zeros(1, *network.input_shape)
     times: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from lipkit.certificates import RegressionCertificate, certify_regression
 from lipkit.certificates.measurement import Proof, prove
 from lipkit.certificates.measurement import evaluate as measured
 from lipkit.certificates.regression import columns
+from lipkit.data import as_split
 from lipkit.errors import CertificateViolation
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import grow
 from lipkit.shown import Shown, figures
-
-if TYPE_CHECKING:
-    from lipkit.data import Split
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -68,7 +66,7 @@ class RegressionEvaluation(Shown):
 
 def evaluate_regression(
     network: modules.Network,
-    split: Split,
+    split: Any,
     *,
     delta: float = 0.1,
     restarts: int = 64,
@@ -87,7 +85,7 @@ def evaluate_regression(
 
     Args:
         network: an exported network (`lipkit.export`).
-        split: samples and floating-point targets (N, d).
+        split: samples and floating-point targets (N, d), as `lipkit.data.as_split` takes them: a pair (x, y), say.
         delta: as in `lipkit.certificates.certify_regression`.
         restarts, steps, seed: of the search.
         batch_size, device: as in `lipkit.certify`.
@@ -96,7 +94,7 @@ def evaluate_regression(
         CertificateViolation: a slope is above the certified constant: the bound is wrong.
     """
     start = time.perf_counter()
-    x, y = split.batch(torch.arange(len(split)))
+    x, y = as_split(split).batch(slice(None))
     proof = prove(network, device=device)
     certificate = certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device, proof=proof)
     certified_at = time.perf_counter()
