@@ -127,7 +127,7 @@ class NormBound(nn.Module):
         return weight[..., None, None] if weight.ndim == 2 else kernel_with_stride(_with_weight(self.bare[0], weight))
 
     def estimate(self, weight: Tensor, steps: int = 0) -> Tensor:
-        """The norm that training divides by, after so many power ``steps``: 0-d, differentiable, a lower bound."""
+        """The norm that training divides by: a differentiable 0-d lower bound, after ``steps`` of the power method."""
         with autocast_off(weight):
             kernel, v = self._kernel(weight), self.v.clone()
             with torch.no_grad():  # the gradient treats singular vectors as constants

@@ -35,7 +35,7 @@ class Best:
         return (~self.fooled if stop_early else torch.ones_like(self.fooled)).nonzero()[:, 0]
 
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
-        """Take the ``points``, one for each sample in ``index``, that are better; ``loss=None`` compares margins."""
+        """Keep those ``points`` of the samples ``index`` that beat the present ones; ``loss=None`` compares margins."""
         wrong = misclassified(logits, self.labels[index])
         if loss is None:
             loss = margin_loss(logits, self.labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified

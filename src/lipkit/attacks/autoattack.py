@@ -40,7 +40,7 @@ def autoattack(
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
     With ``parts=None`` lipkit's APGD and FAB come first, at about 0.7 of the evaluations: all target classes of a
-    sample share a batch, starts whose margin rises too slowly are given up, and FAB skips samples that have no other.
+    sample share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without any left.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. Points that overshoot ``eps`` in float32 are projected on the ball and count only if they are still

@@ -67,7 +67,7 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class AttackResult:
-    """``points`` (N, ...) within ``eps``, adversarial or the best found, and the words for the attack that ``ran``."""
+    """``points`` (N, ...) within ``eps``, adversarial or the best found; ``ran`` names the attack and its package."""
 
     points: Tensor
     ran: str

@@ -280,7 +280,7 @@ def resolved_box(box: Box | Literal["auto"], x: Tensor) -> Box:
 
 
 def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
-    """The points in float64; those that the float64 network classifies correctly are moved outward, by up to 1e-4."""
+    """Points in float64, moved outward by a relative 1e-4 at most where the float64 network classifies correctly."""
     clean, points = clean.double(), points.double()
     result = points
     for further in (0.0, 1e-6, 1e-5, 1e-4):  # in float32 the boundary may be a little closer

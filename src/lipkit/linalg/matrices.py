@@ -43,7 +43,7 @@ def at_least_float32(a: Tensor) -> Tensor:
 
 
 def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Decorator that extends a ``function`` of tall matrices to wide ones, by their adjoint, and checks and widens."""
+    """Decorator: a ``function`` of tall matrices takes wide ones, too, by their adjoint; checks, widens to float32."""
 
     @functools.wraps(function)
     def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:
@@ -129,8 +129,8 @@ PANEL = 64
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:
     """Write ``x @ y``, known to be symmetric (skew if ``negative``), into ``out`` and return it.
 
-    Such are products of commuting symmetric or skew matrices, and of a matrix by its transpose. Of large products only
-    the upper blocks are computed. The factors have the same number of dimensions, at most three.
+    Examples are products of commuting symmetric or skew matrices, and of a matrix by its transpose. Of large products
+    only the upper blocks are computed. The factors have the same number of dimensions, at most three.
     """
     c = out.shape[-1]
     step = -(-c // (4 if c >= 8 * PANEL else 2))

@@ -19,7 +19,7 @@ def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
 
 
 class _FirstOnly(torch.autograd.Function):
-    """Returns ``value``, and raises where a derivative of it with respect to ``w`` is asked for.
+    """Returns ``value``, and raises if a derivative of it with respect to ``w`` is asked for.
 
     The derivative below takes U, S and V as constants, so its own derivative would be wrong. (``once_differentiable``
     looks at the incoming gradient alone, and would silently drop the dependence on ``w``.)

@@ -135,7 +135,7 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
-    """The dtype of products of ``x`` by weights of the dtype ``made``: autocast's, if it is on and that is float32.
+    """The dtype of products of ``x`` by weights of dtype ``made``: autocast's, if it is on and ``made`` is float32.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     product_dtype(torch.ones(1), torch.float32), product_dtype(torch.ones(1), torch.float64)

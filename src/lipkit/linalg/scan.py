@@ -83,8 +83,7 @@ def simulate(
         block: how many units are computed at once; it divides nv.
         phi: ``(B, nv) -> (B, nw)``.
         u: ``(B, T, nu)``.
-        alone: whether phi acts on each unit by itself (how may depend on its place in a block), which the fast backward
-            pass needs.
+        alone: whether phi acts on each unit by itself, by its place in a block, which the fast backward pass needs.
 
     Returns:
         y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``.

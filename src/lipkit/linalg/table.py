@@ -30,7 +30,7 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
 def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonalize:
     """Look up a name in :data:`ORTHOGONALIZE`; return a function ``(..., m, n) -> (..., m, n)`` unchanged.
 
-    ``others`` are names that the caller takes besides, such as ``"taylor, "``; the message lists them.
+    ``others`` lists further names for the message, such as ``"taylor, "``, which the caller handles itself.
 
     Raises:
         OptionError: an unknown name, or neither a name nor a function.

@@ -40,7 +40,7 @@ def has_global_hooks() -> bool:
 
 
 def transformed(gradient: Tensor | None = None) -> bool:
-    """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode derivatives, or if ``gradient`` is a batch.
+    """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode derivatives, or if ``gradient`` is batched.
 
     Transforms do not follow writes into given memory: code that makes such writes must then take another path.
     """

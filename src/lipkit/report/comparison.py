@@ -30,7 +30,7 @@ MOST_KEYS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs whose recipes agree but for `SAME`. ``keys``: where the compared settings differ, and this one's values."""
+    """Runs whose recipes agree except in `SAME`; ``keys`` are those that tell settings apart, with their values."""
 
     keys: dict[str, str]
     runs: tuple[Path, ...]

@@ -69,7 +69,7 @@ class AttackRecord(_Model):
 
     @property
     def short(self) -> str:
-        """The attack's name in `lipkit.attacks.ATTACKS`, else "attack": the figures of `Record.metrics` begin so."""
+        """The attack's name in `lipkit.attacks.ATTACKS`, or "attack": the prefix of its figures in `Record.metrics`."""
         word = self.name.partition(" ")[0].lower()
         return word if word in ATTACKS else "attack"
 
@@ -97,7 +97,7 @@ class RoundingRecord(_Model):
 
 
 class DataRecord(_Model):
-    """The data of training and test."""
+    """The data set, and the sizes of its training and test split."""
 
     name: str
     input_shape: tuple[int, ...]

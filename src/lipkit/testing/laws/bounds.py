@@ -201,7 +201,7 @@ def _right(layer: nn.Module, x: Tensor, where: str) -> None:
 
 
 def gradients(case: Case) -> dict[str, float]:
-    """Law 9, in float64: gradients pass gradcheck at random and repeated singular values, and are finite at zero."""
+    """Law 9, in float64: gradients pass gradcheck at random weights and repeated singular values; finite at zero."""
     x = case.x(batch=2, dtype=torch.float64)  # finite differences need float64
     for where, point in POINTS.items():
         layer = case.moved(case.layer(dtype=torch.float64))

@@ -21,7 +21,7 @@ OBJECTS = ("weight", "kernel", "symbol", "generator")
 
 
 def moves(case: Case) -> dict[str, float]:
-    """Law 12: outputs agree across dtypes, devices, autocast, torch.compile, torch.func, and torch.export (export)."""
+    """Law 12: outputs agree in other dtypes, on other devices, and in autocast, torch.compile, .func and .export."""
     layer = case.moved(case.layer())
     x = case.x()
     y = forward(layer, x)
