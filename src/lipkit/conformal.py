@@ -110,8 +110,7 @@ def _covers(found: PredictionSets | PredictionIntervals) -> str:
 class Calibration(Shown):
     """Conformity scores of a network on data that it was not trained on.
 
-    ``scores`` are (n, 1) of a classifier, where ``labels`` is True, and (n, d) of a regression. They are float64,
-    rounded up, and sorted by column.
+    ``scores`` are (n, 1) for a classifier (``labels``), (n, d) for a regression: float64, rounded up, sorted by column.
     """
 
     scores: Tensor

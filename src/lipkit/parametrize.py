@@ -306,8 +306,7 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
         Orthogonal where `lipkit.layers.NativeConv2d` is: a convolution with zero padding is a contraction.
 
     Raises:
-        OptionError: a family without a matrix or a kernel for the layer, or a weight that has a parametrization.
-        NoRuleError: a geometry without a bound.
+        OptionError: no matrix or kernel of the family, or a parametrised weight. NoRuleError: a geometry without bound.
 
     >>> layer = orthogonal(nn.Linear(3, 3))
     >>> torch.allclose(layer.weight @ layer.weight.T, torch.eye(3), atol=1e-6)

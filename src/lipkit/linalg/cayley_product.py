@@ -34,9 +34,8 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         bias: ``(m,)``.
 
     Returns:
-        ``(..., m)``, of the dtype of x. It takes one product of size max(m, n) min(m, n)^2 forward and at most one
-        backward, where forming the transform takes two and three. For at most min(m, n) / 2 vectors it makes LU factors
-        and no inverse.
+        ``(..., m)``, of the dtype of x. It takes one product of size max(m, n) min(m, n)^2 forward, at most one
+        backward; forming the transform takes two and three. Up to min(m, n) / 2 vectors need LU factors, no inverse.
 
     Raises:
         ShapeError: ``weight`` is not a matrix, or x does not have its columns.

@@ -105,9 +105,8 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     (below 1e-19 in float32): callers raise it to a least norm, such as ``SMALLEST_NORM``.
     """
     check_matrix(a, "a")
-    # Rescaling between the products keeps the powers from under- and overflow. The bound is the product of the scales
-    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... It does not depend on the scales, so the gradient takes
-    # them as constants.
+    # Rescaling keeps the powers from under- and overflow. The scales of A, A^2, A^4, ... return in the bound to the
+    # powers 1, 1/2, 1/4, ...; it does not depend on their values, so the gradient takes them as constants.
     bound = torch.ones((), dtype=a.real.dtype, device=a.device)
     exponent = 1.0
     for step in range(squarings + 1):

@@ -25,8 +25,7 @@ def householder(w: Tensor) -> Tensor:
 
     Guarantee:
         Norm 1 up to rounding, for every ``w``, zero and linearly dependent columns included: one closing step
-        :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` removes the rounding that the triangular solve amplifies for those (5e-5
-        in float32).
+        :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` removes rounding that the triangular solve amplifies (5e-5 in float32).
         It takes four products of size m n min(m, n) and a triangular solve.
 
     >>> householder(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()

@@ -55,10 +55,7 @@ def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Conc
 
 
 def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
-    """``w`` divided by its largest absolute entry, so that squares neither overflow nor underflow; zeros stay zeros.
-
-    Gradients take the divisor as a constant.
-    """
+    """``w`` over its largest absolute entry (a constant to gradients), so that squares stay in range; 0 stays 0."""
     biggest = w.detach().abs().amax(dim, keepdim=True)
     if w.is_complex():  # a division by a subnormal number would give NaN
         biggest = biggest.clamp_min(torch.finfo(w.dtype).tiny)

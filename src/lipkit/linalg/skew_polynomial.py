@@ -119,8 +119,8 @@ class Powers(NamedTuple):
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded, because the entries of a column would
-    compete for few cache lines (padding halves the time of a transposed sum)."""
+    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded, lest the entries of a column compete
+    for few cache lines (padding halves the time of a transposed sum)."""
     fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
@@ -272,8 +272,7 @@ def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tup
 class _TaylorExponential(torch.autograd.Function):
     """:func:`_taylor_exponential` of real matrices for a small degree, with half of its products.
 
-    Gain (AMD EPYC): 1.6 to 2.2 by itself from c = 128 on; for a training step of ECO 1.2 with 128 channels of 12 x 12
-    pixels, 2.0 with 512 of 3 x 3.
+    Gain (AMD EPYC): 1.6 to 2.2 from c = 128 on; in a training step of ECO 1.2 at 128 x 12 x 12, 2.0 at 512 x 3 x 3.
     """
 
     @staticmethod

@@ -1,8 +1,7 @@
 r"""The distance :math:`W_1(P, Q) = \sup_{f\ 1\text{-Lipschitz}} E f(x) - E f(y)` from samples, bounded from below.
 
-A critic f of proved constant L has :math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained. If it was
-trained on one part of the samples, it is independent of the other part, whose mean estimates the left-hand side without
-bias.
+A critic f of proved constant L has :math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained. Trained on one
+part of the samples, it is independent of the other part, whose means estimate the left-hand side without bias.
 """
 
 from __future__ import annotations
@@ -113,9 +112,9 @@ def distance(
     Guarantee:
         :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a critic is independent of its held-out
         samples. Without ``diameter`` the interval is Welch's, whose coverage is asymptotic. With ``diameter`` it is the
-        empirical Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both intervals
-        hold for the exact f: they are widened by a bound on the rounding of its values. Neither tells how far the
-        critic is below W1; a warning is given if it was still rising.
+        empirical Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both are widened
+        by a bound on the rounding of f's values. Neither tells how far the critic is below W1; a warning is given if it
+        was still rising.
 
     Args:
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.

@@ -34,8 +34,7 @@ HIDDEN = 256
 class Wgan:
     """A trained generator, which maps (n, latent) to samples (n, *shape), and its last critic.
 
-    ``history`` has one number for each generator step: the critic's mean on a batch of data minus that on generated
-    samples.
+    ``history`` has for each generator step the critic's mean on a batch of data minus that on generated samples.
     """
 
     generator: nn.Module
