@@ -224,8 +224,8 @@ def attack_samples(
                 one_radius = ATTACKS[attack.name].package == "pyautoattack"
                 name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
                 found = run_attack(
-                    name, fast, clean[active].to(device), labels[active].to(device), norm=attack.norm, box=box,
-                    steps=attack.steps, restarts=attack.restarts, generator=generator,
+                    name, fast, clean[active].to(device, torch.float32), labels[active].to(device), norm=attack.norm,
+                    box=box, steps=attack.steps, restarts=attack.restarts, generator=generator,
                     eps=None if minimum_norm else eps,
                 )  # fmt: skip
                 points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
