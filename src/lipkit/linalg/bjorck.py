@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lipkit.linalg.matrices import check_positive, eye_like, near_one, on_tall
 
-# Most steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight raise a singular value of 1/25
-# of the largest to 0.8. Its rounding error grows 25-fold at most, as in any polar factor.
+# Largest number of steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight raise a singular
+# value of 1/25 of the largest to 0.8. Its rounding error grows 25-fold at most, as in any polar factor.
 _GRAM_STEPS = 8
 
 

@@ -30,7 +30,7 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Args:
         weight: ``(m, n)``, real.
         x: ``(..., n)``, of the dtype of the weight or of half precision. In half precision only the matrices that
-            multiply x, or gradients of y, are rounded to its dtype; N is made and solved in that of the weight.
+            multiply x, or gradients of y, are rounded to its dtype; N is formed and solved with in that of the weight.
         bias: ``(m,)``.
 
     Returns:
