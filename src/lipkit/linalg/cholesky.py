@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, finite
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one, on_tall
+from lipkit.linalg.matrices import at_least_float32, check_integer, check_matrix, eye_like, near_one, on_tall
 
 
 def _divided(w: Tensor, ridge: float) -> Tensor:
@@ -70,7 +70,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         It takes one Cholesky factorisation and one triangular solve of size m, and four products.
 
     Raises:
-        OptionError: more columns than rows.
+        OptionError: v has more columns than rows, or ``rows`` or ``columns`` are out of range.
 
     >>> block_reflector(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0, -1.0], [-1.0, 0.0]]
@@ -82,6 +82,8 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
     v = _directions(v)
     n = v.shape[-2]
     rows, columns = n if rows is None else rows, n if columns is None else columns
+    check_integer("rows", rows, 1, n)
+    check_integer("columns", columns, 1, n)
     q = bjorck_step(v)
     return torch.eye(rows, columns, dtype=v.dtype, device=v.device) - 2 * q[..., :rows, :] @ q[..., :columns, :].mH
 
