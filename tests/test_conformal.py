@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -50,7 +51,8 @@ def test_sets_are_those_of_the_definition() -> None:
     moved = found.predict_set(new, 0.1, eps)
     np.testing.assert_array_equal(moved.sets.numpy(), expected)
     assert moved.mean_size > found.predict_set(new, 0.1).mean_size
-    assert "probability at least 0.9" in str(moved)
+    assert "probability at least 0.9 (" in str(moved)
+    assert "probability at least 0.9999999 (" in str(dataclasses.replace(moved, alpha=1e-7))  # :g would print 1
 
 
 @pytest.mark.thorough

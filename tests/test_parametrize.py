@@ -382,6 +382,7 @@ def test_data_parallel(made: Any, layer: nn.Module) -> None:
         ),
         (lambda: orthogonal(nn.Linear(2, 2), "qr"), OptionError, "expected one of"),
         (lambda: orthogonal(nn.Linear(2, 2), nonsense=3), OptionError, "expected options of the family 'cayley'"),
+        (lambda: orthogonal(spectral_norm(nn.Linear(2, 2))), OptionError, "without a parametrization on its weight"),
     ],
 )
 def test_what_is_refused(call: Any, error: type[Exception], message: str) -> None:
@@ -394,6 +395,14 @@ def test_a_refusal_leaves_the_network_as_it_was() -> None:
     with pytest.raises(NoRuleError):
         spectral_norm(net)
     assert not any(parametrize.is_parametrized(m) for m in net)
+
+
+def test_a_subnormal_weight_stays_finite() -> None:
+    layer = spectral_norm(nn.Linear(2, 2))
+    with torch.no_grad():
+        layer.parametrizations.weight.original.fill_(1e-40)
+    assert bool(layer.eval().weight.isfinite().all())
+    assert float(lipkit.lipschitz(layer).detach()) <= 1
 
 
 def test_a_zero_weight_stays_zero() -> None:

@@ -241,6 +241,8 @@ def test_sets_need_a_calibration_that_is_large_enough(iris: LipschitzClassifier)
     X, y = IRIS
     with pytest.raises(NotFittedError, match=r"expected calibrate\(X, y\)"):
         iris.predict_set(X)
+    with pytest.raises(NotFittedError, match="not fitted yet"):
+        clone(iris).calibrate(X, y)
     model = clone(iris).fit(X, y).calibrate(X[::15], y[::15])
     with pytest.raises(ValueError, match=r"alpha: expected a number from 1/\(n \+ 1\) = 0.09"):
         model.predict_set(X, 0.05)

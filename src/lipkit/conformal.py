@@ -5,11 +5,10 @@ With n calibration samples, exchangeable with the test sample, and q the k-th sm
 :math:`1 - \alpha`. For the score :math:`s_y(x) = \max_{i \ne y} f_i(x) - f_y(x)` and proved constants :math:`K_{iy}` of
 the differences the set
 
-.. math:: C_\varepsilon(x') = \{y : \max_{i \ne y} f_i(x') - f_y(x') - K_{iy}\varepsilon \le q\}
+.. math:: C_\varepsilon(x') = \{y : \max_{i \ne y} (f_i(x') - f_y(x') - K_{iy}\varepsilon) \le q\}
 
-holds all that the plain set of x holds, for every x with :math:`\|x' - x\| \le \varepsilon`; for a regression
-:math:`f(x') \pm (q + K\varepsilon)`. Calibration needs no attack. Rounding errors move the scores so
-that sets only grow.
+contains the plain set of every x with :math:`\|x' - x\| \le \varepsilon`. The interval of a regression is
+:math:`f(x') \pm (q + K\varepsilon)`. Calibration needs no attack. Rounding errors are bounded, and only enlarge sets.
 
 Coverage is marginal: over calibration and test samples together, not for each input, class or group.
 
@@ -21,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from decimal import Decimal
 from fractions import Fraction
 
 import torch
@@ -103,14 +103,14 @@ class PredictionIntervals(Shown):
 
 def _covers(found: PredictionSets | PredictionIntervals) -> str:
     moved = f"inputs moved by up to {format_radius(found.eps)} (l2)"
-    return f"cover with probability at least {1 - found.alpha:g} (marginal), {moved}"
+    return f"cover with probability at least {1 - Decimal(repr(float(found.alpha)))} (marginal), {moved}"  # exactly
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration(Shown):
     """Conformity scores of a network on data that it was not trained on.
 
-    ``scores`` are (n, 1) of a classifier (``labels``), (n, d) of a regression; float64, rounded up, sorted by column.
+    ``scores`` are (n, 1) for a classifier (``labels``), (n, d) for a regression: float64, rounded up, sorted by column.
     """
 
     scores: Tensor
@@ -129,7 +129,7 @@ class Calibration(Shown):
         )
 
     def quantile(self, alpha: float) -> Tensor:
-        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column, 1 / (n + 1) <= alpha < 1."""
+        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column; 1 / (n + 1) <= alpha < 1."""
         least = Fraction(1, len(self) + 1)
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         # As it is written: 0.3 is three tenths.
@@ -171,7 +171,7 @@ class Calibration(Shown):
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, eps)
 
     def _checked(self, labels: bool, eps: float) -> float:
-        """``eps``, refused where targets are not of this kind."""
+        """Return ``eps``; refuse a calibration on numbers if ``labels`` is True, one on labels if it is False."""
         if self.labels is not labels:
             wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
             raise OptionError(f"expected a calibration with {wanted} as targets, got another one: use {other}")
@@ -222,7 +222,7 @@ def _measured(proof: Proof, x: Samples) -> Measurement:
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
-    """Bounds (N, K) of the scores of all classes, within eps of each sample, from below or from above."""
+    """Lower or upper bounds (N, K) of the scores of all classes, over all inputs within eps of each sample."""
     outputs, proof, logits = measured.outputs, measured.proof, measured.logits
     margins.check_logits(outputs)
     assert logits is not None

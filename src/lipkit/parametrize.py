@@ -71,6 +71,8 @@ def _register(module: Any, kind: type[Any], **options: Any) -> Any:
     for name, layer in found:
         try:
             check_dtype(layer.weight.dtype)
+            if kind is FamilyWeight and parametrize.is_parametrized(layer, "weight"):
+                raise OptionError("expected a layer without a parametrization on its weight, got one that has it")
             if layer.weight.ndim > 2:
                 lipschitz(_with_weight(layer, torch.zeros(layer.weight.shape)))  # refuses geometries without a bound
             made.append(kind(layer, **options))
@@ -125,7 +127,7 @@ class NormBound(nn.Module):
         return weight[..., None, None] if weight.ndim == 2 else kernel_with_stride(_with_weight(self.bare[0], weight))
 
     def estimate(self, weight: Tensor, steps: int = 0) -> Tensor:
-        """The norm that training divides by, after ``steps`` more steps: 0-d, differentiable, at most the true norm."""
+        """The norm that training divides by: a differentiable 0-d lower bound, after ``steps`` of the power method."""
         with autocast_off(weight):
             kernel, v = self._kernel(weight), self.v.clone()
             with torch.no_grad():  # the gradient treats singular vectors as constants
@@ -142,6 +144,7 @@ class NormBound(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         norm = self.estimate(weight, 1) if self.training else self.proved(weight)
         factor = self.gamma / torch.where(norm > 0, norm, 1)  # zero stays zero
+        factor = factor.clamp(max=torch.finfo(weight.dtype).max)  # for subnormal weights
         if self.training:
             return weight * (factor if self.always else factor.clamp(max=1))
         # Two roundings of half a unit move a tap by eps of its Frobenius norm, which is at most sqrt(rank) |W|.
@@ -303,7 +306,7 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
         Orthogonal where `lipkit.layers.NativeConv2d` is: a convolution with zero padding is a contraction.
 
     Raises:
-        OptionError: a family without a matrix or a kernel for the layer. NoRuleError: a geometry without a bound.
+        OptionError: no matrix or kernel of the family, or a parametrised weight. NoRuleError: a geometry without bound.
 
     >>> layer = orthogonal(nn.Linear(3, 3))
     >>> torch.allclose(layer.weight @ layer.weight.T, torch.eye(3), atol=1e-6)

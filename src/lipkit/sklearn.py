@@ -5,7 +5,7 @@ r"""Networks with a proved constant as estimators of scikit-learn, for tables.
 :math:`\sigma` sorts pairs of units (`MaxMin`), the W come from `lipkit.layers.aol.aol_matrix`, D is a diagonal of at
 most 1, so f is L-Lipschitz in z. Radii, eps and gains are in units of z: eps = 0.3 is three tenths of the standard
 deviation of one feature, or the same l2 norm spread over several. `MaxMin` is increasing, so f is monotone in a
-feature whose paths have positive weights only: `lipkit.certificates.monotone` proves it from the exported numbers.
+feature from which all paths have positive weights: `lipkit.certificates.monotone` proves it from the exported numbers.
 
 Equal rows are merged and their weights added before training, so a weight of 2 is the same as two rows, bit for bit.
 """
@@ -168,7 +168,8 @@ class _LipschitzEstimator(BaseEstimator):
 
     def calibrate(self, X: Any, y: Any) -> Self:
         """Compute conformity scores on data that were not used for training, for sets or intervals."""
-        self.conformity_scores_ = calibrate(self.export_, self._scaled(X), self._targets(y)).scores.numpy()
+        z = self._scaled(X)  # first, because it refuses an estimator that was not fitted
+        self.conformity_scores_ = calibrate(self.export_, z, self._targets(y)).scores.numpy()
         return self
 
     def _calibration(self) -> Calibration:
@@ -372,7 +373,7 @@ class _Trained(nn.Module):
             nn.init.orthogonal_(weight, generator=random)  # the rescaling leaves it unchanged
 
     def weights(self) -> list[Tensor]:
-        """W_1 D, ..., L W_K."""
+        """The matrices W_1 D, W_2, ..., L W_K of the module docstring."""
         found = []
         for i, free in enumerate(self.free):
             if self.signs is not None:

@@ -99,7 +99,7 @@ def rounding_attack(
     if radius == 0:
         return None
     generator = seeded(generator)
-    for target in nearest_rivals(model, sample, y, logits, norms)[0, :targets]:
+    for target in nearest_rivals(model, sample, y, logits)[0, :targets]:
         slope = value_and_gradient(model, sample, y, "margin", target[None])[2]
         length = norms(slope, torch.zeros_like(slope))
         if not (0 < float(length) < math.inf):

@@ -171,5 +171,5 @@ def test_without_the_package_one_sentence_says_how_to_install_it(monkeypatch: py
 
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 def test_ties_that_the_package_stumbles_over_give_one_sentence() -> None:
-    with pytest.raises(OptionError, match="expected logits that pyautoattack can attack, got an error of it: cannot"):
+    with pytest.raises(OptionError, match="expected logits that pyautoattack can attack, got its error: cannot"):
         autoattack(lambda x: x.new_zeros(len(x), 5), images(2), torch.zeros(2).long(), eps=0.1, parts=["square"])

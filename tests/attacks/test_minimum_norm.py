@@ -75,5 +75,15 @@ def test_networks_without_gradients_are_warned_of(attack: Callable[..., Tensor])
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match=r"\(1, 2\), got \(1, 3\)"):
         shrink(threshold, torch.zeros(1, 2), torch.zeros(1, 3), torch.tensor([0]))
-    with pytest.raises(OptionError, match="steps >= 1, got 0"):
-        shrink(threshold, torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([0]), steps=0)
+    x, y = torch.zeros(1, 2), torch.tensor([0])
+    for steps in (0, 2.5):
+        with pytest.raises(OptionError, match=f"steps: expected an integer of at least 1, got {steps}"):
+            shrink(threshold, x, x, y, steps=steps)
+    for attack, name, value, least in (
+        (fab, "polish", -1, 0), (fab, "targets", 0, 1), (fab, "targets", -1, 1),
+        (carlini_wagner, "searches", 2.5, 1), (carlini_wagner, "targets", 0, 1),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=f"{name}: expected an integer of at least {least}, got {value}"):
+            attack(threshold, x, y, **{name: value})
+    with pytest.raises(OptionError, match="confidence"):
+        carlini_wagner(threshold, x, y, confidence=-1.0)

@@ -97,6 +97,15 @@ def test_a_ball_of_a_few_float32_steps_is_still_used() -> None:
     assert norms(result, centre).ge(5e-7).all()
 
 
+@pytest.mark.parametrize("box", [(0.0, 1.0), None])
+@pytest.mark.parametrize("eps", [1e20, 1e37, 1e300])
+def test_a_radius_whose_square_overflows_gives_points_inside(eps: float, box: tuple[float, float] | None) -> None:
+    x = points(8, 5)
+    attacked = pgd(linear(), x, linear()(x).argmax(1), eps=eps, steps=3, restarts=2, box=box)
+    assert bool((norms(attacked, x) <= eps).all())
+    assert box is None or bool(((attacked >= 0) & (attacked <= 1)).all())
+
+
 def test_projection_is_the_euclidean_one() -> None:
     generator = np.random.default_rng(0)
     for _ in range(30):
@@ -125,6 +134,7 @@ def test_projection_is_the_euclidean_one() -> None:
 @pytest.mark.parametrize("kind", ["grey", "binary"])
 def test_projection_of_images_uses_the_whole_ball(kind: str, dtype: torch.dtype) -> None:
     """Against bisection for the scale, where most entries meet a face of the box, some or none of them."""
+    torch.manual_seed(0)
     start = points(40, 1, 28, 28, dtype=dtype)
     start = start if kind == "grey" else start.round()
     radius = torch.linspace(0.05, 15.0, 40, dtype=torch.float64)

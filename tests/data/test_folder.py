@@ -129,7 +129,7 @@ def test_other_files(folder):
     refused(folder, r"notes\.txt: expected an image file .* got \.txt")
     (folder / "train" / "dog" / "notes.txt").unlink()
     (folder / "train" / "readme.png").write_text("x")
-    refused(folder, r"folder at .*readme\.png")
+    refused(folder, r"folder at .*readme\.png, got a file")
 
 
 def test_damaged_images(folder):

@@ -16,7 +16,7 @@ from lipkit.attacks.ascent import Model
 from lipkit.certificates import certify, format_radius
 from lipkit.certificates.intervals import clopper_pearson, share
 from lipkit.data import Data, Split
-from lipkit.errors import CertificateViolation, DataError, OptionError
+from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError
 from lipkit.evaluation import (
     Attack,
     attack,
@@ -270,3 +270,5 @@ def test_a_pair_is_taken_and_a_data_set_is_named() -> None:
     assert found.metrics() == evaluate(network, Split(x, y), eps=(0.1,), attack=Attack(eps=())).metrics()
     with pytest.raises(DataError, match=r"expected a pair \(x, y\) .*, got Data"):
         evaluate(network, Data("d", Split(x, y), Split(x, y), ("a", "b", "c")), eps=(0.1,))
+    with pytest.raises(NoRuleError, match=r"expected an exported network .*, got Linear: evaluate lipkit\.export"):
+        evaluate(network[0], (x, y))

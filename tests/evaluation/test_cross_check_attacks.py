@@ -142,6 +142,14 @@ def test_the_box_is_given_or_that_of_images(box: Any, entries: tuple[float, floa
     assert evaluation.attack.resolved_box(box, torch.tensor([entries])) == expected
 
 
+def test_float64_samples_are_attacked_in_float32() -> None:
+    net, data = network(), split()
+    x = data.x.double() * (1 - 1e-9)
+    found = attack_samples(net, certify(net, x, data.y), x, data.y, attack("pgd"))
+    assert found.cross_check.compared > 10
+    assert found.examples.point.dtype == torch.float64
+
+
 def test_points_are_moved_by_a_ten_thousandth_at_most() -> None:
     net = modules.Network([nn.Linear(1, 2).double()], (1,))
     net[0].weight.copy_(torch.tensor([[-1.0], [1.0]])), net[0].bias.copy_(torch.tensor([1.0, -1.0]))  # boundary: 1
@@ -180,7 +188,7 @@ def test_without_radii_samples_are_attacked_at_their_own(name: str) -> None:
     both = attack_samples(net, certificate, data.x, data.y, attack(name))
     if name != "pgd":  # one run serves both radii
         assert both.cross_check.compared == len(both.examples)
-    with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 24"):
+    with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got other labels"):
         attack_samples(net, certificate, data.x, data.y.flip(0), attack(name))
     with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 9"):
         attack_samples(net, certificate, data.x[:9], data.y[:9], attack(name))

@@ -14,7 +14,7 @@ from torch import nn
 import lipkit
 from lipkit import modules
 from lipkit.data import Split
-from lipkit.errors import CertificateViolation
+from lipkit.errors import CertificateViolation, NoRuleError
 from lipkit.evaluation import evaluate_regression, latency
 from lipkit.evaluation.regression import _slopes, check_slopes
 from lipkit.linalg.precision import on_threads
@@ -121,6 +121,17 @@ def test_a_constant_network() -> None:
     found = evaluate_regression(net, split(net, 4), **QUICK)
     assert (found.certificate.constant, found.lower) == (0, 0)
     assert math.isnan(found.tightness)
+
+
+def test_a_pair_is_taken_and_a_network_that_was_not_exported_is_refused() -> None:
+    net = network()
+    data = split(net)
+    assert evaluate_regression(net, (data.x.numpy(), data.y), **QUICK).metrics() == (
+        evaluate_regression(net, data, **QUICK).metrics()
+    )
+    for call in (lambda: evaluate_regression(net[0], data), lambda: latency(net[0])):
+        with pytest.raises(NoRuleError, match="expected an exported network"):
+            call()
 
 
 @pytest.mark.thorough

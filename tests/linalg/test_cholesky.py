@@ -87,6 +87,8 @@ def test_refusals() -> None:
         cholesky(torch.eye(2), 0)
     with pytest.raises(OptionError, match=r"v: expected at most as many columns as rows, got 3 and 2"):
         block_reflector(torch.zeros(2, 3))
+    with pytest.raises(OptionError, match=r"columns: expected an integer from 1 to 3, got 4"):
+        block_reflector(torch.eye(3), 3, 4)
     with pytest.raises(ShapeError, match="expected a matrix"):
         block_reflector(torch.zeros(2))
 

@@ -111,6 +111,7 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("lipschitz", [1.0, 1.00000012], "1.0000002"),  # the bound of all runs
         ("pgd(36/255)", [], ""),
         ("lipschitz", [], ""),
+        ("tightness", [float("nan"), 0.5], "nan"),
     ],
 )
 def test_a_cell_is_a_fraction_a_bound_or_a_number(name: str, values: list[float], cell: str) -> None:

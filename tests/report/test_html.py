@@ -251,6 +251,10 @@ def test_a_part_that_was_attacked_is_counted_beside_all(run: Path) -> None:
     assert header[3] == f"PGD ({total // 2} of them)"
 
 
+def test_settings_that_the_attack_chose_itself_are_left_out(written: Path) -> None:
+    assert "(PGD l2, margin loss, 5 steps, at each radius" in written.read_text()
+
+
 def test_no_line_joins_the_points_of_an_attack(run: Path) -> None:
     record = read_record(run)
     for radii in (None, certificate_in(run)):

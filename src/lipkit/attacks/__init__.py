@@ -1,5 +1,4 @@
-"""Attacks: search for inputs that a network gets wrong. Their results bound its robustness from above and certify
-nothing."""
+"""Attacks search for inputs that a network gets wrong: results bound its robustness from above, and certify nothing."""
 
 from lipkit.attacks.apgd import apgd
 from lipkit.attacks.autoattack import autoattack

@@ -1,4 +1,4 @@
-r"""APGD: projected gradient ascent with momentum that halves its steps by itself; l2 and l_inf."""
+r"""APGD: projected gradient ascent with momentum, whose steps need no tuning; l2 and l_inf."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def apgd_then_targeted(
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One start of `apgd` on the margin loss; then ``restarts - 1`` targeted starts on the samples that survive it.
+    """One start of `apgd` on the margin loss, then ``restarts - 1`` targeted starts for the samples that survive it.
 
-    ``restarts=None`` is one start, then one for each of the 9 largest wrong logits.
+    With ``restarts=None`` there is one targeted start for each of the 9 largest wrong logits.
     """
     radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
     common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
@@ -123,9 +123,9 @@ def climb(
 ) -> Tensor:  # fmt: skip
     """Run one start for the samples ``index`` and update ``best``; return those that were attacked to the end.
 
-    Starts at the samples, or with ``random`` at random points. ``radius`` and ``target`` have one entry per sample.
-    Every ``look`` steps hopeless samples are dropped: their loss is below -1/4 of its rise so far, and below -10 times
-    its rise in the last ``look`` steps.
+    It starts at the samples, or with ``random`` at random points. ``radius`` and ``target`` have one entry per sample.
+    Every ``look`` steps hopeless samples are dropped: those whose loss is below -1/4 of its rise so far, and below -10
+    times its rise in the last ``look`` steps.
     """
     centre, label = best.samples[index], best.labels[index]
     point = space.start(centre, radius, box, generator) if random else centre

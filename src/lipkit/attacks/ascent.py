@@ -1,4 +1,4 @@
-"""Parts of every attack: the best points seen, misclassification and margin, checks of the arguments."""
+"""Shared by all attacks: the best points seen, misclassification and margin, checks of the arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Best:
         return (~self.fooled if stop_early else torch.ones_like(self.fooled)).nonzero()[:, 0]
 
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
-        """Keep those of ``points`` (of the samples ``index``) that are better; ``loss=None`` compares margins."""
+        """Keep those ``points`` of the samples ``index`` that beat the present ones; ``loss=None`` compares margins."""
         wrong = misclassified(logits, self.labels[index])
         if loss is None:
             loss = margin_loss(logits, self.labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified

@@ -39,8 +39,8 @@ def autoattack(
 ) -> Tensor:
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
-    With ``parts=None`` lipkit's APGD and FAB come first, at about 0.7 of the evaluations: all rival classes of a sample
-    share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without another start.
+    With ``parts=None`` lipkit's APGD and FAB come first, at about 0.7 of the evaluations: all target classes of a
+    sample share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without any left.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. Points that overshoot ``eps`` in float32 are projected on the ball and count only if they are still
@@ -92,7 +92,7 @@ def autoattack(
 
 
 class _Rows(Best):
-    """`Best` for several starts of each sample: a sample's starts all end when one of them succeeds."""
+    """`Best` for several starts of each sample, one a row: as soon as one succeeds, all starts of its sample end."""
 
     def __init__(self, x: Tensor, y: Tensor, owner: Tensor) -> None:
         super().__init__(x, y)
@@ -101,7 +101,7 @@ class _Rows(Best):
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         super().update(index, points, logits, loss)
         self.won[index] |= misclassified(logits, self.labels[index])
-        self.fooled = torch.isin(self.owner, self.owner[self.won])  # one success ends all starts of the sample
+        self.fooled = torch.isin(self.owner, self.owner[self.won])
 
 
 def _searched(
@@ -173,7 +173,7 @@ def _run(
     parts: Sequence[str], model: Model, x: Tensor, y: Tensor, eps: float, norm: str, seed: int, classes: int,
     batch_size: int,
 ) -> Tensor:  # fmt: skip
-    """Points of pyautoattack, which computes in float32 and uses the global random state; both are shielded here."""
+    """Run pyautoattack, which computes in float32, and return its points; the global random state is left as it was."""
     from pyautoattack import AutoAttack
 
     def isolated(point: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _run(
         if lacks_memory(error) or isinstance(error, LipkitError):
             raise
         raise OptionError(
-            f"expected logits that pyautoattack can attack, got an error of it: {first_line(error)}; the attack 'apgd' "
+            f"expected logits that pyautoattack can attack, got its error: {first_line(error)}; the attack 'apgd' "
             "takes any"
         ) from error
     finally:

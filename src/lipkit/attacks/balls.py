@@ -57,7 +57,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
     without box grows towards the solution and never passes it.
 
-    It ends when the squared length is within 1e-6 of the squared radius, relative. ``centre`` (N, ...) lies in ``box``.
+    It ends when the relative error of the squared length is at most 1e-6. ``centre`` (N, ...) lies in ``box``.
     """
     aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)  # usually keeps the rounded sum inside
     step = point - centre
@@ -71,28 +71,28 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
             if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
                 break
             held = result != clipped  # entries at the box's faces: they cannot grow
-            slope = (squares * ~held).flatten(1).sum(dim=1).clamp_min(1e-30)
+            slope = squares.masked_fill(held, 0).flatten(1).sum(dim=1).clamp_min(1e-30)
             square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step in s^2, from below
             result = torch.addcmul(centre, step, like(square.sqrt(), step))
     return clip(result, box)
 
 
 def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """`nearest_l2`, but after rounding still inside the box and with ``||result - centre|| <= radius`` in float64.
+    """`nearest_l2`, but inside the box and with ``||result - centre|| <= radius`` in float64, even after rounding.
 
-    It is ``centre`` itself where the dtype has no other point within the radius.
+    The result is ``centre`` where the dtype has no other point within the radius.
     """
     result = nearest_l2(point, centre, radius, box)
     # Shrinking towards a centre inside the box stays in it. Shrink a little more, to cover the rounding of the sum.
     for attempt in range(8):
         length = norms(result, centre)
-        outside = length > radius
+        outside = ~(length <= radius)  # NaN, from numbers whose squares overflow, is outside, too
         if not bool(outside.any()):
             return result
         smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))  # 1e-8 less, at last a tenth
         shrunk = clip(centre + (result - centre) * like(smaller, result), box)
         result = torch.where(like(outside, result), shrunk, result)
-    return torch.where(like(norms(result, centre) > radius, result), centre, result)
+    return torch.where(like(norms(result, centre) <= radius, result), result, centre)
 
 
 def project_linf(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:

@@ -9,7 +9,8 @@ from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclass
 from lipkit.attacks.balls import norms
 from lipkit.attacks.fab import shrink
 from lipkit.attacks.losses import correct_samples, nearest_rivals, rise, warn_where_flat
-from lipkit.errors import OptionError, finite
+from lipkit.errors import finite
+from lipkit.linalg.matrices import check_positive
 
 # The search starts inside this fraction of the box, because atanh(1) is infinite.
 _INSIDE = 1 - 1e-6
@@ -64,18 +65,16 @@ def carlini_wagner(
     Kingma & Ba, "Adam", ICLR 2015, algorithm 1.
     """
     check_inputs(x, y, 0.0, steps, 1, box)
+    check_positive(searches=searches, targets=targets)
     rate, weight = finite("rate", rate, positive=True), finite("weight", weight, positive=True)
-    if searches < 1 or targets < 1 or not confidence >= 0:
-        raise OptionError(
-            f"expected searches >= 1, targets >= 1 and confidence >= 0, got {searches}, {targets} and {confidence}"
-        )
+    confidence = finite("confidence", confidence, least=0)
     x = x.detach()
     best = x.clone()
     index, logits = correct_samples(model, x, y)
     if not len(index):
         return best
     centre, label = x[index], y[index]
-    order = nearest_rivals(model, centre, label, logits, norms)
+    order = nearest_rivals(model, centre, label, logits)
     near, distance = centre, torch.full((len(index),), torch.inf, dtype=torch.float64, device=x.device)
     for target in order[:, :targets].unbind(dim=1):
         near, distance = _search(
@@ -92,7 +91,7 @@ def _search(
     model: Model, centre: Tensor, label: Tensor, target: Tensor, near: Tensor, distance: Tensor, steps: int,
     searches: int, rate: float, weight: float, confidence: float, box: Box,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One target class for each sample; the closest points so far, and their distances."""
+    """Attack one ``target`` class for each sample; return the closest points so far, and their distances."""
     middle, half = (0.0, 1.0) if box is None else ((box[0] + box[1]) / 2, (box[1] - box[0]) / 2)
     origin = (centre - middle) / half
     begin = origin if box is None else torch.atanh(origin * _INSIDE)

@@ -8,14 +8,15 @@ from torch import Tensor
 from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.losses import correct_samples, rivals, value_and_gradient, warn_where_flat
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import check_integer, check_positive
 
 
 def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: int = 20) -> Tensor:
     r"""The closest misclassified point that bisection finds on the segment from each sample to its adversarial example.
 
-    Bisection over b in ``x + b (x' - x)`` for ``steps`` steps; the upper end stays misclassified. The closer an example
-    to the boundary, the sharper its comparison with a certificate.
+    It bisects b in ``x + b (x' - x)``; the upper end stays misclassified. The closer an example is to the boundary, the
+    sharper is its comparison with a certificate.
 
     **Guarantee.** The returned point was seen to be misclassified, or is ``adversarial`` itself. It lies in every box
     that holds both ends, up to one rounding of the sum.
@@ -35,8 +36,7 @@ def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: in
     """
     if x.shape != adversarial.shape:
         raise ShapeError(f"expected adversarial examples of shape {tuple(x.shape)}, got {tuple(adversarial.shape)}")
-    if steps < 1:
-        raise OptionError(f"expected steps >= 1, got {steps}")
+    check_positive(steps=steps)
     best = adversarial.detach().clone()
     shape = (len(x), *[1] * (x.ndim - 1))
     low, high = x.new_zeros(shape), x.new_ones(shape)
@@ -119,7 +119,7 @@ def fab(
     distance is an upper bound of the distance to the boundary. The sample itself is returned where it is misclassified
     already or nothing was found.
 
-    **Cost.** ``restarts targets (steps + polish)`` gradients and some 20 evaluations for each bisection.
+    **Cost.** ``restarts targets steps + polish`` gradients, and 20 evaluations for each of ``polish + 1`` bisections.
 
     Args:
         model, x, y, norm, box, generator: as in `lipkit.attacks.pgd`, which names the errors.
@@ -141,6 +141,9 @@ def fab(
     """
     space = ball(norm)
     check_inputs(x, y, 0.0, steps, restarts, box)
+    check_integer("polish", polish, 0)
+    if targets is not None:
+        check_positive(targets=targets)
     generator = seeded(generator)
     x = x.detach()
     best = x.clone()
@@ -193,7 +196,7 @@ def fab(
 def _project(
     model: Model, point: Tensor, centre: Tensor, label: Tensor, target: Tensor | None, norm: str, box: Box
 ) -> tuple[Tensor, Tensor]:
-    """Steps from the point and from the sample to the hyperplane where the linearised loss at the point is 0."""
+    """Steps from the point and from the sample to the hyperplane on which the loss, linearised at the point, is 0."""
     value, _, slope = value_and_gradient(model, point, label, "margin", target)
     normal = slope.flatten(1)
     value = value.nan_to_num(posinf=0.0, neginf=0.0).to(normal)

@@ -17,13 +17,13 @@ attacks", ICML 2020, equations 6 and 7.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.attacks.ascent import Model, check_logits, margin_loss, misclassified
+from lipkit.attacks.balls import norms
 from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice, first_line, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
@@ -94,22 +94,20 @@ def warn_where_flat(attack: str, model: Model, x: Tensor, y: Tensor) -> None:
 
 
 def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
-    """(N, min(count, K - 1)) the wrong classes of each sample, the largest logit first; None for all."""
+    """(N, min(count, K - 1)) wrong classes of each sample, the largest logit first; all for ``count=None``."""
     order = logits.scatter(1, labels[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
     return order if count is None else order[:, :count]
 
 
-def nearest_rivals(
-    model: Model, x: Tensor, y: Tensor, logits: Tensor, size: Callable[[Tensor, Tensor], Tensor], count: int = 9
-) -> Tensor:
-    """(N, min(count, K - 1)) wrong classes, the nearest boundary first, estimated by the gradients at the samples.
+def nearest_rivals(model: Model, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
+    """(N, min(9, K - 1)) classes of the largest wrong logits, those of the nearest boundary first.
 
-    Compares the ``count`` largest wrong logits; ``size(gradient, 0)`` is the dual norm of each gradient, (N,).
+    The l2 distance of a boundary is estimated as margin over gradient norm at the sample.
     """
-    order, distance = rivals(logits, y, count), []
+    order, distance = rivals(logits, y, 9), []
     for target in order.unbind(dim=1):
         value, _, slope = value_and_gradient(model, x, y, "margin", target)
-        distance.append(-value / size(slope, torch.zeros_like(slope)).to(value).clamp_min(1e-30))
+        distance.append(-value / norms(slope, torch.zeros_like(slope)).to(value).clamp_min(1e-30))
     nearest = torch.stack(distance, dim=1).nan_to_num(nan=torch.inf).argsort(dim=1, stable=True)
     return order.gather(1, nearest)
 

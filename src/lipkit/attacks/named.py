@@ -67,7 +67,7 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Points (N, ...) of an attack within ``eps``, adversarial or the best found; which attack ``ran``, in words."""
+    """``points`` (N, ...) within ``eps``, adversarial or the best found; ``ran`` names the attack and its package."""
 
     points: Tensor
     ran: str
@@ -110,7 +110,7 @@ def run_attack(
     """
     check_choice("attack", name, ATTACKS)
     attack = ATTACKS[name]
-    check_choice("norm", norm, ("l2", "linf"))
+    space = ball(norm)
     if norm != "l2" and "norm" not in attack.takes:
         raise OptionError(f"expected norm 'l2' for the attack {name!r}, got {norm!r}")
     if not len(x):
@@ -123,6 +123,6 @@ def run_attack(
     options = {key: value for key, value in given.items() if key in attack.takes and value is not None}
     points = attack.function(model, x, y, box=box, **options)
     if eps is not None:
-        points = torch.where(like(ball(norm).distance(points, x) <= radius, points), points, x)
+        points = torch.where(like(space.distance(points, x) <= radius, points), points, x)
     version = f" ({attack.package} {importlib.metadata.version(attack.package)})" if attack.package else ""
     return AttackResult(points, attack.words + version)

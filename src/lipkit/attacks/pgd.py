@@ -44,8 +44,8 @@ def pgd(
     random direction.
 
     The first start is the sample itself, with the margin loss ``max_{i != t} y_i - y_t``. Each further start is a
-    random point of the ball; with the margin loss it raises ``y_i - y_t`` for one class i, in the order of the logits
-    at the sample: the maximum over classes has local maxima even for a linear model, so ``restarts`` = K covers all.
+    random point of the ball; with the margin loss it raises ``y_i - y_t`` for one class i, the largest logits at the
+    sample first. The maximum over classes has local maxima even for a linear model; ``restarts`` = K tries each class.
 
     **Guarantee.** Every returned point satisfies ``||x' - x|| <= eps``, measured in float64 on the returned numbers,
     and lies in ``box``. Not finding an adversarial example proves nothing.

@@ -1,4 +1,4 @@
-"""A data set in one .npz file."""
+"""Data sets in one .npz file and arrays in .npy files: headers are checked before memory is taken."""
 
 from __future__ import annotations
 

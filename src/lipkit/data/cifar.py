@@ -22,7 +22,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Cifar:
-    """One of the two data sets: names of its files, and their layout."""
+    """CIFAR-10 or CIFAR-100: the names of its files, and their layout."""
 
     name: str
     binary: str  # folder of the binary version under the data root, taken first

@@ -83,7 +83,7 @@ def list_images(folders: Sequence[Path], layout: str, needed: bool = True) -> Li
 
 def _visible(folder: Path, layout: str) -> list[str]:
     if not folder.is_dir():
-        raise DataError(f"expected a folder at {folder}, got none; {layout}")
+        raise DataError(f"expected a folder at {folder}, got {'a file' if folder.exists() else 'none'}; {layout}")
     with reading(folder):
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 

@@ -29,7 +29,7 @@ REMEDY = "; images:SIZE:PATH in place of folder:PATH makes all of them RGB of SI
 # Decoders of plain raster formats only: some of Pillow's start other programs (EPS).
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3}
-# 8 bits per channel: what `convert("RGB")` maps without changing the scale.
+# Modes of 8 bits per channel, whose scale `convert("RGB")` keeps.
 _CONVERTIBLE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 
 

@@ -66,7 +66,7 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
 
     The layout is `00 00 08 ndim`, then `ndim` big-endian uint32 sizes, then the values in row-major order.
     The sizes are compared with the file before memory is taken, and decompression stops at the claimed size.
-    `source` ends the message about a missing file; it and a damaged one are a ``DataError``.
+    A missing or damaged file raises ``DataError``; `source` ends the message about a missing one.
 
     References:
         LeCun, Cortes, Burges, "The MNIST database of handwritten digits", section on file formats.

@@ -25,7 +25,7 @@ from lipkit.files import read_bytes
 MAX_FILE_BYTES = 1 << 28
 MAX_OPCODES = 1_000_000
 MAX_TUPLES = 1000
-# They leave a new object other than a tuple or number on the stack, which the memo may repeat at no cost.
+# Opcodes that leave a new object other than a tuple or number on the stack: the memo may repeat it at no cost.
 _REUSABLE = {
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
     "BINSTRING", "SHORT_BINSTRING", "EMPTY_LIST", "EMPTY_DICT", "GLOBAL", "STACK_GLOBAL", "REDUCE",
@@ -41,9 +41,9 @@ _OPCODES = _REUSABLE | _TUPLES | _PUTS | _GETS | {
 def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]:
     """Read a pickled dict of uint8 arrays, numbers, strings and lists of these, from a file of at most MAX_FILE_BYTES.
 
-    Reads what Python 2 and Python 3 write in the binary protocols 2 to 5. Strings of Python 2 come back as
-    bytes, the keys of the outer dict as str. `source` ends the message about a missing file.
-    Any other pickle, and one that names anything but a uint8 NumPy array, is a DataError: nothing is imported or run.
+    Reads what Python 2 and Python 3 write in the binary protocols 2 to 5. Strings of Python 2 come back as bytes, the
+    keys of the outer dict as str. `source` ends the message about a missing file. Any other pickle, also one that names
+    anything but a uint8 NumPy array, raises ``DataError``: nothing is imported or run.
     """
     if (size := file_size(path, source)) > MAX_FILE_BYTES:
         raise DataError(f"{path}: expected a pickle of at most {MAX_FILE_BYTES} bytes, got {size}")
@@ -105,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[module, name]
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
-        """Stands for _codecs.encode, by which Python 3 writes bytes in protocol 2; at most the file's length in all."""
+        """Replaces _codecs.encode, by which Python 3 writes bytes in protocol 2; copies at most the file's length."""
         if not isinstance(text, str) or _text(encoding) != "latin1":
             raise DataError(f"expected bytes written as latin1 text, got {type(text).__name__}")
         self._encodable -= len(text)
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Name:
-    """A name in the file: a call goes to a function of this module, and the file cannot set its state."""
+    """Replaces a name in the file: a call goes to a function of this module, and the file cannot set its state."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -128,7 +128,7 @@ class _Name:
 
 
 class _Dtype:
-    """Stands for dtype('uint8'), the only one accepted; ignores the state, a byte order, meaningless for one byte."""
+    """Stands for dtype('uint8'), the only one accepted; its state, a byte order, means nothing for one byte."""
 
     def __setstate__(self, state: Any) -> None:
         pass

@@ -72,7 +72,7 @@ class Split:
     def take(self, limit: int) -> Split:
         """A random subset of at most `limit` samples, in their order; ``OptionError`` unless it is a positive integer.
 
-        Drawn with a fixed seed: the same samples on every machine; a smaller limit gives some of those of a larger one.
+        The seed is fixed: every machine draws the same samples, and a smaller limit a subset of those of a larger one.
         """
         check_integer("limit", limit, 1)
         if limit >= len(self):
@@ -120,16 +120,16 @@ class Data:
         train, test = self.train, self.test
         if self.limits is not None:
             interval("limits", self.limits, finite=False)
+        if train.x.dtype != test.x.dtype or train.y.dtype != test.y.dtype:  # first: labels and numbers differ in shape
+            raise DataError(
+                f"{self.name}: expected training and test data of one dtype, got inputs {train.x.dtype} and "
+                f"{test.x.dtype}, targets {train.y.dtype} and {test.y.dtype}"
+            )
         if train.x.shape[1:] != test.x.shape[1:] or train.y.shape[1:] != test.y.shape[1:]:
             raise ShapeError(
                 f"{self.name}: expected training and test samples of one shape, got inputs "
                 f"{tuple(train.x.shape[1:])} and {tuple(test.x.shape[1:])}, targets "
                 f"{tuple(train.y.shape[1:])} and {tuple(test.y.shape[1:])}"
-            )
-        if train.x.dtype != test.x.dtype or train.y.dtype != test.y.dtype:
-            raise DataError(
-                f"{self.name}: expected training and test data of one dtype, got inputs {train.x.dtype} and "
-                f"{test.x.dtype}, targets {train.y.dtype} and {test.y.dtype}"
             )
         for part, split in (("training", train), ("test", test)):
             self._check(part, split)
@@ -296,6 +296,8 @@ def as_tensor(value: Any, name: str) -> Tensor:
     native = value.dtype.newbyteorder("=")  # torch has no foreign byte order
     if native.kind == "u" and native.itemsize > 1:  # torch has hardly any operation on wider unsigned integers
         native = np.dtype(np.int64)
+        if value.size and int(value.max()) >= 2**63:
+            raise DataError(f"{name}: expected integers below 2^63, got {value.max()}")
     return torch.from_numpy(np.array(value, dtype=native, order="C"))
 
 

@@ -38,7 +38,7 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
     """Compare adversarial examples, at l2 ``distance`` (M,) from the samples ``index`` (M,), with certified radii.
 
     ``numbers`` (N,) name the samples in the message; None counts from 0. Returns the smallest ratio of distance and
-    radius; inf if no sample has a positive radius. A distance below the radius raises ``CertificateViolation``.
+    radius; inf if no sample has a positive radius.
 
     Raises:
         CertificateViolation: a distance is below the radius.
@@ -77,12 +77,12 @@ def _violation(
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """An attack at the radii ``eps``, on ``samples`` samples (None: all) drawn by ``seed``.
+    """The settings of an attack on the samples of a certificate.
 
     Attributes:
         eps: radii in units of ``norm``, empty for no attack; None for those that `evaluate` certifies.
         steps, restarts: of the attack; None for its defaults.
-        samples: how many samples are attacked.
+        samples: how many samples are attacked, drawn by ``seed``; None for all.
         box: range of valid input entries, None for no limit; "auto" is [0, 1] if every sample lies in it (images),
             else None.
         seed: of the choice of samples and of the attack.
@@ -135,7 +135,7 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The result of `attack_samples`. ``ran`` names the attacks that ran, ``clean`` is the accuracy without attack."""
+    """The result of `attack_samples`: ``clean`` is the accuracy without attack, ``ran`` names the attacks that ran."""
 
     rows: tuple[Attacked, ...]
     cross_check: CrossCheck
@@ -176,7 +176,8 @@ def attack_samples(
         OptionError: the certificate is of other samples. OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     if not torch.equal(certificate.label, y.cpu()):
-        raise OptionError(f"expected the {len(certificate)} samples that were certified, in this order, got {len(y)}")
+        got = "other labels" if len(y) == len(certificate) else len(y)
+        raise OptionError(f"expected the {len(certificate)} samples that were certified, in this order, got {got}")
     numbers = torch.arange(len(x)) if numbers is None else numbers
     box, radii = resolved_box(attack.box, x), as_radii("eps", attack.eps)
     if certificate.method == "local" and certificate.input_range is not None:
@@ -223,8 +224,8 @@ def attack_samples(
                 one_radius = ATTACKS[attack.name].package == "pyautoattack"
                 name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
                 found = run_attack(
-                    name, fast, clean[active].to(device), labels[active].to(device), norm=attack.norm, box=box,
-                    steps=attack.steps, restarts=attack.restarts, generator=generator,
+                    name, fast, clean[active].to(device, torch.float32), labels[active].to(device), norm=attack.norm,
+                    box=box, steps=attack.steps, restarts=attack.restarts, generator=generator,
                     eps=None if minimum_norm else eps,
                 )  # fmt: skip
                 points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
@@ -265,7 +266,7 @@ def attack_samples(
 
 
 def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
-    """Indices of the samples to attack: all, or ``samples`` of them drawn by ``seed``, in order."""
+    """Indices of the samples to attack, ascending: all, or ``samples`` of them drawn by ``seed``."""
     if samples is None or samples >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
@@ -279,7 +280,7 @@ def resolved_box(box: Box | Literal["auto"], x: Tensor) -> Box:
 
 
 def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
-    """The points in float64; those still classified correctly there are moved outward by up to a relative 1e-4."""
+    """Points in float64, moved outward by a relative 1e-4 at most where the float64 network classifies correctly."""
     clean, points = clean.double(), points.double()
     result = points
     for further in (0.0, 1e-6, 1e-5, 1e-4):  # in float32 the boundary may be a little closer

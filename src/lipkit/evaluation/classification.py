@@ -13,6 +13,7 @@ import torch
 from lipkit import modules
 from lipkit.certificates import Certificate, certify
 from lipkit.certificates.intervals import Share, as_radii, check_radii, share
+from lipkit.certificates.measurement import check_network
 from lipkit.data import as_split
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
@@ -102,12 +103,14 @@ def evaluate(
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
         OptionError: an implausible eps (`lipkit.certificates.intervals.check_radii`).
+        NoRuleError: the network is not exported.
     """
     attack = Attack() if attack is None else attack
     eps = as_radii("eps", eps)
     radii = eps if attack.eps is None else as_radii("eps of the attack", attack.eps)
     if attack.norm != "l2":
         raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
+    check_network(network, "evaluate")
     start = time.perf_counter()
     x, y = as_split(split).batch(slice(None))  # a slice copies no tensor that is in memory
     seen = (float(x.min()), float(x.max()))
@@ -137,7 +140,7 @@ def evaluate(
 def per_class(
     certificate: Certificate, eps: Sequence[float], classes: Sequence[str] = (), *, confidence: float = 0.95
 ) -> tuple[ClassRow, ...]:
-    """Clean and certified accuracy of each class, or of each label without ``classes`` (OptionError: too few)."""
+    """Clean and certified accuracy of each class; without ``classes``, of each label (OptionError: too few names)."""
     top = int(certificate.label.max()) + 1
     if classes and len(classes) < top:
         raise OptionError(f"expected at least {top} class names, got {len(classes)}")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lipkit import modules
+from lipkit.certificates.measurement import check_network
 from lipkit.linalg.precision import on_threads
 
 RUNS, SECONDS = 100, 2.0
@@ -17,7 +18,7 @@ RUNS, SECONDS = 100, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """Milliseconds for one input: the median, and the 10th and 90th percentile, of ``runs`` on ``threads`` threads."""
+    """Milliseconds for one input: median, 10th percentile (``low``) and 90th (``high``) of ``runs`` passes."""
 
     median: float
     low: float
@@ -30,13 +31,14 @@ class Latency:
 def latency(network: modules.Network) -> Latency:
     """Time a forward pass of an exported network, batch 1 in float32, on one thread of the CPU.
 
-    `RUNS` passes are timed, after a tenth as many; no new one starts after `SECONDS`, but at least one is timed.
+    It times `RUNS` passes after a warm-up of a tenth as many, but starts none after `SECONDS`; at least one is timed.
 
     >>> from torch import nn
     >>> measured = latency(modules.Network([nn.Linear(3, 2)], (3,)))
     >>> measured.threads, 0 < measured.low <= measured.median <= measured.high
     (1, True)
     """
+    check_network(network, "time")
     twin = copy.deepcopy(network).cpu().float()
     x = torch.zeros(1, *network.input_shape)
     times: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from lipkit.certificates import RegressionCertificate, certify_regression
 from lipkit.certificates.measurement import Proof, prove
 from lipkit.certificates.measurement import evaluate as measured
 from lipkit.certificates.regression import columns
+from lipkit.data import as_split
 from lipkit.errors import CertificateViolation
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import grow
 from lipkit.shown import Shown, figures
-
-if TYPE_CHECKING:
-    from lipkit.data import Split
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,7 +31,7 @@ class RegressionEvaluation(Shown):
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
         search: the steepest pair of inputs found; ``search.lower`` is their slope, less what rounding may have added.
-        output_slopes: (d,) the steepest slope of each output, between that pair or neighbouring samples, less rounding.
+        output_slopes: (d,) the steepest slope of each output over that pair and neighbouring samples, less rounding.
         times: seconds.
     """
 
@@ -67,7 +65,7 @@ class RegressionEvaluation(Shown):
 
 def evaluate_regression(
     network: modules.Network,
-    split: Split,
+    split: Any,
     *,
     delta: float = 0.1,
     restarts: int = 64,
@@ -86,7 +84,7 @@ def evaluate_regression(
 
     Args:
         network: an exported network (`lipkit.export`).
-        split: samples and floating-point targets (N, d).
+        split: samples and floating-point targets (N, d), as `lipkit.data.as_split` takes them: a pair (x, y), say.
         delta: as in `lipkit.certificates.certify_regression`.
         restarts, steps, seed: of the search.
         batch_size, device: as in `lipkit.certify`.
@@ -95,7 +93,7 @@ def evaluate_regression(
         CertificateViolation: a slope is above the certified constant: the bound is wrong.
     """
     start = time.perf_counter()
-    x, y = split.batch(torch.arange(len(split)))
+    x, y = as_split(split).batch(slice(None))
     proof = prove(network, device=device)
     certificate = certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device, proof=proof)
     certified_at = time.perf_counter()
@@ -127,7 +125,7 @@ def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tenso
 
 
 def _slopes(proof: Proof, x: Tensor, y: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Lower bounds of the slopes over pairs (n, ...), in float64: (n,) of the network, (d,) of each output at most."""
+    """Lower bounds of slopes over the pairs x, y (n, ...): (n,) of the network; (d,) the largest of each output."""
     found = measured(proof, torch.cat((x, y)), proof.evaluator, batch_size)
     (fx, fy), (error_x, error_y) = columns(found.outputs).chunk(2), found.errors(0.0)[0].chunk(2)
     rise = ((fy - fx).abs() - grow(error_x + error_y)).clamp_min(0.0) * (1 - 2.0**-30)  # for the rounding of norms

@@ -1,7 +1,7 @@
-"""Pure functions on matrices ``(..., m, n)``: to semi-orthogonal ones and contractions.
+"""Pure functions that turn matrices ``(..., m, n)`` into semi-orthogonal ones or contractions.
 
-All take real and complex matrices with any batch dimensions, widen half precision to float32, and raise ``ShapeError``
-for what is no floating or complex matrix.
+All take real and complex matrices with any batch dimensions and widen half precision to float32. They raise
+``ShapeError`` unless the argument is a matrix of a floating or complex dtype.
 """
 
 from lipkit.linalg.bjorck import bjorck

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lipkit.linalg.matrices import check_positive, eye_like, near_one, on_tall
 
-# Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of 1/25 of
-# the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
+# Largest number of steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight raise a singular
+# value of 1/25 of the largest to 0.8. Its rounding error grows 25-fold at most, as in any polar factor.
 _GRAM_STEPS = 8
 
 
@@ -19,7 +19,7 @@ def into_unit_ball(w: Tensor) -> tuple[Tensor, Tensor]:
 
     .. math:: \|W\|_2^4 = \|G^2\|_2 \le \min\big(\|G^2\|_F,\; \max_i \sum_j |G^2|_{ij}\big), \qquad G = W^*W
 
-    The first is at most :math:`n^{1/8}` times too large, the second exact for orthogonal columns. Zero stays zero.
+    The first bound is at most a factor :math:`n^{1/8}` too large, the second exact for orthogonal columns. 0 stays 0.
     """
     w = near_one(w)
     gram = w.mH @ w
@@ -37,7 +37,7 @@ def inverse_root_coefficients(order: int) -> list[float]:
 
 
 def bjorck_step(x: Tensor) -> Tensor:
-    """One step of order 1 on a tall ``x`` of norm at most 1."""
+    """One step of :func:`bjorck`, of order 1, on a tall ``x`` of norm at most 1."""
     return x + x @ (0.5 * (eye_like(x) - x.mH @ x))
 
 

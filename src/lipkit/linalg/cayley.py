@@ -1,4 +1,4 @@
-"""The Cayley transform: any matrix to a semi-orthogonal one, and the solves that apply it without making it."""
+"""The Cayley transform of any matrix to a semi-orthogonal one, and the solves that apply it without forming it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Factors(NamedTuple):
 
 
 def factorize(transposed: Tensor, rows: int) -> Factors:
-    r"""Prepare :func:`solve_rows` with N, given its transpose, for about ``rows`` right-hand sides. No derivative.
+    r"""Factorise N, given its transpose, for :func:`solve_rows` with about ``rows`` right-hand sides. No derivative.
 
     N needs :math:`N + N^* \succeq 2 I`. A contiguous transpose ``(F, n, n)`` is factorised without a reordered copy.
 

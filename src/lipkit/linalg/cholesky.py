@@ -1,4 +1,4 @@
-"""Matrices divided by a Cholesky factor of their Gram matrix: contractions, and reflections in blocks."""
+"""Matrices divided by a Cholesky factor of their Gram matrix: contractions, and block reflectors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, finite
 from lipkit.linalg.bjorck import bjorck_step
-from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like, near_one, on_tall
+from lipkit.linalg.matrices import at_least_float32, check_integer, check_matrix, eye_like, near_one, on_tall
 
 
 def _divided(w: Tensor, ridge: float) -> Tensor:
-    """``W L^{-*}`` of tall matrices, with ``L L* = W* W + ridge trace(W* W) I``; zero ones stay zero."""
-    ridge = max(ridge, 4 * torch.finfo(w.dtype).eps)  # below this, rounding may leave no factor, and large rows
+    """``W L^{-*}`` for tall W, with ``L L* = W* W + ridge trace(W* W) I``; zero stays zero."""
+    ridge = max(ridge, 4 * torch.finfo(w.dtype).eps)  # below this, rounding may leave no factor, or large rows
     w = near_one(w)
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
@@ -70,7 +70,7 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
         It takes one Cholesky factorisation and one triangular solve of size m, and four products.
 
     Raises:
-        OptionError: more columns than rows.
+        OptionError: v has more columns than rows, or ``rows`` or ``columns`` are out of range.
 
     >>> block_reflector(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0, -1.0], [-1.0, 0.0]]
@@ -82,12 +82,14 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
     v = _directions(v)
     n = v.shape[-2]
     rows, columns = n if rows is None else rows, n if columns is None else columns
+    check_integer("rows", rows, 1, n)
+    check_integer("columns", columns, 1, n)
     q = bjorck_step(v)
     return torch.eye(rows, columns, dtype=v.dtype, device=v.device) - 2 * q[..., :rows, :] @ q[..., :columns, :].mH
 
 
 def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
-    r"""Rows times :func:`block_reflector`, which is not formed: cheaper for fewer rows than half of n.
+    r"""Rows times :func:`block_reflector`, which is not formed: cheaper for fewer than n / 2 rows.
 
     .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 

@@ -44,7 +44,7 @@ def exponential(w: Tensor) -> Tensor:
 
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n), up to rounding of about
-        ``eps * max(n, ||A||)``.
+        ``eps * max(n, ||A||)`` while that is below 1; from there on the squarings of ``matrix_exp`` can overflow.
         It takes one ``torch.linalg.matrix_exp`` of size max(m, n); backward, one of twice the size.
 
     >>> exponential(torch.tensor([[0.0, -torch.pi / 2], [0.0, 0.0]])).round(decimals=4).abs().tolist()
@@ -101,13 +101,12 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     .. math:: \|A\|_2 \le \Big(\sum_i |\lambda_i|^{2p}\Big)^{1/2p} = \|A^p\|_F^{1/p}, \qquad p = 2^{\mathtt{squarings}}
 
     It is within a factor :math:`n^{1/2p}` (n = 512, p = 8: 1.48 at worst, 1.16 for independent normal entries), 0 for a
-    zero matrix. Unlike a power iteration it never underestimates (up to rounding), but for entries whose squares
-    underflow, below 1e-19 in float32: callers raise it to a least norm, such as ``SMALLEST_NORM``.
+    zero matrix. Unlike a power iteration it never underestimates (up to rounding), unless squares of entries underflow
+    (below 1e-19 in float32): callers raise it to a least norm, such as ``SMALLEST_NORM``.
     """
     check_matrix(a, "a")
-    # Rescaling between the products keeps the powers from under- and overflow. The bound is the product of the scales
-    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... The value is free
-    # of them, so the gradient takes them as constants.
+    # Rescaling keeps the powers from under- and overflow. The scales of A, A^2, A^4, ... return in the bound to the
+    # powers 1, 1/2, 1/4, ...; it does not depend on their values, so the gradient takes them as constants.
     bound = torch.ones((), dtype=a.real.dtype, device=a.device)
     exponent = 1.0
     for step in range(squarings + 1):
@@ -144,10 +143,10 @@ def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     r"""Proved range of the singular values of :math:`p_T(A)` for every skew A of at most this norm.
 
     They are :math:`|p_T(i\theta)|` for real :math:`|\theta| \le \|A\|`, and :math:`|p_T(i\theta)|^2` is a polynomial
-    :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients. Where the derivative of its first
-    term outweighs those of the others (norm 1 among them) it is monotone, with extremes at the ends; otherwise the sums
+    :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients. It is monotone, with extremes at the
+    ends, if the derivative of its first term outweighs those of the others, as it does for norm 1. Otherwise the sums
     of the positive and of the negative terms bound it. All arithmetic is rational until the smallest and the largest
-    value are rounded outwards. It is tighter than :math:`1 + \|A\|^{T+1}/(T+1)!`.
+    value are rounded outwards. The range is tighter than :math:`1 + \|A\|^{T+1}/(T+1)!`.
 
     >>> [round(high, 4) for high in taylor_range(1.0, 5)], taylor_range(1.0, 3)[1]
     ([1.0, 1.0009], 1.0)

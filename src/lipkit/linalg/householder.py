@@ -11,7 +11,7 @@ from lipkit.linalg.matrices import eye_like, near_one, on_tall
 
 @on_tall
 def householder(w: Tensor) -> Tensor:
-    r"""Semi-orthogonal matrix whose reflections have the columns of ``w`` as their normals.
+    r"""Semi-orthogonal matrix: the first n columns of a product of reflections along the columns of ``w``.
 
     .. math:: Q = \Big[\prod_{i=1}^{n} \Big(I - 2\frac{w_i w_i^*}{\|w_i\|^2}\Big)\Big]_{:,\,:n}
                 = I_{m \times n} - V T^{-1} V_{:n}^*, \qquad
@@ -25,8 +25,8 @@ def householder(w: Tensor) -> Tensor:
 
     Guarantee:
         Norm 1 up to rounding, for every ``w``, zero and linearly dependent columns included: one closing step
-        :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` removes what the triangular solve amplifies there (5e-5 in float32).
-        It takes five products of size m n min(m, n) or less and a triangular solve.
+        :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` removes rounding that the triangular solve amplifies (5e-5 in float32).
+        It takes four products of size m n min(m, n) and a triangular solve.
 
     >>> householder(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
     [[0.0], [-1.0]]

@@ -1,4 +1,4 @@
-"""Checks and small helpers for matrices, and products that are equal to their transpose."""
+"""Checks and small helpers for matrices, and products that are known to be symmetric or skew."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def check_matrix(a: Tensor, name: str = "w") -> None:
 
 
 def at_least_float32(a: Tensor) -> Tensor:
-    """``a``, widened to float32 if it is half precision: constrained weights need that much."""
+    """``a``, widened to float32 if it is half precision, which is too coarse for constrained weights."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
 def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Decorates a ``function`` of tall matrices: checks, widens to float32 and takes the adjoint of wide matrices."""
+    """Decorator: a ``function`` of tall matrices takes wide ones, too, by their adjoint; checks, widens to float32."""
 
     @functools.wraps(function)
     def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:
@@ -55,8 +55,10 @@ def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Conc
 
 
 def near_one(w: Tensor, dim: int | tuple[int, int] = (-2, -1)) -> Tensor:
-    """``w`` over its largest entry, a constant to gradients: no square over- or underflows, and zeros stay zeros."""
+    """``w`` over its largest absolute entry (a constant to gradients), so that squares stay in range; 0 stays 0."""
     biggest = w.detach().abs().amax(dim, keepdim=True)
+    if w.is_complex():  # a division by a subnormal number would give NaN
+        biggest = biggest.clamp_min(torch.finfo(w.dtype).tiny)
     return w / torch.where(biggest > 0, biggest, 1)
 
 
@@ -79,19 +81,19 @@ def orthogonality_residual(q: Tensor) -> Tensor:
 
 
 def all_finite(*values: Tensor) -> bool:
-    """True if no number is infinite or NaN (found by the extremes, without a mask); meta tensors hold none."""
+    """True if no number is infinite or NaN, told from the extremes without a mask. Meta tensors count as finite."""
     real = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in map(torch.detach, values)]
     real = [v.float() if v.dtype.itemsize == 1 else v for v in real if v.numel()]  # float8 has no aminmax
     return all(v.is_meta or bool(torch.stack(v.aminmax()).isfinite().all()) for v in real)
 
 
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.linalg.svd(w, full_matrices=False)``, again in double precision where LAPACK gives up.
+    """``torch.linalg.svd(w, full_matrices=False)``, repeated in double precision where LAPACK fails.
 
     LAPACK's divide and conquer stalls, or returns NaN, on some finite matrices with many nearly equal singular values,
     such as nearly orthogonal ones. Double precision mends nearly all of them; if it does not, the matrix is reflected,
-    :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding. ``torch.linalg.LinAlgError``:
-    entries are not finite, or nothing helped.
+    :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding. Raises
+    ``torch.linalg.LinAlgError`` if an entry is not finite or nothing helps.
     """
     stalled = torch.linalg.LinAlgError("linalg.svd: expected finite factors of finite matrices, got infinity or NaN")
     try:
@@ -104,8 +106,8 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         stalled = error
     wide = w.to(torch.promote_types(w.dtype, torch.float64))
     for turn in range(4):
-        # A reflection from the right keeps U and the singular values, but changes the numbers that LAPACK gave up on.
-        # Turn 0 has v = 0, no reflection; the vectors of the others share no pattern with a weight.
+        # A reflection from the right keeps U and the singular values, but changes the numbers on which LAPACK failed.
+        # Turn 0 has v = 0, no reflection. The vectors of the later turns share no pattern with a weight.
         v = turn * torch.cos(turn * torch.arange(1, w.shape[-1] + 1, dtype=torch.float64, device=w.device))
         v = (v / v.norm().clamp_min(1e-300)).to(wide.dtype)
         try:
@@ -122,10 +124,10 @@ PANEL = 64
 
 
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:
-    """``out = x @ y`` for a symmetric product (skew if ``negative``); of large ones only the upper blocks are computed.
+    """Write ``x @ y``, known to be symmetric (skew if ``negative``), into ``out`` and return it.
 
-    For instance of commuting symmetric or skew matrices, or of a matrix by its transpose. The factors have the same
-    number of dimensions, at most three.
+    Examples are products of commuting symmetric or skew matrices, and of a matrix by its transpose. Of large products
+    only the upper blocks are computed. The factors have the same number of dimensions, at most three.
     """
     c = out.shape[-1]
     step = -(-c // (4 if c >= 8 * PANEL else 2))

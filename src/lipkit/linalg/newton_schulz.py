@@ -36,7 +36,7 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         value :math:`\sqrt{g - \epsilon} \le \sqrt g`. The ridge, a few roundings of the Gram matrix, keeps all g
         positive: a negative one would make the iteration diverge. The closing step removes what rounding in Z adds
         (more for larger condition numbers): it maps :math:`[0, \sqrt3]` into [0, 1].
-        It takes three products of size min(m, n) per step, and four of size m n min(m, n) in all.
+        It takes three products of size min(m, n) per step, and five of size m n min(m, n) in all.
 
     Raises:
         OptionError: ``iterations`` below 1.

@@ -19,9 +19,10 @@ def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
 
 
 class _FirstOnly(torch.autograd.Function):
-    """Returns ``value``; a second derivative through ``w`` raises: U, S and V are constants of the backward pass below.
+    """Returns ``value``, and raises if a derivative of it with respect to ``w`` is asked for.
 
-    (``once_differentiable`` looks at the incoming gradient alone, and would drop the dependence on ``w`` in silence.)
+    The derivative below takes U, S and V as constants, so its own derivative would be wrong. (``once_differentiable``
+    looks at the incoming gradient alone, and would silently drop the dependence on ``w``.)
     """
 
     generate_vmap_rule = True
@@ -55,7 +56,7 @@ def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -
 
 
 class _TallPolar(torch.autograd.Function):
-    """Q = U V* of W = U S V*, and U, S, V*, which carry no gradient, for the derivative."""
+    """Returns Q = U V* of W = U S V*, and for the derivative U, S and V*, which carry no gradient."""
 
     generate_vmap_rule = True
 
@@ -102,7 +103,7 @@ def polar(w: Tensor) -> Tensor:
     Guarantee:
         Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
         least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises OptionError.
-        It takes one singular value decomposition; four to six products backward.
+        It takes one singular value decomposition; backward, four products (five for rectangular matrices).
 
     >>> polar(torch.tensor([[0.0, -2.0], [3.0, 0.0]])).abs().round(decimals=5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]

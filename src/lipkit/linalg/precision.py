@@ -16,7 +16,7 @@ from lipkit.errors import OptionError
 
 # Values of a setting that keep float32 products IEEE float32; "none" leaves the choice to the setting above.
 _EXACT = ("none", "ieee")
-# Environment variables that lower a library's precision, whatever torch says; it reads them when it starts.
+# Environment variables by which a library computes in lower precision, whatever torch's settings say.
 _VARIABLES = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
     "cuda": ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION"),
@@ -60,7 +60,7 @@ def _read(get: Callable[[], object]) -> str:
 
 
 def reduced_products(found: dict[str, str]) -> list[str]:
-    """The settings of :func:`product_settings` that allow float32 products below IEEE float32, a sentence for each."""
+    """A sentence for each setting of :func:`product_settings` that allows float32 products of lower precision."""
     wrong = [
         f"{key} is {value!r} (expected 'ieee' or 'none')"
         for key, value in found.items()
@@ -79,9 +79,9 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 
 
 def flushes(workers: bool = True) -> bool:
-    """True if numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
+    """True if numbers below the normal range count as zero (``torch.set_flush_denormal``), found by computing with one.
 
-    The mode belongs to a thread, and new threads inherit it: torch's ``workers`` may differ from the caller.
+    Each thread has a mode of its own, which new threads inherit. ``workers`` asks torch's worker threads, too.
     """
     tiny = sys.float_info.min
     if tiny * 0.5 == 0.0:
@@ -99,7 +99,7 @@ SERIAL = 1 << 15
 
 
 def check_underflow(workers: bool = True) -> None:
-    """Raise ``OptionError`` where :func:`flushes`: a proof reads every number, however small."""
+    """Raise ``OptionError`` if :func:`flushes`, because a proof needs every number, however small."""
     if flushes(workers):
         raise OptionError(
             "expected torch.set_flush_denormal(False) on this thread and on torch's own, got a mode in which numbers "
@@ -135,7 +135,7 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
-    """The dtype of products of ``x`` by weights of the dtype ``made``: under autocast that of autocast, not float32.
+    """The dtype of products of ``x`` by weights of dtype ``made``: autocast's, if it is on and ``made`` is float32.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     product_dtype(torch.ones(1), torch.float32), product_dtype(torch.ones(1), torch.float64)

@@ -26,7 +26,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def _in_blocks(parts: Sequence[Tensor], rows: Sequence[Tensor], phi: Function) -> Tensor:
-    """w = phi(v + D11 w), block by block, for the parts of v and D11's rows."""
+    """Solve w = phi(v + D11 w) block by block, for ``parts`` of v and ``rows`` of D11 (without the first block's)."""
     w = phi(parts[0])
     for v, row in zip(parts[1:], rows, strict=True):
         w = torch.cat((w, phi(F.linear(w, row) + v)), 1)
@@ -83,7 +83,7 @@ def simulate(
         block: how many units are computed at once; it divides nv.
         phi: ``(B, nv) -> (B, nw)``.
         u: ``(B, T, nu)``.
-        alone: whether phi acts on each unit by itself (by its place in a block), as the fast backward pass needs.
+        alone: whether phi acts on each unit by itself, by its place in a block, which the fast backward pass needs.
 
     Returns:
         y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``.
@@ -102,10 +102,10 @@ def simulate(
 
 
 def _loop(driven: Tensor, own: Tensor, states: int, units: tuple[int, int], block: int, phi: Function) -> Tensor:
-    """(w_t, x_t) at all steps, differentiated by torch."""
+    """The loop over the steps in plain operations of torch; returns (w_t, x_t) at all steps."""
     (nv, nw), found = units, list[Tensor]()
     x = driven.new_zeros(driven.shape[1], states)
-    # Outside of the loop: a writer of ONNX takes 50 ms for each call that it records.
+    # Sliced before the loop: an export to ONNX takes 50 ms for each call that it records.
     read, write, rows = own[:nv, nw:], own[nv:], [own[i : i + block, :i] for i in range(block, nv, block)]
     for to_v, to_x in zip(*_parted(driven, nv), strict=True):
         v = to_v + F.linear(x, read)
@@ -189,5 +189,5 @@ class _Scan(torch.autograd.Function):
 
 
 def _parted(rows: Tensor, nv: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Views of the parts for v and for x, one per step."""
+    """Split ``rows`` (T, B, nv + nx) into the parts for v and for x, one view for each step."""
     return rows[..., :nv].unbind(0), rows[..., nv:].unbind(0)

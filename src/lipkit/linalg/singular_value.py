@@ -12,7 +12,7 @@ from lipkit.linalg.precision import autocast_off
 
 
 class _Value(torch.autograd.Function):
-    """``value``, of gradient u v*. A first derivative costs no more than with constant vectors."""
+    """Returns ``value``, whose gradient is u v*. A first derivative costs no more than with constant vectors."""
 
     generate_vmap_rule = True
 
@@ -36,7 +36,7 @@ class _Value(torch.autograd.Function):
 
 
 class _Pair(torch.autograd.Function):
-    """u v* as a function of A: its vectors turn with the matrix."""
+    """Returns u v* as a function of A, whose singular vectors change with it."""
 
     generate_vmap_rule = True
 
@@ -61,8 +61,8 @@ class _Pair(torch.autograd.Function):
 def _turned(change: Tensor, a: Tensor, pair: Tensor) -> Tensor:
     r"""The differential of u v* along ``change``: a self-adjoint map, so the gradient too.
 
-    Z, half of the square and the sum below, projects on (u, v), the eigenvector of :math:`K = [0, A; A^*, 0]` for s:
-    :math:`dZ = S\, dK\, Z + Z\, dK\, S` with the inverse S of s I - K on the other vectors.
+    Z projects on (u, v), the eigenvector of :math:`K = [0, A; A^*, 0]` for the singular value s:
+    :math:`dZ = S\, dK\, Z + Z\, dK\, S` with the inverse S of s I - K on the other eigenvectors.
     """
     m, n = a.shape
 
@@ -79,11 +79,11 @@ def _turned(change: Tensor, a: Tensor, pair: Tensor) -> Tensor:
 
 
 def singular_value(a: Tensor, u: Tensor, v: Tensor, value: Tensor) -> Tensor:
-    r"""``value`` = :math:`u^* A v` as the largest singular value of A, with singular vectors u and v.
+    r"""``value`` = :math:`u^* A v`, with the derivatives of the largest singular value s of A; u and v are its vectors.
 
     .. math:: ds = \mathrm{Re}\, u^*\, dA\, v
 
-    Its derivatives of every order are exact where that value is simple and the vectors are those of A.
+    The derivatives of every order are exact if s is simple and u and v are exact.
     """
     if torch.compiler.is_compiling():  # which takes no forward-mode derivative, and refuses second ones by itself
         product = u.conj() @ a @ v

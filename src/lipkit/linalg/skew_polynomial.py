@@ -13,8 +13,8 @@ of rank at most 2 m. The first m rows of its powers are :math:`[X_i,\; X_{i-1} V
 
 .. math:: X_0 = I,\quad X_1 = S,\quad X_{i+1} = X_i S - X_{i-1} G,\qquad G = V V^* .
 
-So does the bound of its norm: with :math:`U = \mathrm{diag}(I, V^*)` and :math:`H = U^* U = \mathrm{diag}(I, G)`, even
-powers are :math:`U C_k U^*` and :math:`C_{2k} = C_k H C_k`.
+The bound of its norm takes such products, too: with :math:`U = \mathrm{diag}(I, V^*)` and
+:math:`H = U^* U = \mathrm{diag}(I, G)`, even powers are :math:`U C_k U^*` and :math:`C_{2k} = C_k H C_k`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """The real inner product ``(..., 1, 1)``."""
+    """The real part of the inner product ``(..., 1, 1)``."""
     made = x * y.conj()
     return (made.real if made.is_complex() else made).sum((-2, -1), keepdim=True)
 
@@ -57,7 +57,7 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     m = w.shape[-2]
     s = w[..., :m] - w[..., :m].mH
     v = w[..., m:]
-    # Dividing by this gives nonzero eigenvalues about the mean square 1, so no power under- or overflows; it cancels.
+    # With this divisor nonzero eigenvalues have a mean square of about 1, so no power under- or overflows. It cancels.
     scale = ((_size(s) + 2 * _size(v)) / (2 * m)).detach().sqrt().clamp_min(SMALLEST_NORM)
     s, v = s / scale, v / scale
     # Powers of A = [S V; -V* 0] depend on V through G = V V* only, so every product below is m x m.
@@ -119,17 +119,17 @@ class Powers(NamedTuple):
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded: their columns would share few cache
-    lines (padding halves the time of a transposed sum)."""
+    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded, lest the entries of a column compete
+    for few cache lines (padding halves the time of a transposed sum)."""
     fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
 
 def _fill_powers(out: Powers) -> None:
-    r"""Common part of value and gradient, for the skew A ``(n, c, c)`` in ``out.squares[0]``, written into ``out``.
+    r"""Fill ``out``, which value and gradient both need, from the skew A ``(n, c, c)`` in ``out.squares[0]``.
 
-    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that share a has at most the norm 1; at most ``scale /
-    SMALLEST_NORM``.
+    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is at most 1; near A = 0 it is limited
+    to ``scale / SMALLEST_NORM``.
     """
     a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
@@ -149,19 +149,19 @@ def _fill_powers(out: Powers) -> None:
 
 
 def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
-    """``t^i / i!``, and zero beyond the degree."""
+    """``t^i / i!`` for i up to ``MAX_DEGREE``; zero for i above ``terms``."""
     return [t**i * (1 / math.factorial(i) if i <= terms else 0.0) for i in range(MAX_DEGREE + 1)]
 
 
 def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, out: Tensor) -> Tensor:
-    """``constant + second a^2 + fourth a^4``."""
+    """``out = constant + second a^2 + fourth a^4``."""
     made = torch.mul(p.squares[1], second, out=out).addcmul_(p.squares[2], fourth)
     made.diagonal(dim1=-2, dim2=-1).add_(constant[..., 0])
     return made
 
 
 def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` ``(n, c, c)`` with the polynomial of share a: an even and an odd part."""
+    """Fill ``out`` ``(n, c, c)`` with the polynomial of share a, the sum of an even and an odd part."""
     c = _coefficients(p.share, terms)
     factor = _combination(p, c[1], c[3], c[5], room[0])
     odd = mirrored_product(p.squares[0], factor, room[1], negative=True)
@@ -169,7 +169,7 @@ def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
 
 
 def _gradient(p: Powers, g: Tensor, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` with the gradient of W, the unscaled A being W - W^T, from the upstream ``g`` ``(n, c, c)``."""
+    """Fill ``out`` with the gradient of W, where A = W - W^T, for the upstream gradient ``g`` ``(n, c, c)``."""
     t, (a, a2, a4, *higher) = p.share, p.squares
     c = _coefficients(t, terms)
     # Twice the even part: the halves below go into the coefficients.
@@ -246,21 +246,21 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
 
 
 def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
-    """:func:`taylor_exponential` by operations that are differentiable any number of times."""
+    """:func:`taylor_exponential` in operations of torch, which are differentiable any number of times."""
     a = skew_part(w)
     scale = skew_bound(a, squarings).clamp_min(SMALLEST_NORM)
     return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
 
 
 def _squares(w: Tensor) -> Tensor:
-    """Matrices ``(..., m, n)`` padded with zeros to squares, in one batch ``(N, c, c)``."""
+    """Matrices ``(..., m, n)``, padded with zeros to squares, as one batch ``(N, c, c)``."""
     m, n = w.shape[-2:]
     c = max(m, n)
     return (w if m == n else F.pad(w, (0, c - n, 0, c - m))).reshape(-1, c, c)
 
 
 def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Powers, Tensor]]:
-    """Groups of matrices that fit a CPU's cache: each with its part of ``out``, its powers and five buffers."""
+    """Yield groups of matrices that fit a CPU's cache, each with its part of ``out``, its powers and five buffers."""
     count, c, _ = square.shape
     if square.device.type == "cpu" and not torch.compiler.is_compiling():
         count = max(1, CACHED // (c**2 * square.element_size()))
@@ -272,7 +272,7 @@ def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tup
 class _TaylorExponential(torch.autograd.Function):
     """:func:`_taylor_exponential` of real matrices for a small degree, with half of its products.
 
-    Gain (AMD EPYC): 1.6 to 2.2 by itself from 128 on; a training step of ECO 1.2 at 128@12, 2.0 at 512@3.
+    Gain (AMD EPYC): 1.6 to 2.2 from c = 128 on; in a training step of ECO 1.2 at 128 x 12 x 12, 2.0 at 512 x 3 x 3.
     """
 
     @staticmethod

@@ -30,10 +30,10 @@ def tangent(w: Tensor, g: Tensor) -> Tensor:
 
 
 def sign_factor(gram: Tensor, steps: int) -> Tensor:
-    r"""P with :math:`P T \approx \mathrm{msign}(T)`, the polar factor of T, from ``gram`` :math:`T T^T`: a polynomial.
+    r"""P with :math:`P T \approx \mathrm{msign}(T)`, the polar factor of T: a polynomial in ``gram`` = :math:`T T^T`.
 
-    Singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21 after four steps; smaller
-    ones grow by at most 3.4445 a step.
+    In four steps, singular values of T above a hundredth of its Frobenius norm end between 0.68 and 1.21; smaller ones
+    grow by at most 3.4445 in each step.
     """
     eye = eye_like(gram)
     scale = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(torch.finfo(gram.dtype).tiny)
@@ -99,7 +99,7 @@ def _closing(gram: Tensor) -> Tensor:
 
 
 def retract(w: Tensor) -> Tensor:
-    """The semi-orthogonal matrix nearest to a real W, by two cubic steps where it is near, else by a polar factor."""
+    """The semi-orthogonal matrix nearest to a real W: two cubic steps if W is near it, else a polar factor."""
     check_matrix(w)
     if w.shape[-2] > w.shape[-1]:
         return retract(w.mT).mT

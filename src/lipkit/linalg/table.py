@@ -24,11 +24,13 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
     "polar": polar,
     "householder": householder,
 }
-"""By name: each returns a matrix of norm at most 1 for every input, up to rounding (`proved` relies on it)."""
+"""The functions by name; each returns a matrix of norm at most 1, up to rounding, for every input (see `proved`)."""
 
 
 def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonalize:
-    """The function in :data:`ORTHOGONALIZE` under a name; a function ``(..., m, n) -> (..., m, n)`` is returned itself.
+    """Look up a name in :data:`ORTHOGONALIZE`; return a function ``(..., m, n) -> (..., m, n)`` unchanged.
+
+    ``others`` lists further names for the message, such as ``"taylor, "``, which the caller handles itself.
 
     Raises:
         OptionError: an unknown name, or neither a name nor a function.
@@ -38,7 +40,7 @@ def resolve(orthogonalize: str | Orthogonalize, others: str = "") -> Orthogonali
     """
     if isinstance(orthogonalize, str) and orthogonalize in ORTHOGONALIZE:
         return ORTHOGONALIZE[orthogonalize]
-    # A module may have parameters and a training mode: it is no pure function.
+    # A module is no pure function: it may have parameters and a training mode.
     if isinstance(orthogonalize, str | nn.Module) or not callable(orthogonalize):
         raise OptionError(
             f"orthogonalize: expected one of {others}{', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
@@ -60,6 +62,6 @@ def orthogonalized(function: Orthogonalize, w: Tensor) -> Tensor:
 
 
 def function_name(function: Orthogonalize) -> str:
-    """The name of ``function`` in the table, or what Python calls it."""
+    """The name of ``function`` in the table, else its ``__qualname__``."""
     known = [name for name, entry in ORTHOGONALIZE.items() if entry is function]
     return known[0] if known else getattr(function, "__qualname__", repr(function))

@@ -1,6 +1,6 @@
-"""Transforms of functions (vmap, grad, ...): how to detect and leave them. Only this file uses torch's private names.
+"""Detects and leaves transforms of functions (vmap, grad, ...). Only this file uses private names of torch.
 
-A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` looks for each.
+A release of torch may drop any of these names; ``tests/linalg/test_transforms.py`` looks for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def nnpack_enabled() -> bool:
 
 
 def active_modes() -> list[Any]:
-    """The active modes that intercept torch's operations. A default device does not count: it changes no operation."""
+    """The active modes that intercept torch's operations, without a default device (unless it is meta)."""
     from torch.utils._device import DeviceContext
 
     functions: list[Any] = getattr(torch.overrides, "_get_current_function_mode_stack", list)()
@@ -35,18 +35,18 @@ def active_modes() -> list[Any]:
 
 
 def has_global_hooks() -> bool:
-    """True if hooks are installed that see every module."""
+    """True if a forward hook is installed for all modules at once."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def transformed(gradient: Tensor | None = None) -> bool:
-    """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode differentiation, or for a batch of gradients.
+    """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode derivatives, or if ``gradient`` is batched.
 
-    Transforms follow torch's operations, but not writes into given memory: pure functions take another path there.
+    Transforms do not follow writes into given memory: code that makes such writes must then take another path.
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
     # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, which only its tensors show.
-    compiled = torch.compiler.is_compiling()  # which cannot trace the question
+    compiled = torch.compiler.is_compiling()  # the compiler cannot trace the call below
     legacy = gradient is not None and not compiled and torch._C._functorch.is_legacy_batchedtensor(gradient)
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 
@@ -83,10 +83,10 @@ def differentiated(a: Tensor) -> bool:
 
 @contextlib.contextmanager
 def outside(a: Tensor) -> Iterator[Tensor]:
-    """Yields the values of ``a`` without graph and tangent; inside the block no transform of ``torch.func`` is active.
+    """Yield the values of ``a`` without graph and tangent; inside the block no transform of ``torch.func`` is active.
 
-    For proofs, which read values and hand them to other libraries. Surrounding transforms see constants; a batch of
-    ``torch.func.vmap`` is refused.
+    Proofs need this: they read values and pass them to other libraries. To surrounding transforms the results are
+    constants. A batch of ``torch.func.vmap`` is refused.
     """
     if not transformed():
         yield a.detach()
@@ -103,11 +103,11 @@ def outside(a: Tensor) -> Iterator[Tensor]:
 
 
 def is_empty(x: Tensor) -> bool:
-    """True for a batch (B, ...) of no samples; False where a compiler, a trace or a mode follows sizes."""
+    """True for a batch (0, ...) of no samples; always False under a compiler, tracer or mode, which follows sizes."""
     seen = torch.compiler.is_compiling() or not isinstance(x, Tensor) or bool(active_modes())
     return not seen and x.ndim > 1 and x.shape[0] == 0
 
 
 def with_zeros(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The empty output of an empty batch, by way of a sample of zeros: transforms and reshapes refuse empty batches."""
+    """The output for an empty batch, cut from that for a sample of zeros: some operations refuse empty batches."""
     return function(torch.cat((x, x.new_zeros(1, *x.shape[1:]))))[:0]

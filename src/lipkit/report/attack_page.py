@@ -33,8 +33,8 @@ def save_attack(
 ) -> Path:  # fmt: skip
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
-    The hash covers the attack's settings, the data and the network. Existing files are never replaced: the same result
-    of the same settings is not written again, another one gets a name that ends in ``-2``, and so on. Returns the path
+    The hash covers the attack's settings, the data and the network. Existing files are never replaced: an equal result
+    of these settings is not written again, a different one gets a name that ends in ``-2``, and so on. Returns the path
     of the JSON file.
 
     Args:
@@ -105,7 +105,7 @@ def render(
     record: Mapping[str, Any], rows: Sequence[Attacked], shown: Sequence[Mapping[str, Any]], image: Tensor,
     adversarial: Tensor, classes: Sequence[str],
 ) -> str:  # fmt: skip
-    """The page, as text: accuracies, and each example beside its sample and the difference."""
+    """The page as HTML: accuracies, and each example beside its sample and the difference."""
     figures = []
     if is_image(tuple(image.shape[1:])):
         for row, before, after in zip(shown, image, adversarial, strict=True):

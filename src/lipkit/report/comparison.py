@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -21,21 +22,22 @@ from lipkit.shown import upper
 from lipkit.text import csv_text, flatten, table
 from lipkit.training.options import PLACEMENT
 
-# Keys that do not make a setting. With more than MOST_KEYS differing keys, rows show the names of runs instead.
+# Keys of a recipe in which runs of one setting may differ. If settings differ in more than MOST_KEYS other keys, rows
+# show the names of runs instead.
 SAME = re.compile(rf"name|description|data\.root|train\.(seed|{'|'.join(PLACEMENT)})")
 MOST_KEYS = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs with the same recipe except for `SAME`: folders and records, and the ``keys`` in which settings differ."""
+    """Runs whose recipes agree except in `SAME`; ``keys`` are those that tell settings apart, with their values."""
 
-    keys: dict[str, str]  # with the values of this setting
+    keys: dict[str, str]
     runs: tuple[Path, ...]
     records: tuple[AnyRecord, ...]
 
     def values(self, figure: str) -> list[float]:
-        """One figure of every run that has it."""
+        """The values of one figure, for every run that has it."""
         return [r.metrics()[figure] for r in self.records if figure in r.metrics()]
 
 
@@ -89,11 +91,12 @@ def rows(found: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
 
 
 def _cell(name: str, values: Sequence[float]) -> str:
-    """Such as 98.00 ± 1.41 %."""
+    """Mean and standard deviation as text, such as 98.00 ± 1.41 %."""
     if not values or name == "lipschitz":  # the largest bound holds for all runs
         return upper(max(values)) if values else ""
     per_cent = name == "clean" or name.endswith(")")  # certified(36/255)
-    mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    known = len(values) > 1 and all(map(math.isfinite, values))  # the tightness of a constant network is NaN
+    mean, spread = statistics.fmean(values), statistics.stdev(values) if known else None
     if per_cent:
         return f"{100 * mean:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'} %"
     return f"{mean:.5g}{'' if spread is None else f' ± {spread:.2g}'}"
@@ -123,12 +126,13 @@ def to_latex(found: Sequence[Setting]) -> str:
     header, body = rows(found)
     lines = [" & ".join(_latex(cell) for cell in row) + r" \\" for row in (header, *body)]
     columns = "l" * (header.index("runs")) + "r" * (len(header) - header.index("runs"))
-    rules = (rf"\begin{{tabular}}{{{columns}}}", r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}")
-    return "\n".join([*rules[:2], lines[0], rules[2], *lines[1:], *rules[3:]])
+    top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule"]
+    return "\n".join([*top, *lines[1:], r"\bottomrule", r"\end{tabular}"])
 
 
 def _latex(cell: str) -> str:
-    r"""
+    r"""A cell in LaTeX.
+
     >>> print(_latex("cayley_bcop: 98.0 ± 1.4 %, L <= 1"))
     cayley\_bcop: 98.0 $\pm$ 1.4 \%, L $\le$ 1
     """

@@ -49,7 +49,7 @@ def figure_of(panels: int, narrow: bool = False) -> tuple[Figure, list[Axes]]:
 
 
 def dress(axis: Axes) -> None:
-    """The colours and the grid of every plot."""
+    """Give ``axis`` the colours and the grid that all plots have."""
     axis.patch.set_visible(False)
     axis.grid(color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
@@ -111,7 +111,7 @@ _ACCURACY = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
 
 
 def accuracy_curve(record: Record, certificate: Certificate | None = None) -> str:
-    """Certified accuracy against the l2 radius as a curve (of ``certificate``), that under attack as points.
+    """Plot of accuracy against the l2 radius: certified as a curve (with ``certificate``), under attack as points.
 
     Bars are Clopper-Pearson intervals. The true robust accuracy of the network lies between the two.
     """

@@ -107,7 +107,7 @@ class Facts(TypedDict, total=False):
 def _common(
     name: str, data: str, evaluation: Evaluation | RegressionEvaluation, facts: Facts, classes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The fields of `RunRecord`."""
+    """The fields of `RunRecord`, which records of both tasks have."""
     certificate = evaluation.certificate
     certificate.evaluator.check()  # refuses other settings of torch than the evaluator's
     evaluator = dataclasses.asdict(certificate.evaluator)
@@ -181,7 +181,7 @@ def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementReco
 
 
 def now() -> str:
-    """The time of a record."""
+    """The present time in UTC, as records hold it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

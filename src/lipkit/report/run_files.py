@@ -22,7 +22,7 @@ NETWORK, CERTIFICATE = "network", "certificate.jsonl"
 
 
 def certificate_in(folder: Path) -> Certificate | None:
-    """The certificate of a run folder, or of a packaged network (compressed), as it is written; None without one."""
+    """Read the certificate of a run folder or packaged network (compressed), proving nothing; None if absent."""
     for path in (folder / CERTIFICATE, folder / f"{CERTIFICATE}.gz"):
         if path.exists():
             return read_certificate(path).certificate

@@ -56,7 +56,7 @@ class ClassRecord(_Model):
 
 
 class AttackRecord(_Model):
-    """The attack's settings, and its comparison with the certificates: smallest norm / radius of any example."""
+    """The attack's settings, and its comparison with the certificates: ``closest`` is the smallest norm / radius."""
 
     name: str = "PGD l2, margin loss"
     steps: int | None
@@ -69,7 +69,7 @@ class AttackRecord(_Model):
 
     @property
     def short(self) -> str:
-        """Its name in `lipkit.attacks.ATTACKS`, as figures have it."""
+        """The attack's name in `lipkit.attacks.ATTACKS`, or "attack": the prefix of its figures in `Record.metrics`."""
         word = self.name.partition(" ")[0].lower()
         return word if word in ATTACKS else "attack"
 
@@ -97,7 +97,7 @@ class RoundingRecord(_Model):
 
 
 class DataRecord(_Model):
-    """The data that were trained and tested on."""
+    """The data set, and the sizes of its training and test split."""
 
     name: str
     input_shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class SeenRecord(_Model):
 
 
 class _Versioned(_Model):
-    """A record with a version of the schema."""
+    """A record that states the version of its schema."""
 
     schema_version: str = SCHEMA_VERSION
 
@@ -223,7 +223,7 @@ class RegressionRecord(RunRecord):
     def metrics(self) -> dict[str, float]:
         """Flat numbers by name: ``test_mse``, ``lipschitz``, ``lower``, ``tightness``.
 
-        If the model claims a constant, also ``reached``, the used fraction of the claim; an export may prove less.
+        If the model claims a constant, also ``reached``: ``lower`` over the claim (an export may prove a smaller one).
         """
         computed, claimed = self.lipschitz.computed, self.lipschitz.claimed
         found = {"test_mse": self.mse, "lipschitz": computed, "lower": self.lower, "tightness": self.tightness}

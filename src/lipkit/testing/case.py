@@ -53,7 +53,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything a law needs to know.
+    """A layer under test: how it is made, what it promises, and on which inputs it is tested.
 
     Attributes:
         make: factory of the layer, see :func:`lipkit.testing.check_layer`.
@@ -64,7 +64,7 @@ class Case:
         gamma: the claimed constant.
         slack: relative amount by which ``lipschitz(layer)`` may exceed gamma (a declared truncation error).
         attained: fraction of ``lipschitz(layer)`` that the largest singular value (or Jacobian) reaches at random
-            weights; default 0.1 for a contraction and 0.9 for 'none'. Not used for 'orthogonal'.
+            weights; for 'none' `check_layer` takes 0.9 by default. Not used for 'orthogonal'.
         train_gap: declared relative difference between training and evaluation mode (Taylor terms).
         smooth: whether the layer is differentiable where singular values of a parameter coincide (a division by a
             spectral norm is not); if not, gradients there need only be finite.
@@ -119,7 +119,7 @@ class Case:
             torch.set_rng_state(before)
 
     def layer(self, *, dtype: torch.dtype | None = None, extra: int = 0, **options: Any) -> nn.Module:
-        """A new layer in training mode: the same random weights at each call with the same ``extra``."""
+        """Make a new layer in training mode; calls with the same ``extra`` give the same random weights."""
         dtype = dtype or self.dtype
         with self.random(extra):
             try:
@@ -132,7 +132,7 @@ class Case:
             return self.make(**options).to(dtype).train()
 
     def moved(self, layer: nn.Module, extra: int = 1) -> nn.Module:
-        """The layer with random numbers, of 0.3 times its size, added to every parameter, in place."""
+        """Add random numbers to every parameter in place, about 0.3 times as large as it is; return the layer."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
                 spread = p.square().mean().sqrt() + 0.05  # 0.05 moves parameters that are zero
@@ -181,7 +181,7 @@ def require_small(gap: float, allowed: float, what: str) -> float:
 
 
 def forward(layer: nn.Module, x: Tensor) -> Tensor:
-    """The output without a graph."""
+    """The output of the layer, without an autograd graph."""
     with torch.no_grad():
         return layer(x)
 

@@ -23,7 +23,7 @@ Matrix = NDArray[np.float64]
 
 
 def dense_matrix(f: Function, input_shape: Shape, dtype: torch.dtype = torch.float64) -> Matrix:
-    """The matrix ``(outputs, inputs)`` of an affine map, column by column: ``f(e_i) - f(0)`` for each unit vector.
+    """The matrix ``(outputs, inputs)`` of an affine map, whose columns are ``f(e_i) - f(0)`` for the unit vectors.
 
     ``f`` maps ``(B, *input_shape)`` of this dtype to ``(B, ...)``; the matrix is float64.
 

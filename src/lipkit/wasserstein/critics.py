@@ -1,4 +1,4 @@
-"""Critics: networks with one output and a bound of 1, for vectors and for images."""
+"""Critics: networks with one output and a Lipschitz constant of at most 1, for vectors and for images."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HIDDEN, CHANNELS, UNITS = (64, 64), (16, 32), 128
 def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Sequential:
     """A critic of one family's layers: dense for vectors, convolutional for images.
 
-    For vectors, and for images with an odd side: dense layers of 64, 64 and 1 units. For images (C, H, W) with even
-    sides: a 3 x 3 convolution to 16 channels, one of stride 2 to 32 (smaller kernels if the family needs them), dense
-    layers of 128 and 1 units. MaxMin between, or the family's own activation. ``options`` are those of the family's
+    Vectors, and images with an odd side, get dense layers of 64, 64 and 1 units. Images (C, H, W) with even sides get a
+    3 x 3 convolution to 16 channels, one of stride 2 to 32 (smaller kernels if the family needs them), and dense layers
+    of 128 and 1 units. Between them is MaxMin or the family's own activation. ``options`` are those of the family's
     convolution, or of its dense layer for vectors.
 
     >>> [type(m).__name__ for m in critic((3,))]

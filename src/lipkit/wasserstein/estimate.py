@@ -1,8 +1,7 @@
 r"""The distance :math:`W_1(P, Q) = \sup_{f\ 1\text{-Lipschitz}} E f(x) - E f(y)` from samples, bounded from below.
 
-A critic f of proved constant L, trained on one part of the samples, is independent of the other part. So
-:math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained, and the mean over the held-out part estimates the
-left-hand side without bias.
+A critic f of proved constant L has :math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained. Trained on one
+part of the samples, it is independent of the other part, whose means estimate the left-hand side without bias.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class Estimate(Shown):
     Attributes:
         value: (held-out mean of f(x) minus that of f(y)) / constant, averaged over the folds, in units of the samples'
             l2 norm. Its expectation is at most W1.
-        low, high: interval for that expectation, not for W1. ``low`` bounds W1 from below; ``high`` does **not** bound
-            W1 from above: critics trained too briefly leave both below it.
+        low, high: interval for that expectation, not for W1. ``low`` bounds W1 from below, with this confidence;
+            ``high`` does **not** bound W1 from above: critics trained too briefly leave both below it.
         confidence: of the two-sided interval.
         method: "student" (asymptotic) or "bernstein" (proved for every sample size).
         constant: largest proved Lipschitz constant of the critics, by which their values were divided.
         critics: the critic of each fold, exported.
-        train_value: like ``value``, on the training samples of the critics; the excess shows overfitting. NaN if they
-            were not trained.
+        train_value: like ``value``, on the training samples of the critics; its excess over ``value`` shows
+            overfitting. NaN if the critics were not trained.
         steps: training steps of each critic.
         held_out: numbers of held-out samples of P and of Q, all folds together.
     """
@@ -112,17 +111,17 @@ def distance(
 
     Guarantee:
         :math:`E \hat W \le W_1(P, Q)`, if the samples are independent draws: a critic is independent of its held-out
-        samples. Without ``diameter`` the interval is Welch's, whose coverage is asymptotic. With it, the empirical
-        Bernstein bound is proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both hold for the exact
-        f: the rounding of its values is bounded, and widens them. Neither tells how far the critic is below W1; a
-        warning is given if it was still rising.
+        samples. Without ``diameter`` the interval is Welch's, whose coverage is asymptotic. With ``diameter`` it is the
+        empirical Bernstein bound, proved for every sample size because :math:`|f(x) - f(y)| \le L D`. Both are widened
+        by a bound on the rounding of f's values. Neither tells how far the critic is below W1; a warning is given if it
+        was still rising.
 
     Args:
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.
         y: samples of Q, (m, *shape).
         critic: acronym of a family for `critics.critic`, None for "cayley"; or a module with one output that
             ``export`` takes, independent of the samples: a copy of it is trained for each fold.
-        steps: training steps. 0: the given module is evaluated as it is on all samples.
+        steps: training steps; 0 evaluates the given module as it is, on all samples.
         batch_size: samples of each of P and Q in one step.
         lr: of Adam, at the start; it falls linearly to zero.
         loss: of (f(x), f(y)): `kr_loss`, or `hinge_kr_loss` with its options bound.
@@ -137,6 +136,7 @@ def distance(
     Raises:
         DataError, ShapeError: samples that are not as above, or further apart than ``diameter``.
         NoRuleError: a critic without a proved constant.
+        OptionError: another argument out of range, a critic of several outputs, or a loss that is not finite.
 
     >>> x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
     >>> found = distance(x[:1000], x[1000:] + 3.0, steps=200, lr=0.01)
@@ -270,7 +270,7 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
 
 
 def _evaluate(proof: Proof, x: Tensor, y: Tensor, batch_size: int, constant: float) -> tuple[Tensor, Tensor, float]:
-    """f / constant on both samples, less its value at the first; and how far rounding moves the difference of means."""
+    """f / constant on both samples, minus its first value, and what rounding can add to the difference of the means."""
     measured = evaluate(proof, torch.cat((x, y)), proof.evaluator, max(batch_size, 1024))
     values = one_output(measured.outputs, len(x) + len(y))
     values = (values - values[0]) / constant  # so that an offset costs sums no digits

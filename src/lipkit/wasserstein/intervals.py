@@ -41,8 +41,8 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
 
     for sizes n, m, variances v, w, c = ``confidence``, and Welch and Satterthwaite's degrees of freedom :math:`\nu_k`.
     Standard deviations of folds are added, not their squares, because the errors of two folds are dependent: each
-    critic was trained on the other's samples. If P = Q they even agree (both are the product of the two folds' random
-    differences), and the root of summed squares would be too small by a factor of :math:`\sqrt2`.
+    critic was trained on the other's samples. If P = Q the two errors even agree (both are the product of the folds'
+    random differences), and the root of summed squares would be too small by a factor of :math:`\sqrt2`.
 
     Guarantee:
         None for a finite sample: the coverage is at least c in the limit of large samples, if the variances are finite.

@@ -1,6 +1,6 @@
-r"""The losses that a critic f minimises, from its values on samples of the two distributions.
+r"""The losses that a critic f minimises, so that it becomes high on P and low on Q.
 
-``fx`` and ``fy``, of any shape, are f on samples of P and of Q; the critic is high on P and low on Q.
+``fx`` and ``fy``, of any shape, are the values of f on samples of P and of Q.
 """
 
 from __future__ import annotations

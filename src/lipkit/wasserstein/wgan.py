@@ -34,7 +34,7 @@ HIDDEN = 256
 class Wgan:
     """A trained generator, which maps (n, latent) to samples (n, *shape), and its last critic.
 
-    ``history`` has for each generator step the critic's mean on data minus that on generated samples, on one batch.
+    ``history`` has for each generator step the critic's mean on a batch of data minus that on generated samples.
     """
 
     generator: nn.Module
@@ -43,7 +43,7 @@ class Wgan:
     history: tuple[float, ...]
 
     def sample(self, count: int, seed: int = 0, batch_size: int = 1024) -> Tensor:
-        """``count`` independent samples, on the CPU; the same for the same seed."""
+        """Draw ``count`` independent samples, on the CPU; equal seeds give equal samples."""
         drawn = sources.generator(seed, 5)
         parameter = next(self.generator.parameters())
         z = torch.randn(count, self.latent, generator=drawn)
@@ -52,7 +52,7 @@ class Wgan:
 
 
 def generator(shape: Shape, latent: int) -> nn.Sequential:
-    """latent - 256 - 256 - shape with ReLU between; then a sigmoid for images (C, H, W), which lie in [0, 1].
+    """A network latent - 256 - 256 - shape with ReLU; images (C, H, W), which lie in [0, 1], get a sigmoid at the end.
 
     >>> generator((1, 8, 8), 4)(torch.zeros(2, 4)).shape
     torch.Size([2, 1, 8, 8])

@@ -1,1 +1,1 @@
-"""The tests of the laws: each takes a :class:`~lipkit.testing.case.Case`; returns figures or raises ``LawBroken``."""
+"""Tests of the laws: each takes a :class:`~lipkit.testing.case.Case` and returns figures or raises ``LawBroken``."""

@@ -26,7 +26,7 @@ def true_norm(layer: nn.Module, case: Case, shape: Shape, dtype: torch.dtype) ->
 
 
 def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]:
-    """The inequalities norm <= export's bound <= layer's bound, for a layer as it is now, at one input shape."""
+    """Check norm <= bound of the export <= bound of the layer, in its present mode and at one input shape."""
     eps = case.eps(shape)
     claimed = float(lipschitz(layer, shape).detach())
     require(math.isfinite(claimed), f"input {shape}: expected a finite lipschitz(layer), got {claimed}")
@@ -52,7 +52,7 @@ def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]
 
 
 def sound(case: Case) -> dict[str, float]:
-    """Law 1, at every input shape: a new layer in training mode and one with moved weights in evaluation mode."""
+    """Law 1, at every input shape: true norms and bounds stay in order for the layers of `states`."""
     measured: dict[str, float] = {}
     for shape in case.input_shapes:
         for layer in states(case):
@@ -65,7 +65,7 @@ def sound(case: Case) -> dict[str, float]:
 
 
 def attained(case: Case) -> dict[str, float]:
-    """Law 2, at every input shape: all singular values for an orthogonal layer, the largest for others."""
+    """Law 2, at every input shape: the bound is reached, by all singular values if orthogonal, else by the largest."""
     smallest, largest = float("inf"), 0.0
     for shape in case.input_shapes:
         for layer in states(case):
@@ -93,7 +93,7 @@ STEPS, RATE = 5, 1.0
 
 
 def trained(case: Case) -> dict[str, float]:
-    """Law 10: law 1 after Adam steps of rate 1 that push the outputs away from zero, without and with `after_step`."""
+    """Law 10: bounds hold after Adam steps of rate 1 that push the outputs away from zero, and after `after_step`."""
     layer = case.layer()
     if any(p.requires_grad for p in layer.parameters()):
         optimiser = torch.optim.Adam(layer.parameters(), lr=RATE)
@@ -113,7 +113,7 @@ def trained(case: Case) -> dict[str, float]:
 
 
 def expected_shape(layer: nn.Module, shape: Shape) -> Shape | None:
-    """Output shape that the attributes of a layer promise; None if they say nothing."""
+    """Output shape that follows from the attributes of a layer; None if they do not tell."""
     attribute: dict[str, Any] = vars(layer)
     if "out_features" in attribute:
         return (*shape[:-1], attribute["out_features"])
@@ -201,7 +201,7 @@ def _right(layer: nn.Module, x: Tensor, where: str) -> None:
 
 
 def gradients(case: Case) -> dict[str, float]:
-    """Law 9, in float64: gradcheck at random weights and repeated singular values; finite ones there and at zero."""
+    """Law 9, in float64: gradients pass gradcheck at random weights and repeated singular values; finite at zero."""
     x = case.x(batch=2, dtype=torch.float64)  # finite differences need float64
     for where, point in POINTS.items():
         layer = case.moved(case.layer(dtype=torch.float64))

@@ -18,7 +18,7 @@ from lipkit.testing.case import Case, Refusal, forward, require, require_same
 
 
 def exported(case: Case) -> dict[str, float]:
-    """Law 3, at every input shape, from a layer with a bias and from a freshly loaded one that never ran."""
+    """Law 3, at every input shape: the export is equal to the layer, also to a freshly loaded one that never ran."""
     worst = 0.0
     for shape in case.input_shapes:
         x, eps = case.x(shape), case.eps(shape)
@@ -84,7 +84,6 @@ def refusals(case: Case) -> dict[str, float]:
     what, words = f"the layer exported for {shape} called on {other}", (str(shape[-1]), str(other[-1]))
     other_size = Refusal(what, lambda make: export(make(), shape)(case.x(other)), ShapeError, words)
     table = (other_size, *case.refusals)
-
     for refusal in table:
         error: Exception | None = None
         try:

@@ -21,7 +21,7 @@ OBJECTS = ("weight", "kernel", "symbol", "generator")
 
 
 def moves(case: Case) -> dict[str, float]:
-    """Law 12: float64, bfloat16 autocast, another device, torch.compile, torch.func, torch.export of the export."""
+    """Law 12: outputs agree in other dtypes, on other devices, and in autocast, torch.compile, .func and .export."""
     layer = case.moved(case.layer())
     x = case.x()
     y = forward(layer, x)
@@ -116,7 +116,7 @@ def _waves(like: Tensor) -> Tensor:
 
 
 def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
-    """Samples one by one (vmap), and derivatives forwards (jvp) and backwards (grad), against ordinary ones."""
+    """Compare vmap over the samples, jvp and grad of ``torch.func`` with ordinary outputs and derivatives."""
     values = {name: p.detach() for name, p in layer.named_parameters()}
 
     def call(values: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def _independent(case: Case, copied: nn.Module, original: nn.Module, what: str) 
 
 
 def round_trips(case: Case) -> dict[str, float]:
-    """Law 6: load before any forward pass, deepcopy and pickle before and after one, and an EMA copy."""
+    """Law 6: loaded, deepcopied, pickled and EMA copies give the outputs of the layer, and change independently."""
     x, eps = case.x(), case.eps()
     layer = case.moved(case.layer())
     unused = copy.deepcopy(layer)
