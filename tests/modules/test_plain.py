@@ -77,7 +77,7 @@ def test_its_range_limits_products() -> None:
 
 @pytest.mark.thorough
 def test_it_is_written_as_onnx(tmp_path: Path) -> None:
-    if not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))):
+    if importlib.util.find_spec("onnx") is None:
         pytest.skip("onnx is not installed")
     from lipkit.interop import onnx_runtime, write_onnx
 

@@ -70,8 +70,8 @@ def load_onnx(
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> ReadNetwork | Network:
     """The network of an ONNX file, in evaluation mode; it refuses what `load_onnx` lists.
 
-    A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if the installed torch writes
-    the same file again.
+    A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if that network gives the
+    same graph again with the installed torch.
     """
     try:
         import onnx

@@ -7,7 +7,6 @@ import copy
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,23 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit import modules
 from lipkit.certificates.measurement import check_network
 from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory
 from lipkit.files import parse_json
 from lipkit.interop.check import Runtime, check_runtime, module_runtime, write_checked
+from lipkit.interop.onnx_writer import model_of
 from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
 from lipkit.modules.network import first_floating
-from lipkit.modules.pooling import _pair
 
-# The first versions of ONNX with circular padding, and with torch's number of windows under ceil_mode.
-OPSET, CEIL_OPSET = 19, 22
 # The key under which a file names the network that it was written from.
 CLAIM = "lipkit.json"
 
@@ -44,8 +40,9 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
     outputs for random inputs in onnxruntime (where that lacks an operator, in the reference evaluator of onnx).
 
     Raises:
-        OptionError: onnx or onnxscript is not installed. NoRuleError: the network is not an exported one.
-        DataError, CertificateViolation: torch wrote a file that is not valid, or another function.
+        OptionError: onnx is not installed. NoRuleError: the network is not an exported one, or one of its modules calls
+        a function of torch that has no rule in `lipkit.interop.onnx_writer`.
+        DataError, CertificateViolation: the file would not be valid, or another function.
     """
     check_network(network, "write")
     model = onnx_model(network)
@@ -61,7 +58,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
         except LipkitError:
             raise
         except Exception as error:  # onnx has a class of its own for each kind of failure
-            raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
+            raise DataError(f"{path}: expected to write a valid ONNX model, got {first_line(error)}") from error
 
     return write_checked({Path(path): model.SerializeToString()}, check)
 
@@ -70,28 +67,11 @@ def onnx_model(network: modules.Network) -> Any:
     """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models."""
     try:
         import onnx  # noqa: F401
-        import onnxscript  # noqa: F401  what torch writes ONNX with
     except ImportError as error:
-        raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
+        raise OptionError('expected onnx to write ONNX: pip install "lipkit[onnx]"') from error
     if _example(network).dtype == torch.bfloat16:
         raise OptionError("expected a network of float16, float32 or float64, got bfloat16: write network.float()")
-    with _quiet():
-        program = torch.onnx.export(
-            _portable(network),
-            (_example(network).cpu(),),
-            dynamo=True,
-            opset_version=CEIL_OPSET if any(getattr(m, "ceil_mode", False) for m in network.modules()) else OPSET,
-            input_names=["input"],
-            output_names=["output"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            verbose=False,
-        )
-    if program is None:
-        raise OptionError("expected an ONNX program from torch.onnx.export, got None")
-    model = program.model_proto
-    for node in model.graph.node:  # where in the source each node was made
-        node.ClearField("metadata_props")
-    return model
+    return model_of(_program(network))
 
 
 def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
@@ -135,42 +115,6 @@ def _evaluator(path: Path) -> Runtime:
     return lambda x: torch.from_numpy(run(None, {"input": x.cpu().numpy()})[0])
 
 
-def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
-    """The pooling as padding, plain average and factor, because torch.onnx drops ``divisor_override``."""
-    size, strides, paddings = (_pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
-    ends = [min(p + s - 1, k - 1) if pool.ceil_mode else p for k, s, p in zip(size, strides, paddings, strict=True)]
-    pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))  # left, right, top, bottom
-    factor = torch.tensor([math.prod(size) / (pool.divisor_override or 1)], dtype=dtype)
-    mean = nn.AvgPool2d((size[0], size[1]), (strides[0], strides[1]))
-    return nn.Sequential(pad, mean, modules.Affine(factor, torch.zeros_like(factor)))
-
-
-class _PatchProduct(nn.Module):
-    """An ``nn.Conv2d`` on separate patches as a rearrangement and a product."""
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.stride, self.weight, self.bias = conv.stride[0], conv.weight, conv.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        patches = F.pixel_unshuffle(x, self.stride).movedim(1, -1)  # channels last: in the order of the flat kernel
-        return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
-
-
-def _portable(network: modules.Network) -> nn.Module:
-    """The network as it is written, on the CPU: divisors of pools, and float64 convolutions on patches, rewritten."""
-    twin = copy.deepcopy(network).cpu()
-    for parent in list(twin.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.AvgPool2d and child.divisor_override is not None:
-                setattr(parent, name, _without_divisor(child, _example(network).dtype))
-            elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64:
-                patches = len({*child.kernel_size, *child.stride}) == 1 and child.padding in ((0, 0), "valid")
-                if patches and child.groups == 1 and child.dilation == (1, 1):
-                    setattr(parent, name, _PatchProduct(child))
-    return twin
-
-
 def write_program(network: modules.Network, path: str | Path) -> Path:
     """Write an exported network as a ``torch.export`` program (``.pt2``) with a dynamic batch.
 
@@ -189,11 +133,17 @@ def program_bytes(network: modules.Network) -> bytes:
     """The bytes of the file that :func:`write_program` writes."""
     network = copy.deepcopy(network).cpu()
     with _quiet(), io.BytesIO() as file:
-        program = torch.export.export(
+        torch.export.save(_program(network), file, extra_files={CLAIM: claim(network, network.state_dict())})
+        return file.getvalue()
+
+
+def _program(network: modules.Network) -> torch.export.ExportedProgram:
+    """The graph of the network on the CPU, for any size of the batch."""
+    network = copy.deepcopy(network).cpu()
+    with _quiet():
+        return torch.export.export(
             network, (_example(network),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
         )
-        torch.export.save(program, file, extra_files={CLAIM: claim(network, network.state_dict())})
-        return file.getvalue()
 
 
 def onnx_runtime(path: str | Path) -> Runtime:

@@ -54,7 +54,7 @@ class Limited(Join):
 
     def clipped(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The two factors within their limits."""
-        a, b = self.limits.to(values[0].dtype).split(1)  # torch.onnx fuses scalars to a Clip that may be invalid
+        a, b = self.limits.to(values[0].dtype)
         return torch.maximum(torch.minimum(values[0], a), -a), torch.maximum(torch.minimum(values[1], b), -b)
 
     def norms(self) -> tuple[float, float]:
