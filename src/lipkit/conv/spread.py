@@ -4,8 +4,8 @@ With the symbol :math:`[W_1; W_2]` of its kernel
 
 .. math:: y = [t - x;\, -W_2 t], \qquad N t = 2x, \qquad N = I + W_1 - W_1^* + W_2^* W_2 .
 
-N is the symbol of a small kernel. The solve transforms the few inputs alone, and one plain convolution makes all
-outputs from t. The forms of :mod:`lipkit.conv.cayley_conv` transform the outputs, too.
+N is the symbol of a small kernel. Only the few inputs are transformed, for the solve, and one plain convolution makes
+all outputs from t. (:mod:`lipkit.conv.cayley_conv` transforms the outputs, too.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
-# Up to this many inputs, small matrices multiply by passes over all images, with memory for as many copies of them.
+# Most inputs. Small matrices multiply by passes over all images, with memory for as many copies of them.
 FEW = 4
 
 
@@ -55,7 +55,7 @@ def normal_kernel(kernel: Tensor) -> Tensor:
 
 
 def _identity(kernel: Tensor) -> Tensor:
-    """The identity as a kernel of the same size."""
+    """The identity map as a kernel of the size of this one, for its inputs."""
     return F.pad(eye_like(kernel, kernel.shape[1])[:, :, None, None], circular_pads(*kernel.shape[2:]))
 
 
@@ -101,7 +101,7 @@ def _spectra(kernel: Tensor, h: int, w: int) -> Tensor:
 
 
 class _Convolved(torch.autograd.Function):
-    """The whole layer with its derivative: torch's, of its many small parts, would take longer than its products.
+    """The whole layer with its derivative by hand; autograd of its many small parts takes longer than the products.
 
     Gain (AMD EPYC): 1.35 to 1.56.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipkit.bounds import circular, symbol_sup
 from lipkit.bounds.power import krylov_lower_estimate
 from lipkit.conv import circular_conv2d, fold, symbol
-from lipkit.conv.symbol import taps_of
+from lipkit.conv.symbol import folded_places, taps_of
 from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, KernelConv2d, check_positive, half_through_float32
@@ -40,8 +40,7 @@ def _unfold(kernel: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
     """The smallest kernel of kh x kw taps that folds to ``kernel``: coinciding taps share a value equally."""
     for dim, n, k in ((-2, h, kh), (-1, w, kw)):
         if k > n:
-            # Tap i lies i - (k - 1) // 2 pixels from the centre, which is (n - 1) // 2 in the folded kernel.
-            place = torch.remainder(torch.arange(k, device=kernel.device) - (k - 1) // 2 + (n - 1) // 2, n)
+            place = folded_places(k, n).to(kernel.device)
             count = torch.bincount(place, minlength=n).to(kernel.dtype)
             kernel = kernel.index_select(dim, place) / count[place].reshape((-1,) + (1,) * (-1 - dim))
     return kernel
