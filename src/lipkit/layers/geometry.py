@@ -32,7 +32,7 @@ from lipkit.proof.roundoff import root
 
 
 class Construction(nn.Module, ABC):
-    """A call makes the kernels of all groups, (groups, out_channels, in_channels, kh, kw), from the parameters."""
+    """Makes the kernels of all groups, (groups, out_channels, in_channels, kh, kw), from its parameters."""
 
     def __init__(
         self, shape: tuple[int, ...], stride: Size, dilation: Size, orthogonalize: Orthogonalize, *place: Any
@@ -74,7 +74,7 @@ class Aoc(Construction):
             )
         strided = max(self.stride) > 1
         inner = max(cin, cout // math.prod(self.stride)) if strided else cout  # c of `aoc_kernel`
-        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix brings s taps of its own
+        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix adds s - 1 taps
         self.free = orthogonal_stack((groups, inner, cin), device, dtype)
         projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
         self.register_parameter("projectors", projectors if projectors.numel() else None)
@@ -84,7 +84,7 @@ class Aoc(Construction):
 
     def forward(self) -> Tensor:
         h = self.made(self.free)
-        # One channel has no projectors but 0 and 1, so the factors are shifts.
+        # The only projectors of one channel are 0 and 1: the factors are shifts, by projectors of rank 0.
         v = (h.new_zeros(0) if self.projectors is None else self.made(self.projectors)).reshape(self.stacks)
         last = [None] * len(h) if self.last is None else self.made(self.last)
         each = [aoc_kernel(*parts, self.kernel_size, self.stride) for parts in zip(h, v, last, strict=True)]
@@ -121,7 +121,7 @@ GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 
 
 class _Native(base.Biased):
-    """A convolution with a constrained weight; its arguments are those of torch's layer, which checks them."""
+    """A convolution with a constrained weight. It takes the arguments of torch's layer ``plain``, which checks them."""
 
     plain: type[Any] = nn.Conv2d
     in_channels: int
@@ -157,7 +157,7 @@ class _Native(base.Biased):
             raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")
         try:
             like = self.plain(**{**given.arguments, "device": "meta"})
-            # Sizes below 1 are refused later on: torch accepts them here and fails at the first input.
+            # Sizes below 1 are refused below: torch accepts them here and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -197,8 +197,7 @@ class _Native(base.Biased):
         return [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
 
     def least_sides(self) -> tuple[int, ...]:
-        """The smallest image that torch accepts with this padding and that holds one window."""
-        # Padded pixels count towards the window.
+        """The smallest image that torch accepts with this padding and that holds one window, padding included."""
         window = [r + 1 - sum(pair) for r, pair in zip(self.reach, borders(self), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in borders(self)]
@@ -255,17 +254,18 @@ class NativeConv2d(_Native):
     Parameters: those of the construction, one for each group in the first axis, and ``bias``.
 
     Guarantee:
-        1-Lipschitz with zero padding of any width, without padding, and with circular padding. With 'aoc', where
-        :math:`s^2` is the product of the strides and channels are those of a group: all singular values are 1 with
-        circular padding of dilation (k - 1) pixels in total, or up to stride - 1 fewer; rows are orthonormal without
-        padding if :math:`c_{out} \le s^2 c_{in}`, columns with zero padding of dilation (k - 1) on each side if
-        :math:`c_{out} \ge s^2 c_{in}`; other zero padding gives a contraction.
+        1-Lipschitz with zero padding of any width, without padding, and with circular padding.
+        'aoc' gives more. Let :math:`s^2` be the product of the strides, and c channels of a group. All singular values
+        are 1 with circular padding of dilation (k - 1) pixels in total, or up to stride - 1 fewer. Rows are orthonormal
+        without padding if :math:`c_{out} \le s^2 c_{in}`, columns with zero padding of dilation (k - 1) on each side if
+        :math:`c_{out} \ge s^2 c_{in}`.
         Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies of
-        one pixel, 2 for one reflected pixel on each side of an image.
+        one pixel, so it is 2 for one reflected pixel on each side of an image.
 
     Raises:
-        OptionError: what torch refuses; an 'aoc' layer whose kernel is smaller than its stride or whose dilation has a
-            divisor in common with it; circular padding beyond one period. ShapeError: an input that does not fit.
+        OptionError: arguments that torch refuses; an 'aoc' layer whose kernel is smaller than its stride, or whose
+            dilation and stride have a common divisor; circular padding beyond one period. ShapeError: an input that
+            does not fit.
 
     >>> NativeConv2d(8, 16, 3, stride=2, padding=1, groups=2)(torch.ones(1, 8, 6, 6)).shape
     torch.Size([1, 16, 3, 3])
@@ -304,8 +304,8 @@ class NativeConvTranspose2d(_Transposed):
     Args: as ``nn.ConvTranspose2d``, and ``constraint`` and ``orthogonalize`` of :class:`NativeConv2d`.
 
     Guarantee:
-        1-Lipschitz, as the adjoint of a contraction. Orthogonal ('aoc') without padding where
-        :math:`c_{in} \le s^2 c_{out}`: all of its input's norm is kept.
+        1-Lipschitz, as the adjoint of a contraction. With 'aoc', no padding and :math:`c_{in} \le s^2 c_{out}` it
+        keeps the norm of its input.
 
     >>> x = torch.randn(1, 8, 3, 3)
     >>> bool(torch.isclose(NativeConvTranspose2d(8, 2, 2, stride=2, bias=False)(x).norm(), x.norm()))
@@ -372,7 +372,7 @@ def aoc_conv2d(
     kernel = (max(kh, step), max(kw, step))  # no pixel between the windows
     same = tuple((k - step + 1) // 2 for k in kernel)
     base.check_same(padding, same if step > 1 or all(k % 2 for k in kernel) else None, kernel)
-    pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
+    pads: Any = "same" if step == 1 else same  # even kernels need 'same', which torch offers for stride 1 only
     geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
     return NativeConv2d(*geometry, device, dtype, **options)
 

@@ -39,21 +39,22 @@ def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
 
 @torch.no_grad()
 def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
-    """Run the declared work of all layers of ``model`` in place, and return how many calls that took.
+    """Call `AfterStep.after_step` of the layers of ``model`` that have one, and return the number of calls.
 
-    Every training loop has to call it; ``lipkit.fit``, ``lipkit train`` and `lipkit.wasserstein` do. In your own::
+    Every training loop must call this; ``lipkit.fit``, ``lipkit train`` and `lipkit.wasserstein` do. In your own::
 
         optimizer.step()
         lipkit.layers.after_step(model, (3, 32, 32), step)   # in the loop, the steps counted from 1
         ...
         lipkit.layers.after_step(model, (3, 32, 32))         # once more at the end
 
-    or let `register_after_step` do it. Without it, ``lipschitz`` and ``export`` give the bound of the weights as they
-    are, which can be far above 1.
+    or use `register_after_step`. Without these calls, ``lipschitz`` and ``export`` give the bound of the weights as
+    they are, which can be far above 1.
 
     Args:
         model: any module, not wrapped for several processes.
-        input_shape: of one input of the model, without the batch: a copy runs one to find the shape each layer sees.
+        input_shape: of one input of the model, without the batch. A copy of the model runs one such input, to find the
+            shape that each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     >>> from lipkit.layers import SvcmConv2d, after_step
@@ -72,8 +73,8 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
 def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, input_shape: Shape) -> RemovableHandle:
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
-    The bound then holds wherever the loop ends, at the cost of the work of every layer at every step, whatever its
-    ``interval``. The ``remove()`` of the handle that it returns ends it.
+    The bound then holds wherever the loop ends. The cost is the work of every layer at every step, whatever its
+    ``interval``. Call ``remove()`` of the returned handle to stop it.
 
     >>> from lipkit.layers import SvcmConv2d, register_after_step
     >>> model = nn.Sequential(SvcmConv2d(1, 1, 3))

@@ -101,7 +101,7 @@ class SocConv2d(ConstrainedConv2d):
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         kernel_size: odd.
         padding_mode: 'circular' (exports as an exact Fourier convolution) or 'zeros' (as its Taylor recurrence).
-        train_terms, eval_terms: T in training and in evaluation mode, their only difference.
+        train_terms, eval_terms: T in training mode and in evaluation mode.
 
     Parameters ``free`` M (c, c, kh, kw) with c = max(s^2 in_channels, out_channels), and ``bias``. Missing input
     channels are zeros, surplus output channels are dropped.

@@ -38,7 +38,7 @@ class _PerChannel(nn.Module):
             )
 
     def along_channels(self, x: Tensor) -> list[Tensor]:
-        """Both, in the shape that broadcasts against ``x`` (B, C, ...)."""
+        """Both buffers, in the shape that broadcasts against ``x`` (B, C, ...)."""
         both = list(self.buffers())
         if x.ndim < 2 or x.shape[1] != len(both[0]):
             kind, got = type(self).__name__, tuple(x.shape)
@@ -195,8 +195,8 @@ class HalfThrough(nn.Module):
 
     .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
 
-    The body f keeps its shape. Concatenating the input itself beside its features, as U-Nets do, has the constant
-    :math:`\sqrt{1 + L_f^2}` instead.
+    The body f keeps the shape of its input. Concatenating all of x with f(x), as U-Nets do, would have the constant
+    :math:`\sqrt{1 + L_f^2}`.
 
     >>> HalfThrough(nn.ReLU())(torch.tensor([[-1.0, -2.0]])).tolist()
     [[-1.0, 0.0]]
@@ -246,7 +246,7 @@ lipschitz_rule(Residual)(graph_constant)
 export_rule(Residual)(export_graph)
 
 
-# Statistics from a file may have any sign.
+# abs: a state dict may hold a std of any sign.
 lipschitz_rule(Normalize)(lambda m, input_shape: reciprocal_up(float(m.std.to(torch.float64).abs().amin())))
 lipschitz_rule(Rescale)(lambda module, input_shape: module.units.to(torch.float64).abs().amax())
 lipschitz_rule(Scale)(lambda module, input_shape: module.gamma().to(torch.float64).abs())
