@@ -158,8 +158,9 @@ class _Native(base.Biased):
         try:
             like = self.plain(**{**given.arguments, "device": "meta"})
             # Sizes below 1 are refused below: torch accepts them here and fails at the first input.
-            sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
-            least = {n: min(v) for n, v in sizes.items()}
+            # A signal is an image of one row.
+            sizes = {name: (1, *getattr(like, name))[-2:] for name in ("kernel_size", "stride", "dilation")}
+            least = {name: min(size) for name, size in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             raise OptionError(
                 f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
@@ -186,10 +187,6 @@ class _Native(base.Biased):
                 f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
                 f"got {padded}: outputs beyond one period repeat and raise the norm"
             )
-
-    @staticmethod
-    def _pair(sizes: tuple[int, ...]) -> Size:
-        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
 
     @property
     def reach(self) -> list[int]:

@@ -235,9 +235,8 @@ class R2dn(RecurrentLayer):
         # The first dense layer of phi multiplies V, the last one is multiplied by W, and those between stand in D11.
         (first, *between, last), sizes = layers.weights, [len(m) for m in layers.weights[:-1]]
         d11 = torch.block_diag(v.new_zeros(sizes[0], 0), *between, v.new_zeros(0, last.shape[1]))
-        read, write = v.new_zeros(len(d11), v.shape[1]), w.new_zeros(len(w), d11.shape[1])
-        k = torch.cat((torch.cat((d11, read), 1), torch.cat((write, z), 1)))
-        k[: sizes[0], d11.shape[1] :], k[len(d11) :, d11.shape[1] - last.shape[1] : d11.shape[1]] = first @ v, w @ last
+        k, columns = torch.block_diag(d11, z), d11.shape[1]
+        k[: sizes[0], columns:], k[len(d11) :, columns - last.shape[1] : columns] = first @ v, w @ last
         bias = torch.cat((layers.biases[0] + first @ at_least_float32(self.unit_bias), *layers.biases[1:-1]))
         shift = torch.cat((torch.zeros_like(bias), w @ layers.biases[-1]))
         return self._made(k, bias, torch.cat(layers.multipliers), math.gcd(*sizes), shift)
@@ -411,6 +410,7 @@ class Ren(RecurrentLayer):
 EPSILON = 1e-9  # keeps H positive definite, and the norm of N below 1
 
 
+@lipschitz_rule(LinearSystem, R2dn, Ren)
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
     """gamma; raises if phi was replaced by one without the guarantee."""
     for part in (layer.phi, *(getattr(layer, name) for name in ("read", "write", "through") if hasattr(layer, name))):
@@ -431,6 +431,7 @@ def margins(dtype: torch.dtype) -> list[float]:
     return [delta for delta in steps if delta >= torch.finfo(dtype).eps / 8]
 
 
+@export_rule(LinearSystem, R2dn, Ren)
 def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != layer.in_features:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
@@ -448,8 +449,3 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         if plain.proved(gamma):
             return plain
     raise OptionError(f"expected finite parameters with a proof of gain {gamma}, got none even with M reduced by 5 %")
-
-
-for _kind in (LinearSystem, R2dn, Ren):
-    lipschitz_rule(_kind)(_bound)
-    export_rule(_kind)(_export)
