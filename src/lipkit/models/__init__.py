@@ -62,7 +62,7 @@ def check_names(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _sentence(name: str, error: TypeError) -> OptionError:
-    """The error of a call with these options, which names those that the architecture knows."""
+    """The ``OptionError`` for a call that the signature of an architecture refuses; it lists the known options."""
     if not (unknown := re.search("unexpected keyword argument '(.*)'", str(error))):
         return OptionError(f"model {name}: {error}")
     known = [

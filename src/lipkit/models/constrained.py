@@ -1,6 +1,6 @@
-"""Replaces one layer by a layer of a family with a weight nearby, or gives the reason why none fits.
+"""Replaces one layer by a layer of a family with a weight close to the old one, or tells why none fits.
 
-The last functions treat geometry: which convolutions have a counterpart of the same shapes, and with which kernel.
+The last three functions treat geometry: which convolutions have a counterpart of the same shapes, with which kernel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lipkit.linalg import bjorck, newton_schulz, polar
 from lipkit.modules.convolutions import borders
 from lipkit.modules.guarding import guard
 
-# Results of `start_near`, as printed in the report.
+# Results of `start_near`, printed in the report.
 NEAREST, DIRECTION, UNPROJECTED, OWN = "nearest", "rescaled", "not projected yet", "own start"
 # These functions converge to the semi-orthogonal matrix nearest to their argument.
 _POLAR = (polar, bjorck, newton_schulz)
-# Below this singular value of I + Q the Cayley transform is not inverted: float32 would lose the matrix.
+# If I + Q has a smaller singular value, the Cayley transform is not inverted: float32 would lose the matrix.
 _CAYLEY_GAP = 1e-3
 
 

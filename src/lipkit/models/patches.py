@@ -59,7 +59,7 @@ def patchnet(
         dense: units of the hidden dense layers, at least one.
         moved: fraction of the channels that move in each of the four directions; 0 for none.
         activation: name such as 'halfabs', or a module, instead of MaxMin.
-        position: whether a `lipkit.modules.PositionCode` follows the first layer.
+        position: whether `lipkit.modules.PositionCode` follows the first layer.
         image: (C, H, W) with H and W multiples of p 2^(stages - 1).
 
     >>> net = patchnet(2, [(16, 2), (32, 1)], narrow=8, dense=[16], input_shape=(1, 8, 8))
@@ -101,7 +101,7 @@ def backbone(
     image: Image, block: Callable[[int], list[nn.Module]], patch: int, width: int, blocks: int, neck: int | None,
     dense: Sequence[int],
 ) -> list[nn.Module]:  # fmt: skip
-    """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows."""
+    """The layers of `bronet` and `liresnet`: stem, ``blocks`` times ``block(width)``, neck or pooling, dense layers."""
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
     pixels = image.pixels(patch if neck is None else 2 * patch)
@@ -217,7 +217,7 @@ def vision_transformer(
 ) -> list[nn.Module]:
     r"""Patches as tokens, a position code, ``depth`` blocks of attention and two pointwise layers, dense layers.
 
-    Attention layers contain their own skip (x plus a gradient step); no other skip and no normalisation is needed.
+    Each attention layer is x plus a gradient step, a skip connection; there are no others, and no normalisation.
 
     Args:
         layer: acronym of the family of all linear layers (``lipkit list layers``).

@@ -23,7 +23,7 @@ LAYERS: dict[str, Callable[..., RecurrentLayer]] = {"r2dn": R2dn, "ren": Ren, "l
 
 
 class SumOverTime(nn.Module):
-    r"""All steps of a sequence in one vector, :math:`\sum_t y_t / \sqrt T`: 1-Lipschitz, ``(B, T, n) -> (B, n)``.
+    r"""The sum over the steps of a sequence, :math:`\sum_t y_t / \sqrt T`: 1-Lipschitz, ``(B, T, n) -> (B, n)``.
 
     With a mask ``(B, T)`` it sums the steps where the mask is True, and T is their number.
 
@@ -51,7 +51,7 @@ class SequenceModel(nn.Sequential):
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         for module in self:
-            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others act on a step
+            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others act step by step
             u = module(u, mask) if takes else module(u)
         return u
 

@@ -41,7 +41,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter`. Negative dimensions are taken as those of images; `_compare` refuses it if they are not."""
+    """A `LayerCenter`. Negative dimensions count from four axes, as of images; `_compare` refuses it for others."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)
@@ -95,7 +95,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         result = exported()
         return result if isinstance(result, nn.Module) and result is not module else None
     if base is not None:
-        # The attribute of an older hook is the weight of the last pass, or of none.
+        # An older hook sets the attribute `weight` in a forward pass only, so it may be outdated.
         return _rebuilt(base, settled_module(module) if module._forward_pre_hooks else module)
     if parametrize.is_parametrized(module):
         return copy.deepcopy(settled_module(module))

@@ -66,7 +66,8 @@ class SpectralDescent(_ManifoldOptimizer):
         lr: :math:`\alpha`, radians a step; 0.01 to 0.05 in practice. Large matrices leave the manifold if
             :math:`k \alpha \ge 0.6`.
         momentum: :math:`\beta`, in [0, 1).
-        steps, every: of the iteration for the matrix sign; k. Both at least 1.
+        steps: of the iteration for the matrix sign, at least 1.
+        every: k, at least 1.
 
     Raises:
         OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
@@ -147,7 +148,7 @@ class RiemannianAdam(_ManifoldOptimizer):
         state["step"] = state.get("step", 0) + 1
         # The momentum is tangent at the last point: project it onto the tangent space here.
         mean = g * (1 - one) if state["step"] == 1 else tangent(w, state["exp_avg"]).lerp(g, 1 - one)
-        # starts at 0; dividing by 1 - two ** step below removes the bias
+        # v starts at 0; dividing by 1 - two ** step below removes the bias towards 0
         square = two * state.get("exp_avg_sq", torch.zeros((), device=g.device)) + (1 - two) * g.square().mean()
         state["exp_avg"], state["exp_avg_sq"] = mean, square
         size = (square / (1 - two ** state["step"])).sqrt() + group["eps"]
@@ -201,7 +202,7 @@ def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer
         wanted = wanted if inner else f"Stiefel layers for optimizer {options.optimizer}"
         raise OptionError(f"expected {wanted}, got {options.optimizer if inner else type(model).__name__}")
     parts: list[Optimizer] = []
-    if options.optimizer == "spectral":  # its rate is in radians a step, whatever lr is
+    if options.optimizer == "spectral":  # its rate is in radians a step, so it does not default to lr
         parts = [SpectralDescent(inner, options.manifold_lr or 0.02)]
     elif options.optimizer == "riemannian_adam":
         parts = [RiemannianAdam(inner, options.manifold_lr or lr)]

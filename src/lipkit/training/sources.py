@@ -34,7 +34,7 @@ def generator(seed: int, *stream: int) -> torch.Generator:
 
 @contextmanager
 def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
-    """Restore torch's global random state after the block; with a ``stream`` it is seeded like its `generator`."""
+    """Restore torch's global random state after the block, which begins seeded by ``stream``, if given."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if stream:
             torch.manual_seed(generator(*stream).initial_seed())

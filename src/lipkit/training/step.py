@@ -24,9 +24,10 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
     over the pieces p of the R processes r, whose gradients are averaged over r. So the step equals that of one process
     with the batch in one piece, up to rounding, even if R does not divide the batch size.
 
-    x, y is this process' part of the batch of n = ``size`` samples, on its device. ``counted`` of x are in the batch:
-    all, or 0 if this process only keeps step with the others. ``attack`` generates the adversary's random numbers.
-    Returns (2,) float32, still on the device: sum of the losses and number of correct predictions of this process.
+    x, y are this process' part of the batch of n = ``size`` samples, on its device. ``counted`` is the number of them
+    that belong to the batch: all, or 0 if this process only keeps step with the others. ``attack`` generates the
+    adversary's random numbers. Returns (2,) float32, still on the device: sum of the losses and number of correct
+    predictions of this process.
     """
     fabric, model, options, loss = session.fabric, session.model, session.options, session.loss
     pieces = min(options.accumulate, max(1, size // fabric.world_size))  # equal in all processes
