@@ -196,11 +196,11 @@ class Group(NamedTuple):
         return made.conj_physical_() if conjugate else made
 
     def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
-        """``out = scale z``."""
+        """Write ``scale z`` into the group's rows of ``out``."""
         torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
 
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
-        """``out = 2 z - rows``."""
+        """Write ``2 z - rows`` into the group's rows of ``out``."""
         part, minus = self.view(out, channels), self.view(rows, channels)
         # lerp with the weight 2 is rows + 2 (z - rows) = 2 z - rows, in one pass.
         if not z.is_complex():
@@ -213,7 +213,7 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill ``out``; return conj(h) (for 'first adjoint', h) and, if the derivative needs it, conj(x_2)."""
+    """Fill ``out`` with ``form`` at the rows; return conj(h) ('first adjoint': h), and conj(x_2) if it is needed."""
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None
     n, rest, x2 = group.factors.matrix.shape[-1], group.rest, None

@@ -1,4 +1,4 @@
-r"""Strided layers and kernels as one matrix: patches of images, and kernels that keep or shrink norms with a stride.
+r"""Matrices on patches of images: downsampling, and kernels whose convolution with a stride keeps or shrinks norms.
 
 Window i of a convolution of stride s takes tap j of a kernel of dilation d at pixel :math:`s i + d j`. Taps meet the
 same pixels if their :math:`d j` agree modulo s, and otherwise share none. So along each axis the taps fall into
@@ -145,7 +145,7 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
 
 
 def rko_factor(kernel_size: Size, classes: Size) -> float:
-    r"""The norm of the map from an image to its overlapping patches: the root of how many patches share a pixel.
+    r"""The norm of the map from an image to its overlapping patches: the root of the number that share a pixel.
 
     A pixel lies in one window for each tap of its class (:func:`period`), at most :math:`\lceil k / s' \rceil` along
     an axis: :math:`\|P\| = \sqrt{\lceil k_h / s'_1 \rceil \lceil k_w / s'_2 \rceil}`, and a matrix on patches divided

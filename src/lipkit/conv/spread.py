@@ -32,7 +32,7 @@ def spread_pays(kernel: Tensor, h: int, w: int) -> bool:
     r"""True if a tall layer is cheaper by one convolution than by inverse transforms of all its outputs.
 
     An output pixel takes ``cin kh kw`` products by the kernel, and about ``w + 2 h`` by an inverse transform (``h w``
-    where it is dense).
+    where it is dense). The convolution must take at most half as many.
 
     >>> spread_pays(torch.ones(32, 3, 3, 3), 32, 32), spread_pays(torch.ones(64, 32, 3, 3), 16, 16)
     (True, False)

@@ -92,7 +92,7 @@ def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tupl
 
 
 def wave_table(f1: Tensor, f2: Tensor, h: int, w: int, size: tuple[int, int], like: Tensor) -> Tensor:
-    """Cosines, then sines, of each tap of a kernel of this size at frequencies ``(F,)``: ``(2, F, kh kw)``."""
+    """Cosines and sines ``(2, F, kh kw)`` of the waves of frequencies ``(F,)`` at the taps of a kernel of this size."""
     cos1, sin1 = _waves(f1, h, size[0], like)
     cos2, sin2 = _waves(f2, w, size[1], like)
     # e^{i(a + b)} for every pair of taps

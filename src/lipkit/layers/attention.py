@@ -99,7 +99,7 @@ class MemoryAttention(Attention):
 
 
 class TokenAttention(Attention):
-    r"""Tokens attract each other, less with their distance, separately in each head, a group of rows of A:
+    r"""Tokens attract each other, the less the farther apart they are. Each head, a group of rows of A, acts by itself:
 
     .. math:: y_i = x_i + s A^\top \tfrac1n \textstyle\sum_j w_{ij} A (x_j - x_i), \qquad
               w_{ij} = 1 / \sqrt{1 + |A (x_i - x_j)|^2},\qquad s = 2 / \|A\|^2

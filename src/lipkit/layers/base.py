@@ -192,7 +192,7 @@ class Constrained(Biased, ABC):
         """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     def bias_sizes(self) -> tuple[int, int]:
-        """The number of biases, by default one for each output, and of inputs to each output, which sets their size."""
+        """The number of biases, by default one for each output; and the fan-in, which sets their initial size."""
         return self.shape[0], math.prod(self.shape[1:])
 
     def extra_repr(self) -> str:

@@ -124,6 +124,7 @@ class _Native(base.Biased):
     """A convolution with a constrained weight. It takes the arguments of torch's layer ``plain``, which checks them."""
 
     plain: type[Any] = nn.Conv2d
+    axes = 2
     in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -168,13 +169,16 @@ class _Native(base.Biased):
         base.check_positive(**least)
         if not isinstance(like.padding, str) and not all(isinstance(p, int) and p >= 0 for p in like.padding):
             raise OptionError(f"padding: expected numbers of at least 0, got {given.arguments['padding']!r}")
+        for name in ("kernel_size", "stride", "padding", "dilation", "output_padding"):
+            if not isinstance(size := getattr(like, name), str) and len(size) != self.axes:
+                raise OptionError(f"{name}: expected one integer for each of {self.axes} axes, got {size}")
         axes = zip(like.output_padding, like.stride, like.dilation, strict=True)
         if not all(0 <= more < max(step, apart) for more, step, apart in axes):
             most = "less than the stride or the dilation on each axis"
             raise OptionError(f"output_padding: expected {most}, got {like.output_padding}")
         for name in (*GEOMETRY, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(like, name))
-        self.constraint, self.axes = constraint, len(self.kernel_size)
+        self.constraint = constraint
         # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
@@ -280,7 +284,7 @@ class NativeConv1d(_Native):
     torch.Size([1, 4, 9])
     """
 
-    plain = nn.Conv1d
+    plain, axes = nn.Conv1d, 1
 
 
 class _Transposed(_Native):
@@ -322,7 +326,7 @@ class NativeConvTranspose1d(_Transposed):
     torch.Size([1, 2, 10])
     """
 
-    plain = nn.ConvTranspose1d
+    plain, axes = nn.ConvTranspose1d, 1
 
 
 @lipschitz_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
@@ -359,7 +363,7 @@ def aoc_conv2d(
     dtype: Any = None,
     **options: Any,
 ) -> NativeConv2d:
-    """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
+    """The convolution of the family AOC: an orthogonal, circular :class:`NativeConv2d`, with a stride of its own.
 
     A kernel smaller than the stride grows to it, so that no pixel is lost: 1 gives a matrix on patches.
     """

@@ -97,22 +97,16 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
     """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``."""
     twin = copy.deepcopy(model)  # statistics and hooks of the model stay as they are
     modules = {twin.get_submodule(name): name for name in names}
-    try:
-        calls = watched(twin, torch.zeros(1, *input_shape).to(first_floating(twin)), modules)[1]
-    except LipkitError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if lacks_memory(error):
-            raise
-        raise ShapeError(
-            f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {first_line(error)}"
-        ) from None
+    calls = watched(twin, torch.zeros(1, *input_shape).to(first_floating(twin)), modules)[1]
     return list(dict.fromkeys((modules[module], tuple(x.shape[1:])) for module, x, _ in calls))
 
 
 @torch.no_grad()
 def watched(model: nn.Module, x: Tensor, modules: Iterable[nn.Module]) -> tuple[Any, list[Call]]:
-    """The output for x in evaluation mode, and the calls of ``modules``: the module, its first input, its output."""
+    """The output for x in evaluation mode, and the calls of ``modules``: the module, its first input, its output.
+
+    ``ShapeError`` for an x that the model does not accept.
+    """
     calls: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -122,6 +116,15 @@ def watched(model: nn.Module, x: Tensor, modules: Iterable[nn.Module]) -> tuple[
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
         return model.eval()(x), calls
+    except LipkitError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if lacks_memory(error):
+            raise
+        shape = tuple(x.shape[1:])
+        raise ShapeError(
+            f"{type(model).__name__} does not accept inputs of shape {shape}: {first_line(error)}"
+        ) from None
     finally:
         for handle in handles:
             handle.remove()

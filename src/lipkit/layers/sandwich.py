@@ -131,8 +131,9 @@ class Sandwich(CayleyPair):
         self.register_parameter("log_psi", None if activation is None else nn.Parameter(zeros))
 
     def psi(self) -> Tensor:
-        """The diagonal of Psi, one number for each output, in float32 or better."""
-        assert self.log_psi is not None
+        """The diagonal of Psi, one number for each output, in float32 or better; the linear form has none."""
+        if self.log_psi is None:
+            raise OptionError(f"{type(self).__name__}: expected an activation between two linear maps, got None")
         return at_least_float32(self.log_psi).exp()
 
     def check_linear_form(self, method: str) -> None:

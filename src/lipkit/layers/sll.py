@@ -220,7 +220,7 @@ def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
 
 @export_rule(SllLinear, CplLinear, SllConv2d, CplConv2d)
 def _export(layer: SlopeResidualLinear | SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
-    """The two linear maps around the activation, the second with -F^* Lambda; of a convolution at one image size."""
+    """A `SlopeResidual` of the linear maps F and -F^* Lambda, those of a convolution for this image size."""
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
     first: nn.Module
     second: nn.Module

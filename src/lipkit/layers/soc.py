@@ -154,7 +154,7 @@ class SocConv2d(ConstrainedConv2d):
         return kernel, reshaped_norm(kernel, proved).to(kernel.dtype)
 
     def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
-        """The matrix (out_channels, s^2 in_channels) for a 1 x 1 exponent ``kernel``, which needs no padding."""
+        """The exponential of a 1 x 1 ``kernel``: one matrix (out_channels, s^2 in_channels) for all pixels."""
         return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32

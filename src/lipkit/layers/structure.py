@@ -138,7 +138,7 @@ class Scale(nn.Module):
 
 
 class ConvexSum(Join):
-    r"""The join :math:`y = s x_1 + (1 - s) x_2`, with a learnable s in (0, 1), at first ``weight``.
+    r"""The join :math:`y = s x_1 + (1 - s) x_2`, with a learnable s in (0, 1), initially ``weight``.
 
     Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1 ([Cayley] section 5).
 
@@ -218,7 +218,7 @@ class HalfThrough(nn.Module):
 
 
 class ScaledAvgPool2d(nn.Module):
-    """``s * average pooling`` over s x s windows that do not overlap; s, ``kernel_size``, divides the sides. Norm 1.
+    """Averages over s x s windows that do not overlap, times s: norm 1. s = ``kernel_size`` divides both sides.
 
     >>> ScaledAvgPool2d(2)(torch.ones(1, 1, 2, 2)).item()
     2.0

@@ -11,7 +11,7 @@ from lipkit.bounds import circular, symbol_sup
 from lipkit.bounds.power import krylov_lower_estimate
 from lipkit.conv import circular_conv2d, fold, symbol
 from lipkit.conv.symbol import folded_places, taps_of
-from lipkit.errors import ShapeError
+from lipkit.errors import ShapeError, check_flag
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, KernelConv2d, check_positive, half_through_float32
 from lipkit.layers.dense import BjorckLinear, delta_orthogonal_free
@@ -116,6 +116,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
     interval = 100  # fifty eigenvalue problems at each frequency cost far more than a step
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonal: bool = True) -> None:
+        check_flag("orthogonal", orthogonal)
         self.orthogonal = orthogonal
         self.free = delta_orthogonal_free(self.shape, device, dtype)
 

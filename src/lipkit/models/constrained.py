@@ -69,7 +69,7 @@ class Converter:
         return module
 
     def layer(self, name: str, module: nn.Module, sizes: set[tuple[int, int]]) -> nn.Module:
-        """The family's layer near a linear layer or a convolution on images of ``sizes``; the old one if none fits."""
+        """The family's layer for a linear layer or a convolution on images of ``sizes``; the old one if none fits."""
         if (reason := self._obstacle(module, sizes)) is not None:
             return self.keep(name, module, reason)
         new, weight, note = self._made(module), module.get_parameter("weight").detach(), ""
@@ -141,8 +141,10 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
-    """Set the free parameters of a constrained layer from the weight ``(out, in)`` of an ordinary one, or its kernel
-    ``(cout, s^2 cin, kh, kw)`` after downsampling by s; ``size`` is the image size before it. Returns what was done:
+    """Set the free parameters of a constrained layer so that its weight is near that of an ordinary one.
+
+    ``weight`` is ``(out, in)``, or the kernel ``(cout, s^2 cin, kh, kw)`` after downsampling by s; ``size`` is the size
+    of the image before that. Returns what was done:
 
     =============================== ====================================================================================
     nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar

@@ -142,7 +142,7 @@ def python_integers(value: Any) -> Any:
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
-    """Raise ``OptionError`` unless the value of an option is of its annotation, a string."""
+    """Raise ``OptionError`` unless the value of an option fits its annotation, given as a string."""
     kind = str(annotation).removesuffix(" | None")
     if value is None and kind != annotation:
         return

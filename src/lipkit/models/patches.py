@@ -68,17 +68,16 @@ def patchnet(
     >>> net[-1]
     NormalizedLinear(16, 10, bias=True)
     """
-    plan = [tuple(stage) for stage in stages]
-    if not plan or any(len(stage) != 2 for stage in plan):
+    if not stages or not all(isinstance(stage, Sequence) and len(stage) == 2 for stage in stages):
         raise OptionError(f"stages: expected one or more pairs (channels, blocks), got {stages!r}")
     if not dense:
         raise OptionError("dense: expected the units of at least one layer, got none")
     if not 0 <= moved <= 0.25:
         raise OptionError(f"moved: expected a fraction from 0 to 1/4, got {moved}")
-    pixels = image.pixels(patch * 2 ** (len(plan) - 1))  # each stage but the first halves the sides again
+    pixels = image.pixels(patch * 2 ** (len(stages) - 1))  # each stage but the first halves the sides again
     layers: list[nn.Module] = []
     width = image.channels
-    for number, (wide, blocks) in enumerate(plan):
+    for number, (wide, blocks) in enumerate(stages):
         for block in range(blocks):
             stride = 1 if block else patch if number == 0 else 2  # the first layer of a stage takes patches
             layers.append(StiefelConv2d(width, wide, 1, stride))

@@ -118,10 +118,11 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
 def settled(
     model: nn.Module, input_shape: Shape, skip: Callable[[str], bool]
 ) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
-    """A copy with plain layers in place of parametrised and foreign ones; rows of the report; errors of the others.
+    """Replace parametrised and foreign layers by plain ones, in a copy; returns it, rows of the report, and errors.
 
-    Each replaced layer, and the whole, is compared with the original on one random input. That finds a layer whose
-    forward pass differs from its base class. Certificates do not depend on it: they are proved from the result.
+    Errors are those of layers that could not be replaced. Each replaced layer, and the whole, is compared with the
+    original on one random input, which finds a layer whose forward pass differs from that of its base class.
+    Certificates do not depend on it: they are proved from the result.
     """
     twin = copy.deepcopy(model, computed_tensors(model))
     modes = {module: module.training for module in twin.modules()}

@@ -144,7 +144,7 @@ def emma(
 
 
 def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz: float | Tensor = 1.0) -> Tensor:
-    r"""Cross-entropy with an additional class "not certified", whose output is the largest that a rival reaches in eps.
+    r"""Cross-entropy with a further class "not certified": the largest output that a rival can reach within ``eps``.
 
     .. math:: \mathrm{CE}\bigl((y_1, \dots, y_K, y_\bot), t\bigr), \qquad
         y_\bot = \max_{i \ne j} y_i + \sqrt2 L \varepsilon, \quad j = \arg\max_i y_i

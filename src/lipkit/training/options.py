@@ -120,7 +120,7 @@ Budgeted = Annotated[StrictStr, BeforeValidator(_budget)]
 
 
 class Section(BaseModel):
-    """Base of sections: immutable, with declared keys only, each checked."""
+    """Base of the sections of options: immutable, with declared keys only, each checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 

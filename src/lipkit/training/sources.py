@@ -62,7 +62,7 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
 
 
 def _rows(fabric: Any, own: Tensor) -> Tensor:
-    """The tensors of all processes as rows."""
+    """The tensors ``own`` of all processes, as rows of one tensor."""
     table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
     table[fabric.global_rank] = own.to(fabric.device)  # adding zeros is exact
     return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()
