@@ -62,10 +62,10 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
 
     .. math:: F(z_1, z_2) = \prod_i \big(P_i + (I - P_i)\, z_{a(i)}\big)\, H, \qquad P_i = V_i V_i^\top
 
-    with one factor for each tap beyond the first, along alternating axes while both have one left. Along each axis
-    the first, third, ... factor has its taps exchanged, :math:`(I - P) + P z`: the kernel stays centred whatever the
-    rank, and without projectors (r = 0) it is ``h`` at the centre tap. For m < n the kernel of ``h.mT`` is made and
-    its channels exchanged.
+    with one factor for each tap beyond the first. Factors alternate between the axes until one axis is complete. Along
+    each axis the first, third, ... factor has its taps exchanged, :math:`(I - P) + P z`: the kernel stays centred for
+    every rank, and without projectors (r = 0) it is ``h`` at the centre tap. For m < n the kernel of ``h.mT`` is made
+    and its channels exchanged.
 
     Args:
         h: ``(m, n)``, semi-orthogonal.

@@ -1,6 +1,6 @@
 """Exports of constrained layers: made in float64, rounded once, as the plainest modules that compute them.
 
-For a layer whose norm is at most 1 by construction, :func:`register_one_lipschitz` registers both rules.
+For a layer whose norm is at most 1 by construction, :func:`register_one_lipschitz` registers all rules that it needs.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
 
 
 def register_one_lipschitz(*types: type[nn.Module]) -> None:
-    """Register both rules for exactly these layer classes, 1-Lipschitz by construction.
+    """Register the rules of ``lipschitz`` and ``export`` for exactly these layer classes, 1-Lipschitz by construction.
 
     The export follows from the base class: ``nn.Linear``, :class:`FourierConv2d` or a circular ``nn.Conv2d``.
     """

@@ -1,7 +1,8 @@
 """Layers with the whole geometry of torch's convolutions: strides, groups, dilations, paddings, transposed, 1-D.
 
 Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and padding is circular. Here the convolution
-*with its stride* is constrained, and the export is one plain convolution of torch, of a signal as an image of one row.
+*with its stride* is constrained, and the export is one plain convolution of torch, where a signal is an image of one
+row.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class SocConv2d(ConstrainedConv2d):
     .. math:: y = \sum_{i=0}^{T} \frac{K^{*i}}{i!} * x + b, \qquad K = \frac{M - M^{\mathsf T}}{B(M - M^{\mathsf T})}
 
     where :math:`M^{\mathsf T}` is the kernel of the transposed convolution and B a proved upper bound of the norm
-    (:func:`reshaped_norm`; the paper divides by a power estimate). So :math:`\|K\| \le 1`, the largest rotation in
-    radians: 0.5 to 0.8 for random kernels (1 x 1: 1).
+    (:func:`reshaped_norm`; the paper divides by a power estimate). So :math:`\|K\| \le 1`. This norm is the largest
+    rotation in radians: 0.5 to 0.8 for random kernels, 1 for those of 1 x 1.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.

@@ -251,6 +251,8 @@ lipschitz_rule(Normalize)(lambda m, input_shape: reciprocal_up(float(m.std.to(to
 lipschitz_rule(Rescale)(lambda module, input_shape: module.units.to(torch.float64).abs().amax())
 lipschitz_rule(Scale)(lambda module, input_shape: module.gamma().to(torch.float64).abs())
 lipschitz_rule(ScaledAvgPool2d)(1.0)
+# One number for all channels.
+export_rule(Scale)(lambda module, input_shape: Affine(module.gamma().reshape(1), module.gamma().new_zeros(1)))
 
 
 @export_rule(Normalize)
@@ -264,11 +266,6 @@ def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
 def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)  # refuses another number of channels
     return Affine(module.units, module.offset)
-
-
-@export_rule(Scale)
-def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
-    return Affine(module.gamma().reshape(1), module.gamma().new_zeros(1))  # one number for all channels
 
 
 @export_rule(ScaledAvgPool2d)

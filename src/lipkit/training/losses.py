@@ -66,8 +66,8 @@ def offset_cross_entropy(
 
     Args:
         outputs: (N, K); or (N, 1) for two classes, the logit of class 1 against class 0 (the logistic loss).
-        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0 (``L eps0`` of one
-            output).
+        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0; with one output
+            ``L eps0`` does.
 
     >>> y = torch.tensor([[3.0, 1.0]])
     >>> round(offset_cross_entropy(y, torch.tensor([0]), temperature=1.0, offset=2.0).item(), 4)
@@ -271,8 +271,7 @@ def lse_hkr(
     _check("in [0, 1]", alpha=alpha)
     outputs = temperature * outputs
     rivals = outputs.scatter(1, targets[:, None], -math.inf)
-    # c; for two classes log(1) would divide by zero
-    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)
+    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)  # c; log(1) would make it 0
     rival = torch.logsumexp(sharpness * rivals, 1) / sharpness
     own, half = outputs.gather(1, targets[:, None])[:, 0], min_margin / 2
     return (alpha * (F.relu(half - own) + F.relu(half + rival)) - (1 - alpha) * (own - rival)).mean()

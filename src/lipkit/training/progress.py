@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
 
-# Losses are read from the device once in this many steps, because reading waits for all queued work.
-READ_EVERY = 20
-# With slow steps, a single process also reads after this many seconds; several processes must read at the same step.
-READ_SECONDS = 2.0
+# Losses are read from the device once in this many steps, because reading waits for all queued work; or after so many
+# seconds, but only in a single process, since several processes must read at the same step.
+READ_EVERY, READ_SECONDS = 20, 2.0
 
 
 @dataclass(frozen=True)
