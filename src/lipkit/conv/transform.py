@@ -94,13 +94,6 @@ def _dense(h: int, w: int) -> Tensor:
     return torch.cat((real.cos(), waves)) / math.sqrt(h * w)
 
 
-def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
-    """True if a single product is faster than the two separable ones, whose order of rows it keeps."""
-    if dtype not in (torch.bfloat16, torch.float16) or pixels > TILED_PIXELS:
-        return False
-    return pixels <= HALF_PIXELS or HAS_TILES or (device is not None and device.type != "cpu")
-
-
 def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.device | None = None) -> list[Tensor]:
     """The constants of the transform: one ``(h w, h w)`` matrix for small images, else ``[(h, h), (w, w)]``.
 
@@ -108,8 +101,9 @@ def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.devi
     inverse. Made in float64, then rounded once to ``dtype``. In half precision, larger images have one matrix, too.
     """
     made = [_dense(h, w)] if is_dense(h, w) else [_waves(h), _waves(w)]
-    if len(made) > 1 and _one_product_pays(h * w, dtype, device):
-        units = torch.eye(h * w, dtype=torch.float64)
+    most = TILED_PIXELS if HAS_TILES or (device is not None and device.type != "cpu") else HALF_PIXELS
+    if len(made) > 1 and dtype in (torch.bfloat16, torch.float16) and h * w <= most:
+        units = torch.eye(h * w, dtype=torch.float64)  # one matrix, with the rows of the separable transform
         made = [to_rows(units.view(h * w, 1, h, w), made).view(h * w, h * w)]
     return [t.to(dtype=dtype, device=device) for t in made]
 

@@ -35,13 +35,12 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     the other two of the "Fantastic Four" (Singla & Feizi, ICLR 2021, theorem 1) have the same norms.
     """
     c, n, kh, kw = kernel.shape
-    flat = _norm(kernel.reshape(c, n * kh * kw), proved)
-    if 1 in (kh, kw):
-        # With one row of taps both reshapings are the same matrix; with one column, a skew kernel gives the same norm.
-        return flat * (math.sqrt(kh * kw) * (1 + 1e-12))
-    # Rows (output, vertical tap), columns (input, horizontal tap).
-    half = _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw), proved)
-    return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
+    norm = _norm(kernel.reshape(c, n * kh * kw), proved)
+    # With one row of taps both reshapings are the same matrix; with one column, a skew kernel gives the same norm.
+    if 1 not in (kh, kw):
+        # Rows (output, vertical tap), columns (input, horizontal tap).
+        norm = torch.minimum(norm, _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw), proved))
+    return norm * (math.sqrt(kh * kw) * (1 + 1e-12))
 
 
 LARGE = 128  # from this side on, a factorisation costs less than the squarings of a smooth bound
