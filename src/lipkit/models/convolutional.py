@@ -37,8 +37,8 @@ def kwlarge(
             down (3 -> 1); unconstrained ones have a real stride and the whole kernel.
         dense: units of the two hidden linear layers instead of (512w, 512).
         activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
-        pool: whether sums of 4 x 4 pixels divided by 4 (of norm 1, as in the code of [LBDN]) in front of the linear
-            layers take the place of strides, for families that have no strided layer in the papers.
+        pool: whether to replace the strides by sums of 4 x 4 pixels, divided by 4, in front of the linear layers (norm
+            1, as in the code of [LBDN]), for families that have no strided layer in the papers.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the family's convolution.
 

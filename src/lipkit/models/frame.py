@@ -45,7 +45,7 @@ class Common(TypedDict, total=False):
 # Inserted into the docstring of every builder, below the line ``image:``.
 DESCRIBED = """\
     classes: number of outputs.
-    lipschitz: target constant of all after the normalisation (without a last layer of unit rows), a gain in front.
+    lipschitz: target constant of what follows the normalisation, apart from a last layer of unit rows; a gain in front.
     mean, std: input normalisation, part of the network."""
 
 

@@ -41,7 +41,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter`. Negative dimensions count from four axes, as of images; `_compare` refuses it for others."""
+    """A `LayerCenter`. Negative dimensions are read as those of images (four axes); else `_compare` refuses it."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)

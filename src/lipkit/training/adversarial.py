@@ -25,8 +25,8 @@ class PgdAdversary:
 
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
-    The attack runs in evaluation mode, so that the examples of a batch do not depend on each other and running
-    statistics stay; the training step runs in training mode. If the network has constrained layers, the attack uses its
+    The attack runs in evaluation mode: the examples of a batch do not depend on each other, and running statistics do
+    not change. The training step runs in training mode. If the network has constrained layers, the attack uses its
     ``export``, which builds the weights once for all steps.
 
     Args:

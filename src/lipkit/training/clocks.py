@@ -47,7 +47,7 @@ class Clock:
     Attributes:
         amount, unit: size of the budget, infinite without one, and its unit.
         used: how much of the budget is spent, resumes included; the same in all processes. 0 without a budget.
-        timed: whether the budget is one of time, of which a step's part is known only after the step.
+        timed: whether the budget is one of time: what a step costs is known only after it.
         since: reading of ``now`` up to which ``used`` counts. saved: time of the last checkpoint.
     """
 

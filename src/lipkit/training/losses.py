@@ -271,7 +271,7 @@ def lse_hkr(
     _check("in [0, 1]", alpha=alpha)
     outputs = temperature * outputs
     rivals = outputs.scatter(1, targets[:, None], -math.inf)
-    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)  # c; log(1) would make it 0
+    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)  # c, not 0 for two classes
     rival = torch.logsumexp(sharpness * rivals, 1) / sharpness
     own, half = outputs.gather(1, targets[:, None])[:, 0], min_margin / 2
     return (alpha * (F.relu(half - own) + F.relu(half + rival)) - (1 - alpha) * (own - rival)).mean()
