@@ -25,13 +25,13 @@ from lipkit.conv.normal_matrices import (
     _AddGram,
     _Solution,
     _solution,
-    factorize,
     normal_matrices,
     plain_solve,
 )
 from lipkit.conv.transform import transform_matrices
 from lipkit.layers.soc import _QuickNorm
 from lipkit.linalg import cayley_product, skew_polynomial
+from lipkit.linalg.cayley import factorize
 from lipkit.linalg.exponential import SQUARINGS
 from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.polar import _TallPolar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import lipkit
 
 ROOT = Path(lipkit.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
 ORDER = [
     *("errors", "text", "shown", "files", "memory", "networks", "linalg", "conv", "proof", "bounds", "modules"),
     *("lowering", "integer"),
@@ -116,6 +118,20 @@ def test_a_file_imports_only_from_above(file: Path) -> None:
 )
 def test_every_form_of_import_is_seen(source: str, found: str) -> None:
     assert [name for _, name in _imported(source, ("lipkit", "conv"))] == [found]
+
+
+def test_programs_import_names_that_exist() -> None:
+    """Tests import few of the programs beside the package, so a name that moved would show only when one is run."""
+    wrong = []
+    programs = [p for folder in ("benchmarks", "examples", "papers") for p in (REPOSITORY / folder).rglob("*.py")]
+    for file in programs:
+        for line, name in _imports(file.read_text(), ()):
+            module, _, last = name.rpartition(".")
+            found = importlib.import_module(module)
+            if not hasattr(found, last) and not (hasattr(found, "__path__") and importlib.util.find_spec(name)):
+                wrong.append(f"{file.name}:{line}: {name}")
+    assert len(programs) > 50
+    assert not wrong
 
 
 @pytest.mark.thorough

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, cayley_linear, kernel_symbol, spectrum
-from lipkit.conv.cayley_conv import solve_form
-from lipkit.conv.normal_matrices import normal_matrices, prepare
+from lipkit.conv.cayley_conv import factors_for, solve_form
+from lipkit.conv.normal_matrices import normal_matrices
 from lipkit.conv.spread import FEW, normal_kernel, spread_cayley, spread_pays
 from lipkit.conv.symbol import symbol
 from lipkit.conv.transform import transform_matrices
@@ -80,7 +80,7 @@ def test_halves_of_the_wide_transform(form: str, size: tuple[int, int, int]) -> 
     both = matrices(free, h, w)
     expected = convolved([m[..., 3:] if form == "second" else m[..., :3].mH for m in both], x)
     normal = normal_matrices(free, h, w)
-    y = solve_form(form, x, normal, prepare(normal, batch))
+    y = solve_form(form, x, normal, factors_for(normal, x))
     assert close(y, expected)
     g = random(*y.shape, seed=2)
     for one, two in zip(torch.autograd.grad(y, (free, x), g), torch.autograd.grad(expected, (free, x), g), strict=True):

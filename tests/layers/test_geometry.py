@@ -241,6 +241,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stride": (1, 3), "dilation": (1, 3)}, "no common divisor"),
     ({"padding": -1}, "padding: expected numbers of at least 0"),
     ({"stride": 0}, "stride"),
+    ({"kernel_size": (3,)}, r"kernel_size: expected one integer for each of 2 axes, got \(3,\)"),
+    ({"padding": (1, 1, 1)}, r"padding: expected one integer for each of 2 axes, got \(1, 1, 1\)"),
     ({"groups": 2}, "expected arguments of nn.Conv2d"),
     ({"padding": "same", "stride": 2}, "expected arguments of nn.Conv2d"),
     ({"padding": 2, "padding_mode": "circular"}, "outputs beyond one period"),
@@ -254,6 +256,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_refusals(change: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         NativeConv2d(**{"in_channels": 3, "out_channels": 4, "kernel_size": 3, **change})
+
+
+def test_signals_have_one_axis() -> None:
+    for kind in (NativeConv1d, NativeConvTranspose1d):
+        with pytest.raises(OptionError, match=r"padding: expected one integer for each of 1 axes, got \(1, 1\)"):
+            kind(3, 4, 3, padding=(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,9 @@ def test_one_linear_map_is_given_only_where_it_is_the_layer(activation: str | No
         assert torch.allclose(dense(x), x @ dense.weight().mT + dense.bias, atol=1e-13)
         flat = conv(x[:, :, None, None])[:, :, 0, 0]
         assert torch.allclose(flat, x @ conv.matrix().mT + conv.bias, atol=1e-13)
+        for method in (dense.halves, conv.matrices):
+            with pytest.raises(OptionError, match="expected an activation between two linear maps, got None"):
+                method()
         return
     for method in (dense.weight, lambda: conv.symbol(4, 4), conv.matrix):
         with pytest.raises(OptionError, match=r"expected activation=None.*got activation=ReLU\(\): use halves"):

@@ -196,6 +196,8 @@ def test_orthogonal_and_clipped_differ_below_one():
 
 
 def test_refusals():
+    with pytest.raises(OptionError, match="orthogonal: expected True or False, got 'false'"):
+        SvcmConv2d(1, 1, 3, orthogonal="false")
     with pytest.raises(OptionError, match=r"rounds: expected an integer of at least 1, got 0"):
         project(torch.ones(1, 1, 3, 3), 4, 4, rounds=0)
     with pytest.raises(ShapeError, match="got 0 x 4"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit.conv import circular_conv2d
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import families
 from lipkit.linalg import cayley, polar
 from lipkit.models import convert
@@ -215,6 +215,8 @@ def test_skip_refusals_and_unknown_words() -> None:
         convert(network(), "lot", wrong=1)
     with pytest.raises(OptionError, match="layer: expected one of"):
         convert(network(), "nonsense")
+    with pytest.raises(ShapeError, match=r"Sequential does not accept inputs of shape \(4, 8, 8\): .*channels"):
+        convert(network(), "lot", input_shape=(4, 8, 8))
 
 
 def test_options_that_do_not_go_together() -> None:

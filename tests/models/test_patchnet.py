@@ -71,6 +71,7 @@ def test_it_learns_and_its_certificate_holds() -> None:
         ({"patch": 0}, "patch: expected an integer of at least 1, got 0"),
         ({"stages": []}, "stages: expected one or more pairs"),
         ({"stages": [(8,)]}, "stages: expected one or more pairs"),
+        ({"stages": [8, 2]}, "stages: expected one or more pairs"),
         ({"stages": [(8, 0)]}, r"stages\[0\]\[1\]: expected an integer of at least 1, got 0"),
         ({"narrow": 0}, "narrow: expected an integer of at least 1, got 0"),
         ({"dense": []}, "dense: expected the units of at least one layer, got none"),

@@ -190,6 +190,15 @@ def test_the_penalty_is_the_logarithm_of_the_bound_of_a_chain() -> None:
     assert float(found.detach()) == pytest.approx(math.log(bound), abs=1e-6)
 
 
+def test_a_synchronised_batch_norm_counts_as_an_ordinary_one() -> None:
+    conv, dense_layer = nn.Conv2d(1, 1, 1), nn.Linear(4, 2)
+    both = [nn.Sequential(conv, kind(1), nn.Flatten(), dense_layer) for kind in (nn.BatchNorm2d, nn.SyncBatchNorm)]
+    for net in both:
+        nn.init.constant_(net[1].weight, 100.0)
+    found = [float(LipschitzPenalty(weight=1.0)(net).detach()) for net in both]
+    assert found[0] == found[1] > math.log(100.0) + math.log(abs(float(conv.weight.detach()))) - 1e-4
+
+
 def test_refusals() -> None:
     for options, message in (
         ({"method": "power"}, "method: expected one of .*lipbound.*, got 'power'"),

@@ -34,6 +34,8 @@ def test_a_deleted_run_does_not_give_its_number_away(tmp_path):
     (tmp_path / "run-001").rmdir()
     assert run_folder.create(tmp_path, "run").name == "run-003"
     assert run_folder.create(tmp_path, "run-x").name == "run-x-001"
+    with pytest.raises(RunError, match=r"expected a folder to write to, got .*: File name too long"):
+        run_folder.create(tmp_path, "x" * 300)
     assert second.exists()
 
 

@@ -39,12 +39,12 @@ def block_convolve(a: Tensor, b: Tensor) -> Tensor:
 
 
 def two_taps(kernel: Tensor, v: Tensor, dim: int, swap: bool = False) -> Tensor:
-    r"""``kernel`` after the two-tap convolution :math:`(P, I - P)`, :math:`P = V V^\top`, along one axis.
+    r"""The kernel of "first ``kernel``, then the taps :math:`(P, I - P)` along one axis", :math:`P = V V^\top`.
 
     .. math:: K'[s] = P K[s] + (I - P) K[s - 1] \qquad (\text{swap: } P \leftrightarrow I - P)
 
-    P itself is never formed: two products with the thin V ``(c, r)``. Its columns are orthonormal for an orthogonal
-    factor. The axis ``dim`` of the kernel ``(c, p, kh, kw)``, 2 or 3, gets one more tap.
+    P is never formed, only multiplied as two products with the thin V ``(c, r)``; the factor is orthogonal if V has
+    orthonormal columns. The axis ``dim``, 2 or 3, of the kernel ``(c, p, kh, kw)`` gets one more tap.
 
     >>> two_taps(torch.eye(2)[:, :, None, None], torch.tensor([[1.0], [0.0]]), dim=3)[:, :, 0].tolist()
     [[[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]]
@@ -62,10 +62,10 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
 
     .. math:: F(z_1, z_2) = \prod_i \big(P_i + (I - P_i)\, z_{a(i)}\big)\, H, \qquad P_i = V_i V_i^\top
 
-    with one factor for each tap beyond the first, along alternating axes while both have one left. Along each axis
-    the first, third, ... factor has its taps exchanged, :math:`(I - P) + P z`: the kernel stays centred whatever the
-    rank, and without projectors (r = 0) it is ``h`` at the centre tap. For m < n the kernel of ``h.mT`` is made and
-    its channels exchanged.
+    with one factor for each tap beyond the first. Factors alternate between the axes until one axis is complete. Along
+    each axis the first, third, ... factor has its taps exchanged, :math:`(I - P) + P z`: the kernel stays centred for
+    every rank, and without projectors (r = 0) it is ``h`` at the centre tap. For m < n the kernel of ``h.mT`` is made
+    and its channels exchanged.
 
     Args:
         h: ``(m, n)``, semi-orthogonal.
@@ -103,8 +103,7 @@ def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
     kernel = h[:, :, None, None]
     axes = [2, 3] * (min(kh, kw) - 1) + [2 if kh > kw else 3] * abs(kh - kw)
     for one, dim in zip(v, axes, strict=True):
-        # Factors that find an odd size, every other one along an axis, have their taps exchanged.
-        kernel = two_taps(kernel, one, dim, swap=kernel.shape[dim] % 2 == 1)
+        kernel = two_taps(kernel, one, dim, swap=kernel.shape[dim] % 2 == 1)  # the first, third, ... along an axis
     return kernel
 
 
@@ -125,7 +124,7 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     .. math:: A[\delta] = \sum_s K[s+\delta]^\top K[s], \qquad A[-\delta] = A[\delta]^\top, \qquad
               F(w)^*F(w) = \sum_\delta A[\delta]^\top e^{i\langle\delta,w\rangle}
 
-    They take ``(kh kw)^2 / 2`` products of channel matrices, one for each pair of taps and half of them by symmetry.
+    The cost is ``(kh kw)^2 / 2`` products of channel matrices: one for each pair of taps, and symmetry saves half.
     """
     groups, cout, cin, kh, kw = kernels.shape
     taps = torch.cartesian_prod(torch.arange(kh), torch.arange(kw)).reshape(-1, 2)

@@ -29,7 +29,6 @@ from lipkit.conv.normal_matrices import (
     gradients,
     normal_matrices,
     plain_solve,
-    prepare,
     second_half,
 )
 from lipkit.conv.spectrum import Symbol, apply_symbol
@@ -37,7 +36,7 @@ from lipkit.conv.spread import spread_cayley, spread_pays
 from lipkit.conv.symbol import check_images, check_kernel
 from lipkit.conv.transform import count_real, to_images, to_rows, transform_matrices
 from lipkit.errors import OptionError, ShapeError
-from lipkit.linalg.cayley import Factors
+from lipkit.linalg.cayley import Factors, factorize
 from lipkit.linalg.matrices import at_least_float32
 from lipkit.linalg.precision import autocast_off, without_autocast
 from lipkit.linalg.transforms import transformed
@@ -112,7 +111,7 @@ class _Solved(torch.autograd.Function):
 
 
 def _groups(form: Form, inputs: Sequence[Any]) -> list[Group]:
-    """The real frequencies, and the pairs if there are any; of the square transform, A alone, without W_2."""
+    """The frequencies by kind: real ones, and pairs if there are any. 'first adjoint' needs A alone, hence no W_2."""
     h, w = inputs[0].shape[-2:]
     n = count_real(h, w)
     rest_real, rest_pair = (None, None) if form == "first adjoint" else inputs[5:7]
@@ -153,7 +152,7 @@ def solve_form(
         return rounded
     if factors is None:
         return plain_solve(form, x, bias, scale, normal)
-    if isinstance(factors, Rounded):  # a user's function between two maps has widened x
+    if isinstance(factors, Rounded):  # made for half precision, but the activation between the two maps has widened x
         factors = factors.factors
     matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
     if form == "second" and x.shape[1] < len(x):
@@ -162,29 +161,26 @@ def solve_form(
     return y
 
 
-# From this many images per input channel on, B is formed in float32 and rounded: one product of features is cheaper.
+# From this many images per input channel on, forming B in float32 pays: features then take a single product.
 FEW_ROWS = 8
 
 
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
-    None under a compiler and under transforms of functions, where `solve_form` does without them.
-
-    In half precision, where products are faster, an inverse pays once the images number a third of the channels, not
-    half. ``uses`` counts the calls of `solve_form`, on as many images as x, that share the factors.
+    None under a compiler and under transforms of functions, where `solve_form` does without them. ``uses`` counts the
+    calls of `solve_form`, on as many images as x, that share the factors.
     """
     if torch.compiler.is_compiling() or transformed():
         return None
-    batch = uses * len(x)
-    if x.dtype == normal.real.dtype:
-        return prepare(normal, batch)
-    factors = prepare(normal, 3 * batch // 2)  # `factorize` inverts for 2 rows >= n: so 3 batch >= n
-    real, pair = factors
-    if real.pivots is not None or pair.pivots is not None:
-        return factors  # one kind has LU factors, by its norms: no inverses
+    rows, exact = uses * len(x), x.dtype == normal.real.dtype
+    # `factorize` inverts from rows = n / 2 on. Half-precision products are faster, so there it pays from n / 3 on.
+    rows = rows if exact else 3 * rows // 2
     with torch.no_grad():
-        return Rounded(rounded_symbol(real.matrix, pair.matrix, x.dtype), factors)
+        real, pair = factorize(normal.real, rows), factorize(normal.pair, rows)
+        if exact or real.pivots is not None or pair.pivots is not None:  # LU factors: no inverse to round
+            return real, pair
+        return Rounded(rounded_symbol(real.matrix, pair.matrix, x.dtype), (real, pair))
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -36,7 +36,7 @@ def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
 
 
 def _times(symbol: Symbol, rows: Tensor, h: int, w: int, *, adjoint: bool = False) -> Tensor:
-    """Every row of coefficients times the matrix of its frequency, or times its adjoint."""
+    """Multiply every row of coefficients by the matrix of its frequency, or by its adjoint."""
     out = rows.new_empty(*rows.shape[:2], symbol.real.shape[2 if adjoint else 1])
     multiplied(*symbol, split_rows(rows, h, w), split_rows(out, h, w), adjoint=adjoint)
     return out

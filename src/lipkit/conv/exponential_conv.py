@@ -94,7 +94,7 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
     >>> taylor_norm(1.0, 0.0, 3), taylor_norm(1.0, 0.1, 3) > 1.3
     (1.0, True)
     """
-    if not angle + error <= 100:  # in this form NaN is caught, too
+    if not angle + error <= 100:  # true for NaN, too
         return math.inf
     gain = taylor_range(angle, terms)[1]
     return gain if error == 0 else (gain + error * math.exp(angle + error)) * (1 + 1e-12)
@@ -117,7 +117,7 @@ def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: 
     taps, numbers = math.prod(kernel_size), pixels * channels**2
     counts: dict[Way, float] = {"features": 2.0 * terms * taps * batch * numbers}
     if numbers <= MOST_NUMBERS:
-        # Both make the symbol, and transform the images there and back; their products are complex.
+        # Both other ways make the symbol and transform the images there and back; their products are complex.
         both = 2.0 * taps * numbers + 8 * math.sqrt(pixels) * batch * pixels * channels
         counts["frequencies"] = both + 4.0 * terms * batch * numbers
         counts["symbol"] = both + 4.0 * taylor_products(terms) * numbers * channels + 4.0 * batch * numbers
@@ -134,13 +134,13 @@ def exponential_conv2d(
         x: ``(B, n, h, w)`` with n <= c; missing channels are zeros.
         terms: T, the highest power.
         outputs: how many channels of the result ``(B, outputs, h, w)`` are kept, by default c.
-        way: 'features' (Singla & Feizi, ICML 2021, algorithm 1), 'frequencies' or 'symbol' instead of the cheapest.
-            Under autocast, products of features
-            run in its dtype, all others in that of the kernel, and 'frequencies' is not chosen.
+        way: 'features' (Singla & Feizi, ICML 2021, algorithm 1), 'frequencies' or 'symbol'; by default the cheapest.
+            Under autocast, products of features run in its dtype, all others in that of the kernel, and 'frequencies'
+            is not chosen.
 
     Raises:
-        ShapeError: the kernel is not square in its channels, or has fewer than x. OptionError: another way, or terms
-            out of range.
+        ShapeError: the kernel has not as many outputs as inputs, or fewer channels than x. OptionError: another way, or
+            terms out of range.
 
     >>> import torch
     >>> turn = torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])[:, :, None, None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, as_complex, as_pair, synthesise
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies, transform_matrices
-from lipkit.linalg.cayley import Factors, factorize, solve_rows
+from lipkit.linalg.cayley import Factors, solve_rows
 from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
@@ -120,14 +120,8 @@ def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, 
     return (waves[0, :n_real] @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
 
 
-def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
-    """Factors of the real and of the complex N for ``batch`` images, as constants."""
-    with torch.no_grad():
-        return factorize(matrices.real, batch), factorize(matrices.pair, batch)
-
-
 class _Solution(torch.autograd.Function):
-    """``X N^-T`` for ``N^T``, its factors and X ``(F, rows, n)``: row by row the solution of ``N h = x``.
+    """The solutions h of ``N h = x`` for the rows x of X ``(F, rows, n)``, from ``N^T`` and its factors: ``X N^-T``.
 
     Gain over a solve without factors (AMD EPYC): 1.9 to 2.7; of a training step of a sandwich layer 1.08 at 64@16.
     """
@@ -155,10 +149,7 @@ def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
 
 
 def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
-    r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
-
-    With a ``scale`` for each of its rows, if given.
-    """
+    r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`, rows times ``scale``."""
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
     real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT  # columns of W_2 as rows
@@ -167,7 +158,7 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
 
 
 def _rows_of(z: Tensor) -> Tensor:
-    """A view of complex numbers as rows: one strided pass over both parts costs less than one for each."""
+    """A view of complex numbers as real rows: one strided pass over both parts costs less than a pass for each."""
     return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
@@ -177,7 +168,7 @@ def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def conjugated(g: Tensor) -> Tensor:
-    """The conjugate, in place; real numbers as they are. A lazily conjugated tensor only has its flag cleared."""
+    """The conjugate, made in place; real numbers stay. Of a lazily conjugated tensor only the flag is cleared."""
     if not g.is_complex():
         return g
     return g.conj() if g.is_conj() else g.conj_physical_()
@@ -205,11 +196,11 @@ class Group(NamedTuple):
         return made.conj_physical_() if conjugate else made
 
     def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
-        """``out = scale z``."""
+        """Write ``scale z`` into the group's rows of ``out``."""
         torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
 
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
-        """``out = 2 z - rows``."""
+        """Write ``2 z - rows`` into the group's rows of ``out``."""
         part, minus = self.view(out, channels), self.view(rows, channels)
         # lerp with the weight 2 is rows + 2 (z - rows) = 2 z - rows, in one pass.
         if not z.is_complex():
@@ -222,7 +213,7 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill ``out``; return conj(h) (for 'first adjoint', h) and, if the derivative needs it, conj(x_2)."""
+    """Fill ``out`` with ``form`` at the rows; return conj(h) ('first adjoint': h), and conj(x_2) if it is needed."""
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None
     n, rest, x2 = group.factors.matrix.shape[-1], group.rest, None
@@ -249,7 +240,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 
 
 def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
-    """Fill ``out`` with the adjoint map of ``g`` (of 'first adjoint': with that form of it); return the solution k."""
+    """Fill ``out`` with the adjoint of ``form`` at g, or with 'first adjoint' itself; return the solution k."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     # The conjugates of the rows, because the factors solve N^T and not N^*.
@@ -259,7 +250,7 @@ def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
     k = solve_rows(group.factors, top, transposed=True)
     if form != "tall" and rest is not None:
         group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
-    # Conjugate the features: the gradients of the matrices are as large as these and would cost more.
+    # Conjugate the features rather than the gradients of the matrices, which can be larger.
     k = conjugated(k)
     if form != "second":
         group.reflect(out, g, own, k)

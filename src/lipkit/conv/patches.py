@@ -1,4 +1,4 @@
-r"""Strided layers and kernels as one matrix: patches of images, and kernels that keep or shrink norms with a stride.
+r"""Matrices on patches of images: downsampling, and kernels whose convolution with a stride keeps or shrinks norms.
 
 Window i of a convolution of stride s takes tap j of a kernel of dilation d at pixel :math:`s i + d j`. Taps meet the
 same pixels if their :math:`d j` agree modulo s, and otherwise share none. So along each axis the taps fall into
@@ -54,8 +54,8 @@ def downsample(x: Tensor, stride: int) -> Tensor:
 def patch_kernel(matrix: Tensor, stride: int) -> Tensor:
     """The kernel ``(cout, cin, s, s)`` whose convolution of stride s multiplies each s x s patch by a matrix.
 
-    It is :func:`downsample` and a 1 x 1 convolution in one pass: the columns of the matrix ``(cout, s^2 cin)`` have
-    that order. The patches do not overlap, so the convolution has the singular values of the matrix.
+    It is :func:`downsample` and a 1 x 1 convolution in one pass: the columns of the matrix ``(cout, s^2 cin)`` are in
+    the order of its channels. The patches do not overlap, so the convolution has the singular values of the matrix.
     """
     return matrix.unflatten(1, (-1, stride, stride))
 
@@ -145,7 +145,7 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
 
 
 def rko_factor(kernel_size: Size, classes: Size) -> float:
-    r"""The norm of the map from an image to its overlapping patches: the root of how many patches share a pixel.
+    r"""The norm of the map from an image to its overlapping patches: the root of the number that share a pixel.
 
     A pixel lies in one window for each tap of its class (:func:`period`), at most :math:`\lceil k / s' \rceil` along
     an axis: :math:`\|P\| = \sqrt{\lceil k_h / s'_1 \rceil \lceil k_w / s'_2 \rceil}`, and a matrix on patches divided
@@ -161,11 +161,11 @@ def rko_factor(kernel_size: Size, classes: Size) -> float:
 
 
 def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
-    r"""The row sums s of the Gram operator's absolute values, for each input channel and class of taps.
+    r"""The row sums s of :math:`|T^\top T|`, T the convolution, for each tap of kernels ``(g, cout, cin, kh, kw)``.
 
     Dividing each tap by the root of its sum makes a contraction: :math:`\mathrm{diag}(s) - T^\top T` is diagonally
-    dominant. Pixels of one class see the same kernel, so one row serves each channel and class. Kernels of groups
-    ``(g, cout, cin, kh, kw)`` give ``(g, cin, kh, kw)``, the sum that belongs to each tap.
+    dominant. All pixels of one input channel and one class (:func:`period`) have the same row sum. The result is
+    ``(g, cin, kh, kw)``, for g groups.
 
     References:
         Prach & Lampert, ECCV 2022, theorem 2, for stride 1; here of the polyphase kernel.

@@ -108,7 +108,7 @@ def _images_per_piece(x: Tensor, channels: int, kernel_size: Size, buffer: int) 
 
 
 def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Tensor:
-    """``matrix`` times ``phases`` (kh, kw, b, dh, dw, c): ``(kh kw, pixels, c)``. Both flat buffers are overwritten."""
+    """``matrix`` times ``phases`` (kh, kw, b, dh, dw, c), as ``(kh kw, pixels, c)`` in ``out``; ``room`` is scratch."""
     n, size = len(matrix), phases.numel()
     copy = room[:size]
     copy.view(phases.shape).copy_(phases)
@@ -132,13 +132,13 @@ def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel_size: Size) -> None:
-    """Transform back, and write the images into ``out`` (b, c, h, w); both flat ``rooms`` are overwritten."""
+    """Transform rows back, and write the images into ``out`` (b, c, h, w). Overwrites both flat ``rooms``."""
     n, size = len(matrix), rows.numel()
     images = rooms[1][:size].view(n, size // n)
     torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
     b, c, h, w = out.shape
-    # In planes, one phase has short rows: a copy in pixel order comes first. It may overwrite `rows`, which the product
-    # above was the last to read.
+    # If `out` is in planes, the rows of one phase are short, so copy in pixel order first. This may overwrite `rows`,
+    # which the product above was the last to read.
     pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
     target = phase_order(pixels, kernel_size)
     target.copy_(images.view(target.shape))

@@ -29,9 +29,9 @@ class Symbol(NamedTuple):
     pair: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Symbol:
-        """The symbol whose matrices are ``function`` of these, real or complex.
+        """Apply ``function`` to the real matrices and to the complex ones.
 
-        A function that commutes with conjugation keeps the kernel real, so one of each pair (f, -f) is enough.
+        It must commute with conjugation: the matrix at -f is the conjugate of that at f, and only one is stored.
         """
         return Symbol(function(self.real), as_pair(function(as_complex(self.pair))))
 
@@ -101,7 +101,7 @@ def parts_apart(pair: Tensor) -> Tensor:
 
 
 def _turned(s: Tensor, sign: int) -> Tensor:
-    """``sign (-b, a)`` of pairs (a, b)."""
+    """The pairs (a, b), which stand for a + ib, times ``sign`` i: ``sign (-b, a)``."""
     turned = torch.empty_like(s)
     torch.mul(s[:, 1], -sign, out=turned[:, 0])
     torch.mul(s[:, 0], sign, out=turned[:, 1])
@@ -109,7 +109,7 @@ def _turned(s: Tensor, sign: int) -> Tensor:
 
 
 def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
-    """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates, in the layout of a :class:`Symbol`."""
+    """``scale`` times the sum of ``g s^*`` over the batch at each frequency, or its conjugate: parts of a `Symbol`."""
     made = torch.bmm(g.real.mT, s.real).mul_(scale)
     rows, columns = g.pair.flatten(1, 2).mT, s.pair.flatten(1, 2)
     # g s^* = (a + ib)(c - id) = (ac + bd) + i (bc - ad): rows (a; b), then (b; -a), by the columns (c; d).
@@ -122,8 +122,8 @@ def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = Fal
 def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
     """Fill ``out`` with the product by the symbol, or by its adjoint."""
     if pair.device.type == "cpu" and pair.dtype in (torch.bfloat16, torch.float16):
-        # There batched products copy operands whose matrices do not follow each other: of a transposed one each element
-        # apart, in up to thrice the time of the product.
+        # Batched half-precision products on a CPU copy operands whose matrices are not adjacent in memory, transposed
+        # ones element by element, which takes up to three times as long as the product.
         pair = parts_apart(pair)
     # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
@@ -132,7 +132,7 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
     if not len(pair):
         return
     made.baddbmm_(rows, r, beta=0)
-    # sign (-b, a) S in one batched product for both parts: turn the rows or the result, whichever has fewer channels.
+    # i S in one batched product for both parts: multiply by i before or after it, whichever has fewer channels.
     if i.shape[1] <= i.shape[2]:
         made.baddbmm_(_turned(s.pair, sign).flatten(1, 2), i)
     else:

@@ -4,8 +4,8 @@ With the symbol :math:`[W_1; W_2]` of its kernel
 
 .. math:: y = [t - x;\, -W_2 t], \qquad N t = 2x, \qquad N = I + W_1 - W_1^* + W_2^* W_2 .
 
-N is the symbol of a small kernel. The solve transforms the few inputs alone, and one plain convolution makes all
-outputs from t. The forms of :mod:`lipkit.conv.cayley_conv` transform the outputs, too.
+N is the symbol of a small kernel. Only the few inputs are transformed, for the solve, and one plain convolution makes
+all outputs from t. (:mod:`lipkit.conv.cayley_conv` transforms the outputs, too.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
-# Up to this many inputs, small matrices multiply by passes over all images, with memory for as many copies of them.
+# Most inputs. Small matrices multiply by passes over all images, with memory for as many copies of them.
 FEW = 4
 
 
@@ -32,7 +32,7 @@ def spread_pays(kernel: Tensor, h: int, w: int) -> bool:
     r"""True if a tall layer is cheaper by one convolution than by inverse transforms of all its outputs.
 
     An output pixel takes ``cin kh kw`` products by the kernel, and about ``w + 2 h`` by an inverse transform (``h w``
-    where it is dense).
+    where it is dense). The convolution must take at most half as many.
 
     >>> spread_pays(torch.ones(32, 3, 3, 3), 32, 32), spread_pays(torch.ones(64, 32, 3, 3), 16, 16)
     (True, False)
@@ -55,7 +55,7 @@ def normal_kernel(kernel: Tensor) -> Tensor:
 
 
 def _identity(kernel: Tensor) -> Tensor:
-    """The identity as a kernel of the same size."""
+    """The identity map as a kernel of the size of this one, for its inputs."""
     return F.pad(eye_like(kernel, kernel.shape[1])[:, :, None, None], circular_pads(*kernel.shape[2:]))
 
 
@@ -101,7 +101,7 @@ def _spectra(kernel: Tensor, h: int, w: int) -> Tensor:
 
 
 class _Convolved(torch.autograd.Function):
-    """The whole layer with its derivative: torch's, of its many small parts, would take longer than its products.
+    """The whole layer with its derivative by hand; autograd of its many small parts takes longer than the products.
 
     Gain (AMD EPYC): 1.35 to 1.56.
     """

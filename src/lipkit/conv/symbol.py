@@ -28,7 +28,7 @@ def check_kernel(kernel: Tensor) -> None:
 
 
 def check_images(x: Tensor) -> torch.Size:
-    """The shape of images ``(B, C, h, w)``; ``ShapeError`` for tensors of other dimensions."""
+    """The shape of images ``(B, C, h, w)``; ``ShapeError`` for a tensor without four dimensions."""
     if x.ndim != 4:
         raise ShapeError(f"x: expected images (B, C, h, w), got shape {tuple(x.shape)}")
     return x.shape
@@ -49,7 +49,7 @@ def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, T
 def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
     """2 pi (f1 p1 / h + f2 p2 / w) in float64, ``(F, P)``, for integers ``(F, 2)`` and ``(P, 2)``.
 
-    Turns are counted in units of 1 / (h w), and whole ones removed, in integers: no angle is large.
+    Whole turns are removed before the angle is formed, in integers that count units of 1 / (h w): no angle is large.
     """
     turns = frequencies[:, :1] * (w * points[:, 0]) + frequencies[:, 1:] * (h * points[:, 1])
     return torch.remainder(turns, h * w).to(torch.float64) * (2 * math.pi / (h * w))
@@ -92,7 +92,7 @@ def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tupl
 
 
 def wave_table(f1: Tensor, f2: Tensor, h: int, w: int, size: tuple[int, int], like: Tensor) -> Tensor:
-    """Cosines, then sines, of each tap of a kernel of this size at frequencies ``(F,)``: ``(2, F, kh kw)``."""
+    """Cosines and sines ``(2, F, kh kw)`` of the waves of frequencies ``(F,)`` at the taps of a kernel of this size."""
     cos1, sin1 = _waves(f1, h, size[0], like)
     cos2, sin2 = _waves(f2, w, size[1], like)
     # e^{i(a + b)} for every pair of taps
@@ -129,11 +129,14 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
     check_kernel(kernel)
     for dim, n in ((2, h), (3, w)):
         if (k := kernel.shape[dim]) > n:
-            # A tap's offset from the centre, modulo n, then counted from the new centre (n - 1) // 2.
-            taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
-            target = torch.remainder(taps + (n - 1) // 2, n)
-            kernel = torch.zeros_like(kernel.narrow(dim, 0, n)).index_add(dim, target, kernel)
+            folded = torch.zeros_like(kernel.narrow(dim, 0, n))
+            kernel = folded.index_add(dim, folded_places(k, n).to(kernel.device), kernel)
     return kernel
+
+
+def folded_places(k: int, n: int) -> Tensor:
+    """The index of each of k taps in a kernel of n taps, centre on centre, modulo n."""
+    return torch.remainder(torch.arange(k) - (k - 1) // 2 + (n - 1) // 2, n)
 
 
 def centred(kernel: Tensor) -> Tensor:

@@ -2,15 +2,15 @@ r"""The real orthonormal 2-D Fourier transform of a batch of images, as matrix p
 
 An image of ``h x w`` has ``n_r`` self-conjugate frequencies (1, 2 or 4 of them) and ``n_p = (h w - n_r) / 2`` pairs
 ``(f, -f)``. The transform of a batch is the array of *rows* ``(h w, B, C)``: one row of coefficients for each
-self-conjugate frequency, then two, a and b, for each pair. Up to ``DENSE_PIXELS`` pixels it is one product by a
-dense matrix. Above, a real matrix transforms the width. Its cosine and sine rows p and q of one frequency are a complex
+self-conjugate frequency, then two, a and b, for each pair. Up to ``DENSE_PIXELS`` pixels it is one product by a dense
+matrix. Above, a real matrix transforms the width first. Its cosine and sine rows p and q of one frequency are a complex
 signal along the height, whose transform :math:`(C - iS)(p + iq)` is one more product of real matrices,
 
 .. math:: \begin{pmatrix} a \\ b \end{pmatrix} = \begin{pmatrix} C & S \\ -S & C \end{pmatrix}
           \begin{pmatrix} p \\ q \end{pmatrix},
 
-so that both f1 and -f1 appear without a butterfly. Each product reads a transposed view and writes its result in the
-order that the next one reads.
+which gives both f1 and -f1 without further additions. Each product reads a transposed view and writes its result in
+the order that the next one reads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from torch import Tensor
 
 from lipkit.conv.symbol import angles
 
-# Below this many pixels the transform is one dense product (no passes over memory besides the product itself);
-# above it, two separable products.
+# Up to this many pixels the transform is one dense product, above it two separable ones.
 DENSE_PIXELS = 64
 
-# In half precision one product is faster up to more pixels: products gain more than passes over memory, most of all on
-# processors with tiles (AMX). An accelerator counts as one of these until it is measured.
+# In half precision the dense product wins up to more pixels: HALF_PIXELS, or TILED_PIXELS on processors with matrix
+# tiles (AMX). Accelerators are taken for such processors; they were not measured.
 HALF_PIXELS, TILED_PIXELS = 144, 256
 # Versions of torch before 2.13 cannot report tiles.
 HAS_TILES = hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get("amx_bf16"))
@@ -95,28 +94,24 @@ def _dense(h: int, w: int) -> Tensor:
     return torch.cat((real.cos(), waves)) / math.sqrt(h * w)
 
 
-def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
-    """True if one dense product, with the row order of the separable ones, is faster than these."""
-    if dtype not in (torch.bfloat16, torch.float16) or pixels > TILED_PIXELS:
-        return False
-    return pixels <= HALF_PIXELS or HAS_TILES or (device is not None and device.type != "cpu")
-
-
 def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.device | None = None) -> list[Tensor]:
     """The constants of the transform: one ``(h w, h w)`` matrix for small images, else ``[(h, h), (w, w)]``.
 
     The dense matrix has its rows in the order of :func:`frequencies` (pairs interleaved); its transpose is the
-    inverse. Made in float64, then rounded once to ``dtype``. In half precision larger images have one matrix, too.
+    inverse. Made in float64, then rounded once to ``dtype``. In half precision, larger images have one matrix, too.
     """
     made = [_dense(h, w)] if is_dense(h, w) else [_waves(h), _waves(w)]
-    if len(made) > 1 and _one_product_pays(h * w, dtype, device):
-        units = torch.eye(h * w, dtype=torch.float64)
+    most = TILED_PIXELS if HAS_TILES or (device is not None and device.type != "cpu") else HALF_PIXELS
+    if len(made) > 1 and dtype in (torch.bfloat16, torch.float16) and h * w <= most:
+        units = torch.eye(h * w, dtype=torch.float64)  # one matrix, with the rows of the separable transform
         made = [to_rows(units.view(h * w, 1, h, w), made).view(h * w, h * w)]
     return [t.to(dtype=dtype, device=device) for t in made]
 
 
 class _Stages(NamedTuple):
-    """The matrices of the separable transform: for the width, then for the height of its three kinds of rows."""
+    """The matrices of the separable transform: ``width``, then those of the height, for each kind of row of the width:
+    ``own_real`` and ``own_pair`` for self-conjugate f2, ``cosine`` and ``sine`` for the other f2.
+    """
 
     width: Tensor
     own_real: Tensor
@@ -125,12 +120,12 @@ class _Stages(NamedTuple):
     sine: Tensor
 
     def split_width(self, along: Tensor) -> tuple[Tensor, ...]:
-        """Rows of the width's transform ``(w, ...)``: those of self-conjugate f2, cosines, sines."""
+        """Split the rows ``(w, ...)`` of the width's transform: self-conjugate f2, cosines, sines."""
         m = (len(self.width) - 1) // 2
         return along.split((len(self.width) - 2 * m, m, m))
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
-        """Rows ``(h w, n)`` of the transform as three views ``(frequencies f2, rows of f1, n)``."""
+        """Split the rows ``(h w, n)`` of the whole transform into three views ``(frequencies f2, rows of f1, n)``."""
         m = (len(self.width) - 1) // 2
         own = len(self.width) - 2 * m
         sizes = (own, len(self.own_real)), (own, len(self.own_pair)), (m, len(self.cosine))
@@ -165,15 +160,16 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 
 def to_rows(x: Tensor, matrices: list[Tensor], *, pure: bool = False) -> Tensor:
-    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``. ``pure`` takes one more copy, but only operations that torch can
-    trace and differentiate.
+    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``.
+
+    With ``pure``, only operations that torch can trace and differentiate, at the price of one more copy.
     """
     b, c, h, w = x.shape
     n = b * c
     if len(matrices) == 1:
         return (matrices[0] @ x.reshape(n, h * w).mT).reshape(h * w, b, c)
     p = _stages(matrices)
-    # (w, h, n): a view with the height where the products below contract it.
+    # The view (w, h, n) has the height on the axis that the products below sum over.
     own, cosines, sines = p.split_width((p.width @ x.reshape(n * h, w).mT).reshape(w, n, h).mT)
     # Self-conjugate f2 need a real transform along the height; other f2 mix cosine and sine rows to f1 and -f1.
     if pure:
@@ -193,7 +189,7 @@ def to_images(
 ) -> Tensor:
     """Inverse and adjoint of :func:`to_rows`: rows ``(h w, B, C)`` to images ``(B, C, h, w)``.
 
-    ``bias`` (C,) is added to every pixel, by way of ``rows``, in place.
+    ``bias`` (C,) is added to every pixel: ``rows`` is changed in place.
     """
     if bias is not None:
         rows[0].add_(bias, alpha=math.sqrt(h * w))  # a constant image is the coefficient of frequency 0, the first row

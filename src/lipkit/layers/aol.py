@@ -18,7 +18,7 @@ from lipkit.linalg import at_least_float32
 
 
 def where_positive(f: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
-    """``f(s)``, and 0 (with gradient 0) where s is 0 or subnormal, with few digits: a zero column stays zero."""
+    """``f(s)``, and 0 with gradient 0 where s is 0 or subnormal (few digits): a zero column stays zero."""
     positive = s >= torch.finfo(s.dtype).tiny
     # The inner `where` keeps f away from 0: an infinite derivative times 0 would be NaN.
     return torch.where(positive, f(torch.where(positive, s, torch.ones_like(s))), torch.zeros_like(s))

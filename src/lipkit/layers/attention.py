@@ -70,7 +70,7 @@ class Attention(Biased, ABC):
 class MemoryAttention(Attention):
     r"""Each token x attends to a memory of m trained rows: :math:`y = x - s\, A^\top \mathrm{softmax}(A x + c)`.
 
-    Keys and values are the rows of A, and :math:`s = 4 / \|A\|^2` (with a norm that is at most 3 % too large).
+    Keys and values are the rows of A. :math:`s = 4 / \|A\|^2` uses a bound of the norm, at most 3 % too large.
 
     Args:
         features, slots: d and m.
@@ -81,8 +81,8 @@ class MemoryAttention(Attention):
     ``(B, d, H, W)``; the output has the same shape.
 
     Guarantee:
-        1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores what all rows have in common, so some
-        direction of x passes unchanged.
+        1-Lipschitz for any number of tokens. Attained for m <= d: softmax ignores a number added to all its inputs, so
+        some direction of x passes unchanged.
 
     >>> MemoryAttention(4, 8)(torch.randn(2, 5, 4)).shape
     torch.Size([2, 5, 4])
@@ -91,7 +91,7 @@ class MemoryAttention(Attention):
         Ramsauer et al., "Hopfield Networks is All You Need", ICLR 2021, for attention to a memory as such a step.
     """
 
-    # At birth, logits of tokens of size 1 differ by a few units.
+    # With this initial A, the logits of a token with entries of size 1 differ by a few units.
     slope, least, birth = 0.5, 2, 2.0
 
     def force(self, z: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class MemoryAttention(Attention):
 
 
 class TokenAttention(Attention):
-    r"""Tokens attract each other, less with their distance, separately in each head, a group of rows of A:
+    r"""Tokens attract each other, the less the farther apart they are. Each head, a group of rows of A, acts by itself:
 
     .. math:: y_i = x_i + s A^\top \tfrac1n \textstyle\sum_j w_{ij} A (x_j - x_i), \qquad
               w_{ij} = 1 / \sqrt{1 + |A (x_i - x_j)|^2},\qquad s = 2 / \|A\|^2
@@ -120,7 +120,7 @@ class TokenAttention(Attention):
     True
     """
 
-    # A small A makes the layer nearly a reflection at the mean, an isometry.
+    # With a small initial A, all w are nearly 1: the layer is nearly the reflection at the mean, an isometry.
     slope, least, birth = 1.0, 3, 0.2
 
     def __init__(

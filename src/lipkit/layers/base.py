@@ -47,9 +47,9 @@ class Family:
         sizes: the kernels and images it accepts, in words.
         accepts: the same as a predicate of kernel size, height and width (after downsampling).
         options: keyword options of the convolution and the values that the laws try.
-        claim, slack, attained, train_gap, smooth: what the laws test, see `lipkit.testing.Case`.
+        claim, slack, attained, train_gap, smooth: expectations of the laws, see `lipkit.testing.Case`.
         own_activation: whether the layers contain their activation: a model puts none after them.
-        affine: constructor of the affine dense layer that ends a network, where ``linear`` is not affine.
+        affine: constructor of the affine dense layer that ends a network, for families whose ``linear`` is not affine.
         definition: ``(layer, x) -> y``, the paper's construction in plain torch (`lipkit.layers.definitions`).
     """
 
@@ -118,7 +118,7 @@ def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int
 
 
 def check_same(padding: Any, same: tuple[int, ...] | None, kernel: tuple[int, ...]) -> None:
-    """Raise ``OptionError`` unless padding is 'same' or ``same``, the numbers that keep the size (None: no such)."""
+    """Raise ``OptionError`` unless padding is 'same' or ``same``, the numbers that keep the size; None if none do."""
     if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
         keeps = "'same'" if same is None else f"'same' or {same}"
         raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
@@ -157,7 +157,7 @@ WIDE = 64  # from this width on, a proof in every step would dominate training
 
 
 def always_proved(kernel: Tensor) -> bool:
-    """True if training proves the norm of a kernel, too: the proof is cheap, or a search is likely to miss."""
+    """True if training proves the norm of this kernel, too, since the proof is cheap or a search is likely to miss."""
     return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3  # symbols of many taps have narrow peaks
 
 
@@ -167,7 +167,7 @@ def training_norm(kernel: Tensor) -> Tensor:
 
 
 def proved_norm(kernel: Tensor) -> Tensor:
-    """Proved bound of a kernel's norm, for every image size: that of :func:`training_norm` if it can be proved."""
+    """Proved bound of a kernel's norm on every image size; :func:`training_norm` itself if that can be proved."""
     return symbol_sup(kernel, tolerance=NORM_TOLERANCE, finer=False)
 
 
@@ -184,7 +184,7 @@ class Biased(nn.Module):
 class Constrained(Biased, ABC):
     """Base of dense layers and convolutions: free parameters, made once, and a bias."""
 
-    shape: tuple[int, ...]  # (outputs, inputs) of a weight; of a convolution after downsampling, then taps
+    shape: tuple[int, ...]  # of the weight: (outputs, inputs), or (outputs, inputs after downsampling, kh, kw)
     shown: tuple[str, ...] = ()  # options in ``repr``
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Constrained(Biased, ABC):
         """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     def bias_sizes(self) -> tuple[int, int]:
-        """Number of biases (by default one for each output), and of the inputs that each output reads."""
+        """The number of biases, by default one for each output; and the fan-in, which sets their initial size."""
         return self.shape[0], math.prod(self.shape[1:])
 
     def extra_repr(self) -> str:
@@ -269,7 +269,7 @@ class ConstrainedConv2d(Constrained):
     """
 
     padding_modes: tuple[str, ...] = ("circular",)
-    needs_odd: str = ""  # why the sizes of the kernel have to be odd, if they do
+    needs_odd: str = ""  # the reason why both sizes of the kernel must be odd; empty if they need not
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class ConstrainedConv2d(Constrained):
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
-        odd = all(k % 2 for k in kernel)  # an even kernel needs a pixel more on one side
+        odd = all(k % 2 for k in kernel)  # an even kernel needs one more pixel of padding on one side
         if self.needs_odd and not odd:
             raise OptionError(f"kernel_size: expected odd sizes ({self.needs_odd}), got {kernel}")
         modes = self.padding_modes if odd else ("circular",)
@@ -334,7 +334,7 @@ class ConstrainedConv2d(Constrained):
         return downsample(x, self.stride)
 
     def fitted(self, kernel: Tensor, height: int, width: int) -> Tensor:
-        """A kernel as it acts on this image size: taps that reach around a circular image are added up."""
+        """A kernel as it acts on this image size: on a circular image, taps that meet after a full turn are added."""
         return fold(kernel, height, width) if self.padding_mode == "circular" else kernel
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -386,7 +386,7 @@ class KernelConv2d(ConstrainedConv2d):
         """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
 
     def kernel_in_use(self) -> Tensor:
-        """The kernel of a forward pass: another one only in training, where a proof per step would dominate."""
+        """The kernel of a forward pass; a subclass may skip its proof in training, where it would dominate."""
         return self.kernel()
 
     @half_through_float32

@@ -63,7 +63,7 @@ class BcopConv2d(KernelConv2d):
         """H ``(out_channels, s^2 in_channels)`` and the V_i ``(kh + kw - 2, c, r)``, in float32 or better."""
         h = orthogonalized(self.orthogonalize, at_least_float32(self.free))
         if self.projectors is None:
-            # One channel has no projectors but 0 and 1, so the factors are shifts.
+            # The only projectors of one channel are 0 and 1: the factors are shifts, by projectors of rank 0.
             return h, h.new_zeros(sum(self.kernel_size) - 2, max(h.shape), 0)
         return h, orthogonalized(self.orthogonalize, at_least_float32(self.projectors))
 

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
+from lipkit.conv.circular import circular_pads
 from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError
@@ -27,10 +29,8 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
 
     E is 1 at the centre tap from channel i to channel i, 0 elsewhere; g (n, 1, 1, 1) scales the output channels.
     """
-    n, m, kh, kw = noise.shape
-    tap = torch.zeros(kh, kw, dtype=noise.dtype, device=noise.device)
-    tap[(kh - 1) // 2, (kw - 1) // 2] = 1  # the centre
-    return torch.eye(n, m, dtype=noise.dtype, device=noise.device)[:, :, None, None] * tap + scale * noise / depth**0.5
+    identity = torch.eye(*noise.shape[:2], dtype=noise.dtype, device=noise.device)[:, :, None, None]
+    return F.pad(identity, circular_pads(*noise.shape[2:])) + scale * noise / depth**0.5
 
 
 class NearIdentity(base.Constrained):
@@ -50,7 +50,7 @@ class NearIdentity(base.Constrained):
 
 
 class Reflector(NearIdentity):
-    """Base of both reflectors; V is a kernel, of one tap in the dense layer."""
+    """Base of the dense and the convolutional reflector; V is a kernel, of one tap in the dense layer."""
 
     shown = ("rank",)
 
@@ -58,7 +58,7 @@ class Reflector(NearIdentity):
         n = max(self.shape[:2])
         self.rank = max(1, n // 2) if rank is None else rank
         base.check_positive(rank=self.rank)
-        if self.rank > max(1, n - 1):  # n columns would make -I, whatever V is
+        if self.rank > max(1, n - 1):  # n columns give -I, whatever their numbers are
             raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} rows of V, got {rank}")
         self.make_residual((n, self.rank, *(self.shape[2:] or (1, 1))), depth, device, dtype)
 
@@ -141,9 +141,9 @@ register_one_lipschitz(BroLinear, BroConv2d)
 class LiResConv2d(NearIdentity, base.KernelConv2d):
     r"""Convolution by :math:`(E + g N / \sqrt{\mathrm{depth}}) / \beta`, :math:`\beta` a bound of the numerator's norm.
 
-    E is the identity on the first channels: a residual connection and a linear layer in one kernel. [LiResNet] keeps
-    the numerator as its kernel and puts estimates of the norms into the loss. Dividing by :math:`\beta` gives the same
-    network up to the size of its biases.
+    E is the identity on the first channels, so one kernel holds a residual connection and a linear layer. [LiResNet]
+    uses the numerator as its kernel and puts estimates of the norms into the loss. Dividing by :math:`\beta` gives the
+    same network up to the size of its biases.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -154,10 +154,10 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size: :math:`\beta` is proved, within 2 % of the supremum over all frequencies. One
-        exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more are divided by
+        exception: training mode divides kernels of up to 3 x 3 taps with 64 channels and more by
         :func:`lipkit.bounds.symbol_sup_estimate`. This equals the proved bound, bit for bit, unless its search misses
-        the supremum by more than 2 %; then the step has a larger constant, which ``lipschitz`` proves. Evaluation and
-        exports always use the proof.
+        the supremum by more than 2 %; then the layer has a larger constant in this step, which ``lipschitz`` proves.
+        Evaluation and exports always use the proof.
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: a few hundred Cholesky factorisations of the smaller
@@ -178,7 +178,7 @@ class LiResConv2d(NearIdentity, base.KernelConv2d):
         self.make_residual(self.shape, depth, device, dtype)
 
     def kernel(self, proved: bool = True) -> Tensor:
-        """The kernel of norm at most 1; ``proved=False`` gives that of a training step. Zero stays zero."""
+        """The kernel divided by :math:`\\beta`; ``proved=False``: by the norm of a training step. Zero stays zero."""
         kernel = self.directions()
         bound = (base.proved_norm if proved else base.training_norm)(kernel)
         return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)
@@ -193,7 +193,7 @@ def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
     if base.always_proved(layer.free) or not layer.training:
         return 1.0
     kernel = layer.directions()
-    proved, used = float(base.proved_norm(kernel)), float(base.training_norm(kernel)) or 1.0  # zero stays undivided
+    proved, used = float(base.proved_norm(kernel)), float(base.training_norm(kernel)) or 1.0  # 0 is not divided by
     return 1.0 if proved <= used else proved / used * (1 + 1e-15)  # covers two float64 roundings
 
 

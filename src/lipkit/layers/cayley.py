@@ -38,7 +38,7 @@ def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.
     return nn.Parameter(free), nn.Parameter(frobenius(free.detach()))
 
 
-SOLVED = 32  # smaller matrices are formed: few calls either way, and their products round less than solves
+SOLVED = 32  # below this size the layer forms Q: as fast, and products round less than solves
 
 
 class CayleyLinear(ConstrainedLinear):
@@ -71,8 +71,8 @@ class CayleyLinear(ConstrainedLinear):
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         side = min(self.in_features, self.out_features)
-        # Q is formed for small layers, for subclasses with a weight of their own, and where autocast multiplies in half
-        # precision, in which it never solves.
+        # Small layers form Q, as do subclasses with their own weight. Under autocast forming Q pays more often, because
+        # products run in half precision and solves do not.
         formed = side < SOLVED or getattr(self.weight, "__func__", None) is not CayleyLinear.weight
         if formed or (autocast_on(x) and not solves_pay(x, side)):
             return super().forward(x)
@@ -129,7 +129,7 @@ class CayleyConv2d(SymbolConv2d):
 export.register_one_lipschitz(CayleyLinear)
 lipschitz_rule(CayleyConv2d)(1.0)
 
-WORST = 16.0  # largest product of the norms of a spread layer's parts: the rounding of both grows with it
+WORST = 16.0  # largest accepted product of the norms of the parts of a `SpreadConv2d`: its rounding grows with it
 
 
 @export_rule(CayleyConv2d)

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
+from lipkit.conv.circular import circular_pads
 from lipkit.layers.base import ConstrainedLinear, check_positive
 from lipkit.layers.export import export_linear, register_one_lipschitz
 from lipkit.linalg import at_least_float32
@@ -32,11 +34,8 @@ def orthogonal_stack(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Para
 
 def delta_orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
     """A free kernel ``(cout, cin, kh, kw)`` that starts with all singular values 1: one semi-orthogonal tap."""
-    cout, cin, kh, kw = shape
-    kernel = torch.zeros(shape, device=device, dtype=dtype)
-    # Centre (k - 1) // 2, as everywhere in lipkit.conv.
-    kernel[:, :, (kh - 1) // 2, (kw - 1) // 2] = nn.init.orthogonal_(torch.empty(cout, cin, device=device, dtype=dtype))
-    return nn.Parameter(kernel)
+    matrix = nn.init.orthogonal_(torch.empty(shape[:2], device=device, dtype=dtype))
+    return nn.Parameter(F.pad(matrix[:, :, None, None], circular_pads(*shape[2:])))
 
 
 class BjorckLinear(ConstrainedLinear):
@@ -103,8 +102,8 @@ class OrthogonalLinear(ConstrainedLinear):
 class NormalizedLinear(ConstrainedLinear):
     r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
 
-    After a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`: the pairwise
-    certificate of :func:`lipkit.certify`.
+    After a 1-Lipschitz body, the margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`, with unit rows
+    w: the pairwise certificate of :func:`lipkit.certify`.
 
     Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.
 

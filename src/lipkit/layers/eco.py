@@ -33,8 +33,9 @@ class EcoConv2d(ConstrainedConv2d):
     .. math:: P_0[p, q] = \exp(A_l), \quad A_l = \frac{W_l - W_l^*}{\beta(W_l - W_l^*)}, \quad l = I[p, q], \qquad
               y = \mathrm{DFT}^{-1}(P_0) *_{(H/k_h,\, W/k_w)} x + b
 
-    exp is its Taylor polynomial of degree T, :math:`\beta` a proved bound (``linalg.exponential.skew_bound``) of the
-    norm, and I the index of the distinct frequencies. The parameters do not depend on the image size.
+    exp stands for its Taylor polynomial of degree T, :math:`\beta` for a proved bound of the norm
+    (``linalg.exponential.skew_bound``), and I for the index of the distinct frequencies
+    (``conv.phases.frequency_map``). The parameters do not depend on the image size.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -42,10 +43,12 @@ class EcoConv2d(ConstrainedConv2d):
             one pixel it is 1 and the layer a dense orthogonal matrix. ``dilation`` stays 1: the image size sets it.
         orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
             another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
-        train_terms, eval_terms: T in training (5) and in evaluation (10), their only difference; with 'taylor'.
-        squarings: in the bound of the norm, 3 to 6 (default 4), with 'taylor'; more come closer to a rotation by 1 rad.
+        train_terms, eval_terms: T in training mode (5) and in evaluation mode (10), with 'taylor'; the modes differ in
+            nothing else.
+        squarings: of the bound of the norm, 3 to 6 (default 4), with 'taylor'. More make it tighter: rotations come
+            closer to 1 rad.
         complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
-            (Appendix B): richer, for instance shifts, at twice the cost.
+            (Appendix B). At twice the cost these reach more maps, such as shifts.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
             paper. False: rows and columns beyond the layer's are zeros, which saves products.
         evaluation: 'phase', a product for each distinct frequency, or 'dilated', the same as a convolution with W0.
@@ -175,8 +178,8 @@ class EcoConv2d(ConstrainedConv2d):
 @lipschitz_rule(EcoConv2d)
 def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
     if layer.orthogonalize is None:
-        # The bound that divides the skew matrices is itself rounded: c roundings in each product. A root
-        # of degree 2^i divides those in the power 2^i by 2^i.
+        # The bound that divides the skew matrices is itself rounded, c times in each product. A root of degree 2^i
+        # divides the relative error of the power 2^i by 2^i.
         rounding = 16 * max(layer.inner_channels, layer.out_channels) * torch.finfo(layer.free.dtype).eps
         return taylor_range(1 + rounding, layer.terms)[1]
     if proved(layer.orthogonalize):
@@ -186,10 +189,10 @@ def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
 
 @export_rule(EcoConv2d)
 def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact; pointwise, one product per patch.
+    """Pixel-unshuffle and the phase form, whose bound is exact; of a 1 x 1 kernel, one strided convolution.
 
-    ``nn.Conv2d`` halves its circular 'same' padding of ``d (k - 1)``, which shifts an even kernel by half a dilation,
-    and the bound of a dilated kernel over all image sizes exceeds 1.
+    A dilated ``nn.Conv2d`` does not serve: it halves its circular 'same' padding of ``d (k - 1)``, which shifts an even
+    kernel by half a dilation, and the bound of a dilated kernel over all image sizes exceeds 1.
     """
     height, width = resampled_size(layer, input_shape)
     if layer.pointwise:

@@ -1,6 +1,6 @@
 """Exports of constrained layers: made in float64, rounded once, as the plainest modules that compute them.
 
-For a layer whose norm is at most 1 by construction, :func:`register_one_lipschitz` registers both rules.
+For a layer whose norm is at most 1 by construction, :func:`register_one_lipschitz` registers all rules that it needs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def in_float64(layer: Layer) -> Layer:
 
 
 def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
-    """A constrained object in the dtype (float32 at least) and on the device of the layer's parameters."""
+    """``exact`` in the dtype (float32 at least) and on the device of the layer's parameters."""
     own = at_least_float32(next(layer.parameters()).detach())
     return exact.to(device=own.device, dtype=own.dtype)
 
@@ -59,17 +59,17 @@ def symbol_norm(symbol: Symbol) -> Tensor:
     return torch.stack(norms).amax()
 
 
-APART = 1e-2  # change of a row, relative to the largest: 1e-6 by float32 rounding, 1 by a lost direction
+APART = 1e-2  # largest change of a row over the largest row: float32 rounding makes 1e-6, a lost direction 1
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
-    """Constrained objects of a layer, made in float64 and rounded once; they must match those made in its own dtype.
+    """The objects that ``make`` gives for a layer, in float64 and rounded once, if its own dtype gives the same.
 
     Args:
-        make: maps a layer to its objects. size: of the image after downsampling, for the message only.
+        make: maps a layer to its constrained objects. size: of the image after downsampling, for the message only.
 
     Raises:
-        OptionError: the layer computes another function, because its format loses too much of the parameters.
+        OptionError: both differ, because the layer's dtype loses too much of the parameters.
     """
     found = [placed_like(layer, exact) for exact in make(in_float64(layer))]
     if all(exact.dtype == torch.float64 for exact in found):
@@ -87,7 +87,7 @@ def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple
 
 
 def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
-    """Rank and singular values of a layer's free matrices, in words; at each frequency for a `SymbolConv2d`."""
+    """Rank and singular values of a layer's free matrices in words; for a `SymbolConv2d`, those at each frequency."""
     like = next(p for p in layer.parameters() if p.ndim > 1)  # neither scale nor bias
     free = getattr(in_float64(layer), "directions", lambda: like.detach().cpu().double())()
     matrices = [free.flatten(1)[None]]
@@ -136,7 +136,7 @@ def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
 
 
 def circular_module(kernel: Tensor, bias: Tensor | None, padding_mode: str = "circular") -> nn.Conv2d:
-    """The ``nn.Conv2d`` with copies of this kernel and bias that keeps the image size: circular, or padded as told."""
+    """The ``nn.Conv2d`` with copies of this kernel and bias that keeps the image size, by this kind of padding."""
     return _module(kernel, bias, padding="same", padding_mode=padding_mode)
 
 
@@ -156,13 +156,13 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(exactly(layer, lambda made: [made.kernel().flatten(1)])[0], layer.stride, layer.bias)
-    # Folded to the image: the plain convolution pads by at most one period.
+    # The kernel is folded to the image, because nn.Conv2d pads by at most one period.
     (kernel,) = exactly(layer, lambda made: [made.fitted(made.kernel(), *size)])
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias, layer.padding_mode))
 
 
 def register_one_lipschitz(*types: type[nn.Module]) -> None:
-    """Register both rules for exactly these layer classes, 1-Lipschitz by construction.
+    """Register the rules of ``lipschitz`` and ``export`` for exactly these layer classes, 1-Lipschitz by construction.
 
     The export follows from the base class: ``nn.Linear``, :class:`FourierConv2d` or a circular ``nn.Conv2d``.
     """

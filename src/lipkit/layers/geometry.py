@@ -1,7 +1,8 @@
 """Layers with the whole geometry of torch's convolutions: strides, groups, dilations, paddings, transposed, 1-D.
 
 Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and padding is circular. Here the convolution
-*with its stride* is constrained, and the export is one plain convolution of torch, of a signal as an image of one row.
+*with its stride* is constrained, and the export is one plain convolution of torch, where a signal is an image of one
+row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lipkit.proof.roundoff import root
 
 
 class Construction(nn.Module, ABC):
-    """A call makes the kernels of all groups, (groups, out_channels, in_channels, kh, kw), from the parameters."""
+    """Makes the kernels of all groups, (groups, out_channels, in_channels, kh, kw), from its parameters."""
 
     def __init__(
         self, shape: tuple[int, ...], stride: Size, dilation: Size, orthogonalize: Orthogonalize, *place: Any
@@ -74,7 +75,7 @@ class Aoc(Construction):
             )
         strided = max(self.stride) > 1
         inner = max(cin, cout // math.prod(self.stride)) if strided else cout  # c of `aoc_kernel`
-        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix brings s taps of its own
+        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)  # the last matrix adds s - 1 taps
         self.free = orthogonal_stack((groups, inner, cin), device, dtype)
         projectors = orthogonal_stack((groups * factors, wide, wide // 2), device, dtype)
         self.register_parameter("projectors", projectors if projectors.numel() else None)
@@ -84,7 +85,7 @@ class Aoc(Construction):
 
     def forward(self) -> Tensor:
         h = self.made(self.free)
-        # One channel has no projectors but 0 and 1, so the factors are shifts.
+        # The only projectors of one channel are 0 and 1: the factors are shifts, by projectors of rank 0.
         v = (h.new_zeros(0) if self.projectors is None else self.made(self.projectors)).reshape(self.stacks)
         last = [None] * len(h) if self.last is None else self.made(self.last)
         each = [aoc_kernel(*parts, self.kernel_size, self.stride) for parts in zip(h, v, last, strict=True)]
@@ -121,9 +122,10 @@ GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 
 
 class _Native(base.Biased):
-    """A convolution with a constrained weight; its arguments are those of torch's layer, which checks them."""
+    """A convolution with a constrained weight. It takes the arguments of torch's layer ``plain``, which checks them."""
 
     plain: type[Any] = nn.Conv2d
+    axes = 2
     in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -157,9 +159,10 @@ class _Native(base.Biased):
             raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")
         try:
             like = self.plain(**{**given.arguments, "device": "meta"})
-            # Sizes below 1 are refused later on: torch accepts them here and fails at the first input.
-            sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
-            least = {n: min(v) for n, v in sizes.items()}
+            # Sizes below 1 are refused below: torch accepts them here and fails at the first input.
+            # A signal is an image of one row.
+            sizes = {name: (1, *getattr(like, name))[-2:] for name in ("kernel_size", "stride", "dilation")}
+            least = {name: min(size) for name, size in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             raise OptionError(
                 f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
@@ -167,13 +170,16 @@ class _Native(base.Biased):
         base.check_positive(**least)
         if not isinstance(like.padding, str) and not all(isinstance(p, int) and p >= 0 for p in like.padding):
             raise OptionError(f"padding: expected numbers of at least 0, got {given.arguments['padding']!r}")
+        for name in ("kernel_size", "stride", "padding", "dilation", "output_padding"):
+            if not isinstance(size := getattr(like, name), str) and len(size) != self.axes:
+                raise OptionError(f"{name}: expected one integer for each of {self.axes} axes, got {size}")
         axes = zip(like.output_padding, like.stride, like.dilation, strict=True)
         if not all(0 <= more < max(step, apart) for more, step, apart in axes):
             most = "less than the stride or the dilation on each axis"
             raise OptionError(f"output_padding: expected {most}, got {like.output_padding}")
         for name in (*GEOMETRY, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(like, name))
-        self.constraint, self.axes = constraint, len(self.kernel_size)
+        self.constraint = constraint
         # Transposed layers store (in, out / groups, kh, kw): the kernel of the adjoint.
         rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
         shape, geometry = (groups, rows, cols, *sizes["kernel_size"]), (sizes["stride"], sizes["dilation"])
@@ -187,18 +193,13 @@ class _Native(base.Biased):
                 f"got {padded}: outputs beyond one period repeat and raise the norm"
             )
 
-    @staticmethod
-    def _pair(sizes: tuple[int, ...]) -> Size:
-        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])  # a signal is an image of one row
-
     @property
     def reach(self) -> list[int]:
         """Pixels from the first to the last tap, for each axis."""
         return [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
 
     def least_sides(self) -> tuple[int, ...]:
-        """The smallest image that torch accepts with this padding and that holds one window."""
-        # Padded pixels count towards the window.
+        """The smallest image that torch accepts with this padding and that holds one window, padding included."""
         window = [r + 1 - sum(pair) for r, pair in zip(self.reach, borders(self), strict=True)]
         # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in borders(self)]
@@ -255,17 +256,18 @@ class NativeConv2d(_Native):
     Parameters: those of the construction, one for each group in the first axis, and ``bias``.
 
     Guarantee:
-        1-Lipschitz with zero padding of any width, without padding, and with circular padding. With 'aoc', where
-        :math:`s^2` is the product of the strides and channels are those of a group: all singular values are 1 with
-        circular padding of dilation (k - 1) pixels in total, or up to stride - 1 fewer; rows are orthonormal without
-        padding if :math:`c_{out} \le s^2 c_{in}`, columns with zero padding of dilation (k - 1) on each side if
-        :math:`c_{out} \ge s^2 c_{in}`; other zero padding gives a contraction.
+        1-Lipschitz with zero padding of any width, without padding, and with circular padding.
+        'aoc' gives more. Let :math:`s^2` be the product of the strides, and c channels of a group. All singular values
+        are 1 with circular padding of dilation (k - 1) pixels in total, or up to stride - 1 fewer. Rows are orthonormal
+        without padding if :math:`c_{out} \le s^2 c_{in}`, columns with zero padding of dilation (k - 1) on each side if
+        :math:`c_{out} \ge s^2 c_{in}`.
         Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies of
-        one pixel, 2 for one reflected pixel on each side of an image.
+        one pixel, so it is 2 for one reflected pixel on each side of an image.
 
     Raises:
-        OptionError: what torch refuses; an 'aoc' layer whose kernel is smaller than its stride or whose dilation has a
-            divisor in common with it; circular padding beyond one period. ShapeError: an input that does not fit.
+        OptionError: arguments that torch refuses; an 'aoc' layer whose kernel is smaller than its stride, or whose
+            dilation and stride have a common divisor; circular padding beyond one period. ShapeError: an input that
+            does not fit.
 
     >>> NativeConv2d(8, 16, 3, stride=2, padding=1, groups=2)(torch.ones(1, 8, 6, 6)).shape
     torch.Size([1, 16, 3, 3])
@@ -283,7 +285,7 @@ class NativeConv1d(_Native):
     torch.Size([1, 4, 9])
     """
 
-    plain = nn.Conv1d
+    plain, axes = nn.Conv1d, 1
 
 
 class _Transposed(_Native):
@@ -304,8 +306,8 @@ class NativeConvTranspose2d(_Transposed):
     Args: as ``nn.ConvTranspose2d``, and ``constraint`` and ``orthogonalize`` of :class:`NativeConv2d`.
 
     Guarantee:
-        1-Lipschitz, as the adjoint of a contraction. Orthogonal ('aoc') without padding where
-        :math:`c_{in} \le s^2 c_{out}`: all of its input's norm is kept.
+        1-Lipschitz, as the adjoint of a contraction. With 'aoc', no padding and :math:`c_{in} \le s^2 c_{out}` it
+        keeps the norm of its input.
 
     >>> x = torch.randn(1, 8, 3, 3)
     >>> bool(torch.isclose(NativeConvTranspose2d(8, 2, 2, stride=2, bias=False)(x).norm(), x.norm()))
@@ -325,7 +327,7 @@ class NativeConvTranspose1d(_Transposed):
     torch.Size([1, 2, 10])
     """
 
-    plain = nn.ConvTranspose1d
+    plain, axes = nn.ConvTranspose1d, 1
 
 
 @lipschitz_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
@@ -362,7 +364,7 @@ def aoc_conv2d(
     dtype: Any = None,
     **options: Any,
 ) -> NativeConv2d:
-    """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
+    """The convolution of the family AOC: an orthogonal, circular :class:`NativeConv2d`, with a stride of its own.
 
     A kernel smaller than the stride grows to it, so that no pixel is lost: 1 gives a matrix on patches.
     """
@@ -372,7 +374,7 @@ def aoc_conv2d(
     kernel = (max(kh, step), max(kw, step))  # no pixel between the windows
     same = tuple((k - step + 1) // 2 for k in kernel)
     base.check_same(padding, same if step > 1 or all(k % 2 for k in kernel) else None, kernel)
-    pads: Any = "same" if step == 1 else same  # 'same' for even kernels; torch has it for stride 1 alone
+    pads: Any = "same" if step == 1 else same  # even kernels need 'same', which torch offers for stride 1 only
     geometry = (in_channels, out_channels, kernel, step, pads, 1, 1, bias, "circular")
     return NativeConv2d(*geometry, device, dtype, **options)
 

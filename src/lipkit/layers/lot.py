@@ -29,16 +29,18 @@ class LotConv2d(SymbolConv2d):
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         orthogonalize: a name of ``linalg.ORTHOGONALIZE`` or a function on complex batches. 'polar' is LOT by singular
-            values (exact, and on a CPU several times faster), 'newton_schulz' LOT as published and 'bjorck' a steadier
-            iteration to the same limit (matrix products only), 'cayley' another map altogether.
+            values: exact, and on a CPU several times faster. 'newton_schulz' is LOT as published; 'bjorck' is a
+            steadier iteration to the same limit, by products only. 'cayley' is a different map.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts as a semi-orthogonal centre tap
     plus noise of a third of its size: well conditioned at every frequency.
 
     Guarantee:
-        1-Lipschitz for the named functions, also where an iteration stops early, with singular values below 1; those of
-        'polar' are 1 up to rounding. For another function ``lipschitz`` computes the norm, and needs ``input_shape``.
-        It takes one decomposition at each of about H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
+        1-Lipschitz for the named functions. Singular values are 1 up to rounding for 'polar', and below 1 where an
+        iteration stops early. For another function ``lipschitz`` computes the norm, and needs ``input_shape``.
+
+    Cost:
+        One decomposition at each of about H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(LotConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))

@@ -39,21 +39,22 @@ def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
 
 @torch.no_grad()
 def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
-    """Run the declared work of all layers of ``model`` in place, and return how many calls that took.
+    """Call `AfterStep.after_step` of the layers of ``model`` that have one, and return the number of calls.
 
-    Every training loop has to call it; ``lipkit.fit``, ``lipkit train`` and `lipkit.wasserstein` do. In your own::
+    Every training loop must call this; ``lipkit.fit``, ``lipkit train`` and `lipkit.wasserstein` do. In your own::
 
         optimizer.step()
         lipkit.layers.after_step(model, (3, 32, 32), step)   # in the loop, the steps counted from 1
         ...
         lipkit.layers.after_step(model, (3, 32, 32))         # once more at the end
 
-    or let `register_after_step` do it. Without it, ``lipschitz`` and ``export`` give the bound of the weights as they
-    are, which can be far above 1.
+    or use `register_after_step`. Without these calls, ``lipschitz`` and ``export`` give the bound of the weights as
+    they are, which can be far above 1.
 
     Args:
         model: any module, not wrapped for several processes.
-        input_shape: of one input of the model, without the batch: a copy runs one to find the shape each layer sees.
+        input_shape: of one input of the model, without the batch. A copy of the model runs one such input, to find the
+            shape that each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     >>> from lipkit.layers import SvcmConv2d, after_step
@@ -72,8 +73,8 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
 def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, input_shape: Shape) -> RemovableHandle:
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
-    The bound then holds wherever the loop ends, at the cost of the work of every layer at every step, whatever its
-    ``interval``. The ``remove()`` of the handle that it returns ends it.
+    The bound then holds wherever the loop ends. The cost is the work of every layer at every step, whatever its
+    ``interval``. Call ``remove()`` of the returned handle to stop it.
 
     >>> from lipkit.layers import SvcmConv2d, register_after_step
     >>> model = nn.Sequential(SvcmConv2d(1, 1, 3))
@@ -96,22 +97,16 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
     """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``."""
     twin = copy.deepcopy(model)  # statistics and hooks of the model stay as they are
     modules = {twin.get_submodule(name): name for name in names}
-    try:
-        calls = watched(twin, torch.zeros(1, *input_shape).to(first_floating(twin)), modules)[1]
-    except LipkitError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if lacks_memory(error):
-            raise
-        raise ShapeError(
-            f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {first_line(error)}"
-        ) from None
+    calls = watched(twin, torch.zeros(1, *input_shape).to(first_floating(twin)), modules)[1]
     return list(dict.fromkeys((modules[module], tuple(x.shape[1:])) for module, x, _ in calls))
 
 
 @torch.no_grad()
 def watched(model: nn.Module, x: Tensor, modules: Iterable[nn.Module]) -> tuple[Any, list[Call]]:
-    """The output for x in evaluation mode, and the calls of ``modules``: the module, its first input, its output."""
+    """The output for x in evaluation mode, and the calls of ``modules``: the module, its first input, its output.
+
+    ``ShapeError`` for an x that the model does not accept.
+    """
     calls: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -121,6 +116,15 @@ def watched(model: nn.Module, x: Tensor, modules: Iterable[nn.Module]) -> tuple[
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
         return model.eval()(x), calls
+    except LipkitError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if lacks_memory(error):
+            raise
+        shape = tuple(x.shape[1:])
+        raise ShapeError(
+            f"{type(model).__name__} does not accept inputs of shape {shape}: {first_line(error)}"
+        ) from None
     finally:
         for handle in handles:
             handle.remove()

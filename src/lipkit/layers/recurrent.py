@@ -29,7 +29,7 @@ from lipkit.modules.registry import export_part
 
 
 class Parts(NamedTuple):
-    """The numbers of a system, as a layer makes them from its parameters."""
+    """The numbers of a system (M, b) that a layer makes from its parameters."""
 
     matrix: Tensor  # M, from (w, x, u) to (v, x+, y)
     bias: Tensor  # b
@@ -75,12 +75,14 @@ class RecurrentLayer(nn.Module):
         raise NotImplementedError
 
     def _made(self, k: Tensor, bias: Tensor, multiplier: Tensor, block: int, shift: Tensor | float = 0.0) -> Parts:
-        """The system of a contraction k, (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), plus k's ``shift``."""
+        """The system of a contraction k from (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)).
+
+        ``bias`` is that of the units; ``shift`` is a further constant in the outputs of k.
+        """
         nx, ny, nu, root = self.states, self.out_features, self.in_features, math.sqrt(self.gamma)
         rows, columns = k.new_ones(len(k)), k.new_ones(k.shape[1])
         rows[-ny:], columns[-nu - nx : -nu], columns[-nu:] = root, self.rate, root
         b = torch.cat((bias, at_least_float32(self.state_bias), at_least_float32(self.output_bias))) + rows * shift
-        # The units come first among rows and columns: nv and nw are what is left.
         return Parts(rows[:, None] * k * columns, b, multiplier, (len(k) - nx - ny, k.shape[1] - nx - nu), block)
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -88,8 +90,8 @@ class RecurrentLayer(nn.Module):
 
         Args:
             u: ``(B, T, in_features)``.
-            mask: ``(B, T)``, true at the steps that count. At all others, inputs and outputs are 0, whatever
-                stands there, so that sequences of several lengths make one batch. The gain stays the same.
+            mask: ``(B, T)``, true at the steps that count. At all other steps, inputs and outputs are replaced by 0,
+                so that sequences of several lengths fit into one batch. The gain stays the same.
         """
         if u.ndim != 3 or u.shape[2] != self.in_features:
             raise ShapeError(f"{type(self).__name__}: expected (B, T, {self.in_features}), got {tuple(u.shape)}")
@@ -126,7 +128,7 @@ class LinearSystem(RecurrentLayer):
     Args:
         in_features, out_features, states: numbers of inputs, outputs and states.
         gamma: bound of the gain, that is of the H-infinity norm of the transfer function.
-        rate: a in (0, 1]: the largest fraction of itself that the state keeps in one step.
+        rate: a in (0, 1]: one step multiplies differences of states by at most a.
         place: device and dtype of the parameters (float32 or float64).
 
     Parameters: those of ``through``, a :class:`ContractionLinear` that makes K, ``state_bias`` and ``output_bias``.
@@ -156,7 +158,7 @@ class LinearSystem(RecurrentLayer):
 
 
 def _birth(layer: RecurrentLayer) -> ContractionLinear:
-    """K of a new layer: states keep 0.95 of themselves, and inputs reach outputs."""
+    """The initial K: states keep 0.95 of themselves, and inputs reach outputs."""
     nx, nu, ny = layer.states, layer.in_features, layer.out_features
     made = ContractionLinear(nx + nu, nx + ny, bias=False, **layer.place)
     k = 0.3 * made.weight().detach()
@@ -205,7 +207,7 @@ class R2dn(RecurrentLayer):
         super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
         self.inner: nn.Module | None = None
-        # |v| is LeakyReLU of slope -1. It has no linear part, which K could as well provide.
+        # |v| is LeakyReLU of slope -1. Unlike ReLU, (v + |v|) / 2, it has no linear part: K provides that.
         module = phi if isinstance(phi, nn.Module) else nn.LeakyReLU(-1.0) if phi == "abs" else slope_activation(phi)
         bound, written = float(lipschitz(module, (units,)).detach()), units
         if not bound <= 1 + 1e-9:
@@ -230,12 +232,11 @@ class R2dn(RecurrentLayer):
         if layers is None:
             ends = [torch.eye(n, device=v.device, dtype=v.dtype) for n in (len(v), w.shape[1])]
             layers = Unfolded(ends, [v.new_zeros(len(end)) for end in ends], self.phi, [v.new_ones(len(v))])
-        # The first dense layer of phi comes after V, the last one before W, and those between stand in D11.
+        # The first dense layer of phi multiplies V, the last one is multiplied by W, and those between stand in D11.
         (first, *between, last), sizes = layers.weights, [len(m) for m in layers.weights[:-1]]
         d11 = torch.block_diag(v.new_zeros(sizes[0], 0), *between, v.new_zeros(0, last.shape[1]))
-        read, write = v.new_zeros(len(d11), v.shape[1]), w.new_zeros(len(w), d11.shape[1])
-        k = torch.cat((torch.cat((d11, read), 1), torch.cat((write, z), 1)))
-        k[: sizes[0], d11.shape[1] :], k[len(d11) :, d11.shape[1] - last.shape[1] : d11.shape[1]] = first @ v, w @ last
+        k, columns = torch.block_diag(d11, z), d11.shape[1]
+        k[: sizes[0], columns:], k[len(d11) :, columns - last.shape[1] : columns] = first @ v, w @ last
         bias = torch.cat((layers.biases[0] + first @ at_least_float32(self.unit_bias), *layers.biases[1:-1]))
         shift = torch.cat((torch.zeros_like(bias), w @ layers.biases[-1]))
         return self._made(k, bias, torch.cat(layers.multipliers), math.gcd(*sizes), shift)
@@ -278,9 +279,9 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
 
 
 UNFOLDED: dict[type[nn.Module], Callable[[Any], Unfolded | None]] = {}
-"""Functions that unfold networks of dense layers, by exact type; modules of other packages fill it in."""
+"""Functions that unfold a module of this exact type, such as `lipkit.models.LBDN`; its own file adds the entry."""
 
-# A linear map and its bias, or an activation with the diagonal of Psi if a sandwich has one; nothing for other modules.
+# (matrix, bias, None) of a linear map; (diagonal of Psi or None, None, activation); all None for any other module.
 _Piece = tuple[Tensor | None, Tensor | None, nn.Module | None]
 
 
@@ -360,7 +361,7 @@ class Ren(RecurrentLayer):
         def free(rows: int, columns: int, scale: float) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, columns, **place) * scale / math.sqrt(max(columns, 1)))
 
-        # At birth H is near one whose A keeps 0.9 of the state.
+        # The initial H is near one for which A = 0.9 I.
         kept = torch.eye(2 * nx + nv, **place)
         kept[nx + nv :, :nx] = kept[:nx, nx + nv :] = 0.9 * torch.eye(nx)  # H31 and H13
         self.x = nn.Parameter(torch.linalg.cholesky(kept).mT + 0.3 * free(2 * nx + nv, 2 * nx + nv, 1.0).detach())
@@ -373,7 +374,7 @@ class Ren(RecurrentLayer):
 
     def parts(self) -> Parts:
         nx, nv, ny, nu, gamma = self.states, self.units, self.out_features, self.in_features, self.gamma
-        # B2, D12, C2 and D21 are free in units of the root of gamma: so is all that follows.
+        # The parameters B2, D12, C2 and D21 are in units of the root of gamma, so that gamma cancels in H.
         b2, d12, c2, d21 = (p.double() for p in (self.b2, self.d12, self.c2, self.d21))
         n = self._passed()
         eye = torch.eye(2 * nx + nv, dtype=n.dtype, device=n.device)
@@ -409,6 +410,7 @@ class Ren(RecurrentLayer):
 EPSILON = 1e-9  # keeps H positive definite, and the norm of N below 1
 
 
+@lipschitz_rule(LinearSystem, R2dn, Ren)
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
     """gamma; raises if phi was replaced by one without the guarantee."""
     for part in (layer.phi, *(getattr(layer, name) for name in ("read", "write", "through") if hasattr(layer, name))):
@@ -424,11 +426,12 @@ def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
 
 
 def margins(dtype: torch.dtype) -> list[float]:
-    """1e-13, 2e-13, 5e-13, 1e-12, ..., 0.05: those that are not lost in the rounding of weights of this dtype."""
+    """Relative reductions to try, 1e-13, 2e-13, 5e-13, ..., 0.05, without those that this dtype would round away."""
     steps = (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5))
     return [delta for delta in steps if delta >= torch.finfo(dtype).eps / 8]
 
 
+@export_rule(LinearSystem, R2dn, Ren)
 def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != layer.in_features:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
@@ -446,8 +449,3 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         if plain.proved(gamma):
             return plain
     raise OptionError(f"expected finite parameters with a proof of gain {gamma}, got none even with M reduced by 5 %")
-
-
-for _kind in (LinearSystem, R2dn, Ren):
-    lipschitz_rule(_kind)(_bound)
-    export_rule(_kind)(_export)

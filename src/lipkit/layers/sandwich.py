@@ -49,7 +49,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
-    """Set ``scale * free / ||free||`` to ``value``; a zero keeps its random direction, so that it can be trained."""
+    """Set ``scale * free / ||free||`` to ``value``; for 0, ``free`` keeps its random direction, to be trainable."""
     norm = torch.linalg.vector_norm(value)
     with torch.no_grad():
         if bool(norm <= 1e-14 * value.numel()):
@@ -62,13 +62,13 @@ def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
 class CayleyPair(base.Constrained):
     r"""Abstract: free :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`, the blocks of a Cayley transform."""
 
-    # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are balanced, and the linear form is near an isometry.
+    # Initial singular values of Y: A and B = 2 Y / (1 + Y^2) are balanced, and the linear form is near an isometry.
     birth = math.tan(math.pi / 8)
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         q, p, *taps = self.shape
         self.x_free, size = free_and_scale((q, q, *taps), device, dtype)
-        self.x_scale = nn.Parameter(0.5 * size.detach())  # A starts as a moderate rotation
+        self.x_scale = nn.Parameter(0.5 * size.detach())  # the initial A is a moderate rotation
         shape = (q, p, *taps)
         self.y_free = free_and_scale(shape, device, dtype)[0] if taps else orthogonal_free((p, q), device, dtype)
         # Over all frequencies of a convolution, ``birth`` is the root mean square of Y's singular values.
@@ -127,12 +127,13 @@ class Sandwich(CayleyPair):
     def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
         super().make_parameters(device, dtype)
         self.register_module("activation", None if activation is None else base.slope_activation(activation))
-        zeros = torch.zeros(self.shape[0], device=device, dtype=dtype)  # Psi starts as I
+        zeros = torch.zeros(self.shape[0], device=device, dtype=dtype)  # Psi = I
         self.register_parameter("log_psi", None if activation is None else nn.Parameter(zeros))
 
     def psi(self) -> Tensor:
-        """The diagonal of Psi, one number for each output, in float32 or better."""
-        assert self.log_psi is not None
+        """The diagonal of Psi, one number for each output, in float32 or better; the linear form has none."""
+        if self.log_psi is None:
+            raise OptionError(f"{type(self).__name__}: expected an activation between two linear maps, got None")
         return at_least_float32(self.log_psi).exp()
 
     def check_linear_form(self, method: str) -> None:
@@ -209,7 +210,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
             if x.shape[:-1].numel() > self.in_features:
                 first, second = self.halves()
             else:
-                # A small batch is multiplied by Y and by the inverse in turn: B is not formed.
+                # For a small batch, multiplying by Y and by the inverse in turn is cheaper than forming B.
                 (own, y), psi = self.free_pair(), self.psi()
                 eye = eye_like(own)
                 # A^T = 2 (I + Z)^-1 - I and B^T = -2 Y (I + Z)^-1 with Z = X - X^T + Y^T Y.

@@ -33,7 +33,7 @@ from lipkit.modules.views import Pad
 
 
 class SlopeResidualLayer(base.Constrained):
-    """``x - F^* Lambda act(F x + b)``; missing inputs are zeros, surplus outputs are dropped."""
+    """Base: ``x - F^* Lambda act(F x + b)``; missing inputs are zeros, surplus outputs are dropped."""
 
     def make_parameters(
         self, device: Any, dtype: Any, *, hidden: int | None = None, activation: str | nn.Module = "relu"
@@ -52,7 +52,7 @@ class SlopeResidualLayer(base.Constrained):
     def multiplier(self, proved: bool = True) -> Tensor:
         """Diagonal of Lambda ``(hidden,)`` for every image size, in float32 or better.
 
-        ``proved=False``, in training, allows an unproved estimate where a proof would dominate the time of a step.
+        ``proved=False`` allows, in training, an unproved estimate where a proof would dominate the time of a step.
         """
 
 
@@ -98,10 +98,10 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
 
     An estimate from below is not enough: a norm that is 3 % too small already gives a layer of norm 1.13.
     """
-    # No infinity for a norm near 0.
+    # Clamped, so that a norm near 0 gives no infinity.
     exact = (2 * where_positive(torch.reciprocal, norm.square())).clamp_max(torch.finfo(like.dtype).max)
     made = exact.to(like.dtype)
-    # Rounded down: in the subnormal range the nearest number can be larger by a half.
+    # Rounded down: among subnormal numbers, the nearest one can be larger by a half.
     below = torch.nextafter(made.detach(), torch.zeros_like(made))
     return (made - torch.where(made.detach() > exact.detach(), made.detach() - below, 0)).expand(hidden)
 
@@ -159,7 +159,7 @@ class CplLinear(Cpl, SlopeResidualLinear):
     Args: as :class:`SllLinear`. Parameters ``free`` F (hidden, n) and ``bias`` (hidden,), n = max(in, out).
 
     Guarantee:
-        1-Lipschitz: each forward pass proves an upper bound of the norm, so it never lags behind the weights.
+        1-Lipschitz: each forward pass proves an upper bound of the norm, so the bound never lags behind the weights.
 
     >>> CplLinear(3, 5)(torch.ones(2, 3)).shape
     torch.Size([2, 5])
@@ -220,7 +220,7 @@ def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
 
 @export_rule(SllLinear, CplLinear, SllConv2d, CplConv2d)
 def _export(layer: SlopeResidualLinear | SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
-    """The two linear maps around the activation, the second with -F^* Lambda; of a convolution at one image size."""
+    """A `SlopeResidual` of the linear maps F and -F^* Lambda, those of a convolution for this image size."""
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
     first: nn.Module
     second: nn.Module

@@ -35,13 +35,12 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     the other two of the "Fantastic Four" (Singla & Feizi, ICLR 2021, theorem 1) have the same norms.
     """
     c, n, kh, kw = kernel.shape
-    flat = _norm(kernel.reshape(c, n * kh * kw), proved)
-    if 1 in (kh, kw):
-        # With one row of taps both reshapings are the same matrix; with one column, a skew kernel gives the same norm.
-        return flat * (math.sqrt(kh * kw) * (1 + 1e-12))
-    # Rows (output, vertical tap), columns (input, horizontal tap).
-    half = _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw), proved)
-    return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
+    norm = _norm(kernel.reshape(c, n * kh * kw), proved)
+    # With one row of taps both reshapings are the same matrix; with one column, a skew kernel gives the same norm.
+    if 1 not in (kh, kw):
+        # Rows (output, vertical tap), columns (input, horizontal tap).
+        norm = torch.minimum(norm, _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw), proved))
+    return norm * (math.sqrt(kh * kw) * (1 + 1e-12))
 
 
 LARGE = 128  # from this side on, a factorisation costs less than the squarings of a smooth bound
@@ -94,14 +93,14 @@ class SocConv2d(ConstrainedConv2d):
     .. math:: y = \sum_{i=0}^{T} \frac{K^{*i}}{i!} * x + b, \qquad K = \frac{M - M^{\mathsf T}}{B(M - M^{\mathsf T})}
 
     where :math:`M^{\mathsf T}` is the kernel of the transposed convolution and B a proved upper bound of the norm
-    (:func:`reshaped_norm`; the paper divides by a power estimate). So :math:`\|K\| \le 1`, the largest rotation in
-    radians: 0.5 to 0.8 for random kernels (1 x 1: 1).
+    (:func:`reshaped_norm`; the paper divides by a power estimate). So :math:`\|K\| \le 1`. This norm is the largest
+    rotation in radians: 0.5 to 0.8 for random kernels, 1 for those of 1 x 1.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         kernel_size: odd.
         padding_mode: 'circular' (exports as an exact Fourier convolution) or 'zeros' (as its Taylor recurrence).
-        train_terms, eval_terms: T in training and in evaluation mode, their only difference.
+        train_terms, eval_terms: T in training mode and in evaluation mode.
 
     Parameters ``free`` M (c, c, kh, kw) with c = max(s^2 in_channels, out_channels), and ``bias``. Missing input
     channels are zeros, surplus output channels are dropped.
@@ -154,7 +153,7 @@ class SocConv2d(ConstrainedConv2d):
         return kernel, reshaped_norm(kernel, proved).to(kernel.dtype)
 
     def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
-        """The matrix (out_channels, s^2 in_channels) for a 1 x 1 exponent ``kernel``, which needs no padding."""
+        """The exponential of a 1 x 1 ``kernel``: one matrix (out_channels, s^2 in_channels) for all pixels."""
         return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32

@@ -38,7 +38,7 @@ class _PerChannel(nn.Module):
             )
 
     def along_channels(self, x: Tensor) -> list[Tensor]:
-        """Both, in the shape that broadcasts against ``x`` (B, C, ...)."""
+        """Both buffers, in the shape that broadcasts against ``x`` (B, C, ...)."""
         both = list(self.buffers())
         if x.ndim < 2 or x.shape[1] != len(both[0]):
             kind, got = type(self).__name__, tuple(x.shape)
@@ -138,7 +138,7 @@ class Scale(nn.Module):
 
 
 class ConvexSum(Join):
-    r"""The join :math:`y = s x_1 + (1 - s) x_2`, with a learnable s in (0, 1), at first ``weight``.
+    r"""The join :math:`y = s x_1 + (1 - s) x_2`, with a learnable s in (0, 1), initially ``weight``.
 
     Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1 ([Cayley] section 5).
 
@@ -195,8 +195,8 @@ class HalfThrough(nn.Module):
 
     .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
 
-    The body f keeps its shape. Concatenating the input itself beside its features, as U-Nets do, has the constant
-    :math:`\sqrt{1 + L_f^2}` instead.
+    The body f keeps the shape of its input. Concatenating all of x with f(x), as U-Nets do, would have the constant
+    :math:`\sqrt{1 + L_f^2}`.
 
     >>> HalfThrough(nn.ReLU())(torch.tensor([[-1.0, -2.0]])).tolist()
     [[-1.0, 0.0]]
@@ -218,7 +218,7 @@ class HalfThrough(nn.Module):
 
 
 class ScaledAvgPool2d(nn.Module):
-    """``s * average pooling`` over s x s windows that do not overlap; s, ``kernel_size``, divides the sides. Norm 1.
+    """Averages over s x s windows that do not overlap, times s: norm 1. s = ``kernel_size`` divides both sides.
 
     >>> ScaledAvgPool2d(2)(torch.ones(1, 1, 2, 2)).item()
     2.0
@@ -246,11 +246,13 @@ lipschitz_rule(Residual)(graph_constant)
 export_rule(Residual)(export_graph)
 
 
-# Statistics from a file may have any sign.
+# abs: a state dict may hold a std of any sign.
 lipschitz_rule(Normalize)(lambda m, input_shape: reciprocal_up(float(m.std.to(torch.float64).abs().amin())))
 lipschitz_rule(Rescale)(lambda module, input_shape: module.units.to(torch.float64).abs().amax())
 lipschitz_rule(Scale)(lambda module, input_shape: module.gamma().to(torch.float64).abs())
 lipschitz_rule(ScaledAvgPool2d)(1.0)
+# One number for all channels.
+export_rule(Scale)(lambda module, input_shape: Affine(module.gamma().reshape(1), module.gamma().new_zeros(1)))
 
 
 @export_rule(Normalize)
@@ -264,11 +266,6 @@ def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
 def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)  # refuses another number of channels
     return Affine(module.units, module.offset)
-
-
-@export_rule(Scale)
-def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
-    return Affine(module.gamma().reshape(1), module.gamma().new_zeros(1))  # one number for all channels
 
 
 @export_rule(ScaledAvgPool2d)

@@ -1,6 +1,6 @@
-"""Replaces one layer by a layer of a family with a weight nearby, or gives the reason why none fits.
+"""Replaces one layer by a layer of a family with a weight close to the old one, or tells why none fits.
 
-The last functions treat geometry: which convolutions have a counterpart of the same shapes, and with which kernel.
+The last three functions treat geometry: which convolutions have a counterpart of the same shapes, with which kernel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lipkit.linalg import bjorck, newton_schulz, polar
 from lipkit.modules.convolutions import borders
 from lipkit.modules.guarding import guard
 
-# Results of `start_near`, as printed in the report.
+# Results of `start_near`, printed in the report.
 NEAREST, DIRECTION, UNPROJECTED, OWN = "nearest", "rescaled", "not projected yet", "own start"
 # These functions converge to the semi-orthogonal matrix nearest to their argument.
 _POLAR = (polar, bjorck, newton_schulz)
-# Below this singular value of I + Q the Cayley transform is not inverted: float32 would lose the matrix.
+# If I + Q has a smaller singular value, the Cayley transform is not inverted: float32 would lose the matrix.
 _CAYLEY_GAP = 1e-3
 
 
@@ -69,7 +69,7 @@ class Converter:
         return module
 
     def layer(self, name: str, module: nn.Module, sizes: set[tuple[int, int]]) -> nn.Module:
-        """The family's layer near a linear layer or a convolution on images of ``sizes``; the old one if none fits."""
+        """The family's layer for a linear layer or a convolution on images of ``sizes``; the old one if none fits."""
         if (reason := self._obstacle(module, sizes)) is not None:
             return self.keep(name, module, reason)
         new, weight, note = self._made(module), module.get_parameter("weight").detach(), ""
@@ -141,8 +141,10 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
-    """Set the free parameters of a constrained layer from the weight ``(out, in)`` of an ordinary one, or its kernel
-    ``(cout, s^2 cin, kh, kw)`` after downsampling by s; ``size`` is the image size before it. Returns what was done:
+    """Set the free parameters of a constrained layer so that its weight is near that of an ordinary one.
+
+    ``weight`` is ``(out, in)``, or the kernel ``(cout, s^2 cin, kh, kw)`` after downsampling by s; ``size`` is the size
+    of the image before that. Returns what was done:
 
     =============================== ====================================================================================
     nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar

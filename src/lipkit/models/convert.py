@@ -72,25 +72,25 @@ def convert(
 ) -> Conversion:
     r"""A copy of ``model`` whose convolutions and linear layers belong to one family, with weights near the old ones.
 
-    The copy should be trained further. Zero padding becomes circular padding, a stride invertible downsampling (of an
-    image that it divides), and norms at most 1. Layers without a bound of 1 are reported, never silently accepted.
+    The copy should be trained further. In it, zero padding is circular, a stride is an invertible downsampling (of an
+    image that it divides), and norms are at most 1. The report names layers without a bound of 1.
 
     =================== ================================================================================================
     forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place; all other modules stay as they are. A module
                         used twice is replaced once; two modules that tied a weight get two.
     forward="rebuild"   makes an ``nn.Sequential`` of the exported network, 1-Lipschitz wherever possible. Sums become
                         convex combinations with a learnable weight (`lipkit.layers.ConvexSum`), concatenations of k
-                        values are divided by :math:`\sqrt k`, nearest neighbours by the root of their factor; averages
+                        values are divided by :math:`\sqrt k`, enlarged images by the root of the factor; averages
                         over windows that do not overlap get norm 1 (`lipkit.layers.ScaledAvgPool2d`). A normalisation
-                        of the inputs becomes a translation, others that are left are dropped. Biases start at 0, but
-                        for a layer that computes the same as before.
-    layer=None          replaces no layer by a constrained one: what follows is all that is done.
+                        of the inputs becomes a translation, all others are dropped. Biases start at 0, except in a
+                        layer that still computes the same.
+    layer=None          replaces no layer by a constrained one; it only makes the plain layers of the next paragraph.
     =================== ================================================================================================
 
-    With ``input_shape``, layers with ``torch.nn.utils.parametrizations`` (or your own parametrisations), with the older
-    ``torch.nn.utils.spectral_norm``, of deel-torchlip or of orthogonium become plain layers with the weights that they
-    have in evaluation mode. Each of them, and the whole network, is compared with the original on one random input. So
-    with ``layer=None`` such a network stays the same function, and can be bounded, exported and certified.
+    With ``input_shape``, parametrised layers (``torch.nn.utils.parametrizations`` or your own), layers with the older
+    ``torch.nn.utils.spectral_norm``, and layers of deel-torchlip or orthogonium become plain layers with the weights
+    that they have in evaluation mode. Each of them, and the whole network, is compared with the original on one random
+    input. So with ``layer=None`` such a network stays the same function, and can be bounded, exported and certified.
 
     **Guarantee.** None about the whole: ask ``lipkit.lipschitz`` or ``lipkit.analyze`` of the result. Each converted
     layer has what its family claims.
@@ -100,7 +100,8 @@ def convert(
         layer: acronym of a family (``lipkit.layers.families``); 'sll' and 'cpl' contain their activation and cannot
             replace a bare linear layer, 'sandwich' does so without its activation.
         input_shape: of one input, without the batch; optional if the forward pass is kept. If given, one evaluation
-            finds the image size at each convolution, layers that do not accept it are kept, and output shapes compared.
+            finds the image size at each convolution, convolutions without a counterpart for it are kept, and output
+            shapes are compared.
         forward: whether the forward pass is kept or rebuilt.
         activation: with ``forward="rebuild"``, ``"maxmin"`` replaces scalar activations of even numbers of channels.
         skip: with ``forward="keep"``, names of modules to leave alone, with all inside them.
@@ -196,7 +197,7 @@ def _constrained(
 
 
 def _reason(module: nn.Module) -> str | None:
-    """The reason to report a module that is no linear layer; None if a rule bounds it."""
+    """The reason to report a module other than a linear layer or convolution; None if a rule bounds it."""
     if isinstance(module, BATCH_NORMS):
         return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
     if parametrize.is_parametrized(module):
@@ -243,7 +244,7 @@ class Builder(Converter):
         return nn.Sequential(*self.wiring.chain(value)).requires_grad_(True)
 
     def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> int:
-        """Apply the new form of a module to ``values``, the first of ``shape``; return the number of the result."""
+        """Wire the new form of a module to ``values``, the first of ``shape``; return the number of its result."""
         if type(module) is Graph:
             place, shapes = [*values], value_shapes(module, shape)  # graph value -> new value
             for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):

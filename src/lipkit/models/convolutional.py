@@ -37,8 +37,8 @@ def kwlarge(
             down (3 -> 1); unconstrained ones have a real stride and the whole kernel.
         dense: units of the two hidden linear layers instead of (512w, 512).
         activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
-        pool: instead of strides, sums of 4 x 4 pixels divided by 4 (of norm 1, as in the code of [LBDN]) in front of
-            the linear layers, for families that have no strided layer in the papers.
+        pool: whether to replace the strides by sums of 4 x 4 pixels, divided by 4, in front of the linear layers (norm
+            1, as in the code of [LBDN]), for families that have no strided layer in the papers.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the family's convolution.
 
@@ -116,9 +116,9 @@ def lbdn_conv(
             for 64 x 64.
         width: channels of the first block.
         hidden: units of the hidden linear layers.
-        last_layer_normalization: whether the last layer has rows of unit norm and is otherwise free (the network is
-            then not 1-Lipschitz; the pairwise certificate takes the last layer's rows into account). False: a
-            layer of the family.
+        last_layer_normalization: whether the last layer has rows of unit norm and is otherwise free. The network is
+            then not 1-Lipschitz, but the pairwise certificate uses the norms of differences of rows. False: a layer of
+            the family.
         kernel_size: of the layers of stride 1; strided layers have half of it, rounded down, after downsampling.
         image: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
 
@@ -230,7 +230,8 @@ def sllnet(
     last_layer_normalization: bool = False,
     **options: Any,
 ) -> list[nn.Module]:
-    """Zeros as further channels, ``depth`` SLL convolutions, sums of 4 x 4 pixels over 4, SLL dense layers, classes.
+    """``depth`` SLL convolutions on the image with channels of zeros added, sums of 4 x 4 pixels over 4, SLL dense
+    layers, classes.
 
     Every layer is a residual one of constant width. ``size`` sets channels, convolutions and dense layers (of 2048
     inner units): small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the parameters
@@ -243,7 +244,7 @@ def sllnet(
         dense: inner units of each dense layer.
         inner: inner channels of each convolution.
         last_layer_normalization: whether to append a last layer with rows of unit norm, otherwise free. False: the
-            first outputs are the logits, without further parameters: the layers need as many features as classes.
+            first features are the logits, so there must be as many features as classes.
         image: (C, H, W) with H and W multiples of 4.
         options: options of the layers: ``activation``.
 
@@ -281,7 +282,7 @@ def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: 
     Args:
         width: w, multiplies the channels.
         image: (C, H, W) with H and W multiples of 4.
-        batch_norm: whether batch norm follows each hidden layer (which then has no bias of its own).
+        batch_norm: whether batch norm, which has a bias, follows each hidden layer, which then has none.
 
     >>> [type(m).__name__ for m in convnet(batch_norm=False)][:3], convnet()[-1].out_features
     (['Conv2d', 'ReLU', 'Conv2d'], 10)
@@ -290,7 +291,7 @@ def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: 
     layers: list[nn.Module] = []
     cin = image.channels
     for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):
-        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))  # batch norm has its own bias
+        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))
         layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
         cin = cout
     layers += [nn.Flatten(), nn.Linear(cin * pixels, 64 * width, bias=not batch_norm)]

@@ -45,7 +45,7 @@ class Common(TypedDict, total=False):
 # Inserted into the docstring of every builder, below the line ``image:``.
 DESCRIBED = """\
     classes: number of outputs.
-    lipschitz: target constant after the normalisation (but for a last layer of unit rows), set by a gain in front.
+    lipschitz: target constant of what follows the normalisation, apart from a last layer of unit rows; a gain in front.
     mean, std: input normalisation, part of the network."""
 
 
@@ -74,8 +74,11 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    Its docstring has one line for ``image``. The builder is `checked`. An architecture without ``**options`` ends in
-    ``**common: Unpack[Common]``, for type checkers only. ``input_shape`` and ``classes`` are defaults.
+    In the docstring, these replace the line for ``image``. A function without ``**options`` ends in
+    ``**common: Unpack[Common]``, for type checkers only. The builder is `checked`.
+
+    Args:
+        input_shape, classes: defaults of the builder.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):
@@ -111,7 +114,7 @@ def architecture(
 
 
 def checked(builder: Callable[P, Made]) -> Callable[P, Made]:
-    """A builder whose options are checked by their annotations, and that gets Python's integers for numpy's.
+    """Make ``builder`` check its options by their annotations, and get Python's integers in place of numpy's.
 
     Each ``int``, also in sequences, is a size of at least 1, each ``Count`` at least 0, each ``bool`` true or false,
     each ``float`` a finite number, each ``Positive`` one above 0.
@@ -139,7 +142,7 @@ def python_integers(value: Any) -> Any:
 
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
-    """Raise ``OptionError`` unless the value of an option is of its annotation, a string."""
+    """Raise ``OptionError`` unless the value of an option fits its annotation, given as a string."""
     kind = str(annotation).removesuffix(" | None")
     if value is None and kind != annotation:
         return
@@ -287,7 +290,7 @@ find = partial(families.get, others=UNCONSTRAINED)
 class Layers:
     """Layers of a family, each followed by an activation (None: MaxMin) unless the family has one inside its layers.
 
-    ``options`` are those of the family's convolutions; an activation among them is used in the dense layers, too.
+    ``options`` are those of the family's convolutions. An activation inside the layers serves the dense ones, too.
 
     >>> made = Layers("cayley", {})
     >>> made.dense(4, 2), made.strided(5), Layers("plain", {}).strided(5)
@@ -321,7 +324,7 @@ class Layers:
         return copy.deepcopy(self.outer)  # activations may have parameters, so each place needs its own
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
-        """Kernel size of a strided layer. A constrained one downsamples first; its kernel is ``emulated``, or half."""
+        """Kernel size of a strided layer. A constrained one downsamples first and gets ``emulated``, else half."""
         if self.family.name in UNCONSTRAINED:  # a real stride
             return kernel_size
         return max(1, kernel_size // 2) if emulated is None else emulated

@@ -124,7 +124,7 @@ class LBDN(nn.Module):
     def weights(self) -> list[Tensor]:
         """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""
         gamma, last = self.gamma(), self.output.weight()
-        # W_k is lefts[k] times befores[k] = A_{k-1}^T Psi_{k-1}; the first of the latter, a multiple of I, is a number.
+        # W_k is lefts[k] times befores[k] = A_{k-1}^T Psi_{k-1}; befores[0], a multiple of I, is stored as a number.
         lefts, befores = list[Tensor](), [(gamma / 2).sqrt().to(last.dtype)]
         for layer in self._sandwiches():
             (at, b), psi = layer.factors(), layer.psi()
@@ -191,8 +191,8 @@ def _provable(
     """
     for delta in margins(dtype):
         stored = [((1 - delta) * w).to(dtype) for w in weights]
-        # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run. Of
-        # weights that are all 0 it takes the product of norms, because no eigenvalue proposes a gain.
+        # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run. If a
+        # weight is 0, it takes the product of norms instead, because no eigenvalue proposes a gain.
         room = any(not bool(w.any()) for w in stored) or gain_bound(stored, multipliers) <= gamma * (1 - 1e-14)
         if room and proves_gain(stored, multipliers, gamma):
             return stored
@@ -340,7 +340,7 @@ def _taken_apart(
 
 
 def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamma: float) -> None:
-    """Set the factors by the recursion of theorem 3.1. If the LMI does not hold, a B has norm above 1, cut to 1."""
+    """Set the factors by the recursion of theorem 3.1. If the LMI fails, some B has a norm above 1, cut to 1 here."""
     like = weights[0]
     before = like.new_full((like.shape[1],), math.sqrt(gamma / 2))  # Psi_-1, and A_-1 = I
     inverse = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)

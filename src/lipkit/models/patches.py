@@ -59,7 +59,7 @@ def patchnet(
         dense: units of the hidden dense layers, at least one.
         moved: fraction of the channels that move in each of the four directions; 0 for none.
         activation: name such as 'halfabs', or a module, instead of MaxMin.
-        position: whether a `lipkit.modules.PositionCode` follows the first layer.
+        position: whether `lipkit.modules.PositionCode` follows the first layer.
         image: (C, H, W) with H and W multiples of p 2^(stages - 1).
 
     >>> net = patchnet(2, [(16, 2), (32, 1)], narrow=8, dense=[16], input_shape=(1, 8, 8))
@@ -68,17 +68,16 @@ def patchnet(
     >>> net[-1]
     NormalizedLinear(16, 10, bias=True)
     """
-    plan = [tuple(stage) for stage in stages]
-    if not plan or any(len(stage) != 2 for stage in plan):
+    if not stages or not all(isinstance(stage, Sequence) and len(stage) == 2 for stage in stages):
         raise OptionError(f"stages: expected one or more pairs (channels, blocks), got {stages!r}")
     if not dense:
         raise OptionError("dense: expected the units of at least one layer, got none")
     if not 0 <= moved <= 0.25:
         raise OptionError(f"moved: expected a fraction from 0 to 1/4, got {moved}")
-    pixels = image.pixels(patch * 2 ** (len(plan) - 1))  # each stage but the first halves the sides again
+    pixels = image.pixels(patch * 2 ** (len(stages) - 1))  # each stage but the first halves the sides again
     layers: list[nn.Module] = []
     width = image.channels
-    for number, (wide, blocks) in enumerate(plan):
+    for number, (wide, blocks) in enumerate(stages):
         for block in range(blocks):
             stride = 1 if block else patch if number == 0 else 2  # the first layer of a stage takes patches
             layers.append(StiefelConv2d(width, wide, 1, stride))
@@ -101,7 +100,7 @@ def backbone(
     image: Image, block: Callable[[int], list[nn.Module]], patch: int, width: int, blocks: int, neck: int | None,
     dense: Sequence[int],
 ) -> list[nn.Module]:  # fmt: skip
-    """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows."""
+    """The layers of `bronet` and `liresnet`: stem, ``blocks`` times ``block(width)``, neck or pooling, dense layers."""
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
     pixels = image.pixels(patch if neck is None else 2 * patch)
@@ -217,7 +216,7 @@ def vision_transformer(
 ) -> list[nn.Module]:
     r"""Patches as tokens, a position code, ``depth`` blocks of attention and two pointwise layers, dense layers.
 
-    Attention layers contain their own skip (x plus a gradient step); no other skip and no normalisation is needed.
+    Each attention layer is x plus a gradient step, a skip connection; there are no others, and no normalisation.
 
     Args:
         layer: acronym of the family of all linear layers (``lipkit list layers``).

@@ -23,7 +23,7 @@ LAYERS: dict[str, Callable[..., RecurrentLayer]] = {"r2dn": R2dn, "ren": Ren, "l
 
 
 class SumOverTime(nn.Module):
-    r"""All steps of a sequence in one vector, :math:`\sum_t y_t / \sqrt T`: 1-Lipschitz, ``(B, T, n) -> (B, n)``.
+    r"""The sum over the steps of a sequence, :math:`\sum_t y_t / \sqrt T`: 1-Lipschitz, ``(B, T, n) -> (B, n)``.
 
     With a mask ``(B, T)`` it sums the steps where the mask is True, and T is their number.
 
@@ -51,7 +51,7 @@ class SequenceModel(nn.Sequential):
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         for module in self:
-            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others act on a step
+            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others act step by step
             u = module(u, mask) if takes else module(u)
         return u
 
@@ -143,7 +143,7 @@ lipschitz_rule(SequenceModel)(chain_constant)
 
 
 def _sum(steps: int, like: Tensor) -> nn.Module:
-    """The plain form of `SumOverTime` for ``steps`` steps. The root is rounded down: its constant is below 1."""
+    """The plain form of `SumOverTime` for ``steps`` steps; its factor is rounded down, its constant below 1."""
     root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # root * mean = sum / root
     return nn.Sequential(Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root)))
 

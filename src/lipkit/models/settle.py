@@ -41,7 +41,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter`. Negative dimensions are taken as those of images; `_compare` refuses it if they are not."""
+    """A `LayerCenter`. Negative dimensions are read as those of images (four axes); else `_compare` refuses it."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)
@@ -95,7 +95,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         result = exported()
         return result if isinstance(result, nn.Module) and result is not module else None
     if base is not None:
-        # The attribute of an older hook is the weight of the last pass, or of none.
+        # An older hook sets the attribute `weight` in a forward pass only, so it may be outdated.
         return _rebuilt(base, settled_module(module) if module._forward_pre_hooks else module)
     if parametrize.is_parametrized(module):
         return copy.deepcopy(settled_module(module))
@@ -118,10 +118,11 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
 def settled(
     model: nn.Module, input_shape: Shape, skip: Callable[[str], bool]
 ) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
-    """A copy with plain layers in place of parametrised and foreign ones; rows of the report; errors of the others.
+    """Replace parametrised and foreign layers by plain ones, in a copy; returns it, rows of the report, and errors.
 
-    Each replaced layer, and the whole, is compared with the original on one random input. That finds a layer whose
-    forward pass differs from its base class. Certificates do not depend on it: they are proved from the result.
+    Errors are those of layers that could not be replaced. Each replaced layer, and the whole, is compared with the
+    original on one random input, which finds a layer whose forward pass differs from that of its base class.
+    Certificates do not depend on it: they are proved from the result.
     """
     twin = copy.deepcopy(model, computed_tensors(model))
     modes = {module: module.training for module in twin.modules()}

@@ -143,8 +143,8 @@ def denoiser(channels: int = 32, depth: Count = 1, blocks: int = 2, **options: A
 
     D is then the resolvent of a monotone operator, and a plug-and-play iteration
     :math:`x \leftarrow D(x - \eta A^T(A x - b))` with :math:`0 < \eta < 2 / \|A\|^2` converges to a fixed point if
-    one exists; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N:
-    ``lipkit.lipschitz`` of the exported ``net.nodes[0]``, N, is at most 1, since N carries a gain of 1 - 1e-4 in front.
+    one exists; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N, which is
+    ``net.nodes[0]``: ``lipkit.lipschitz`` of its export is at most 1, since N has a gain of 1 - 1e-4 in front.
 
     The arguments are those of `unet` except ``lipschitz``; ``mean`` is 0.5 by default. With ``layer="plain_conv"``
     nothing is proved.

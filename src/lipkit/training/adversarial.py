@@ -25,9 +25,9 @@ class PgdAdversary:
 
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
-    **The attacked network** is in evaluation mode, so that the examples of a batch do not depend on each other and the
-    attack does not change running statistics; the training step is in training mode. If the network has constrained
-    layers, its ``export`` is attacked, so that weights are built once for all steps.
+    The attack runs in evaluation mode: the examples of a batch do not depend on each other, and running statistics do
+    not change. The training step runs in training mode. If the network has constrained layers, the attack uses its
+    ``export``, which builds the weights once for all steps.
 
     Args:
         norm: "linf" or "l2".
@@ -35,7 +35,8 @@ class PgdAdversary:
         steps: gradient steps: 10 in the paper.
         step_size: of each step, as a fraction of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
-        loss, box: what the attack raises, "ce" or "margin"; the range of valid input entries, None for no limit.
+        loss: what the attack raises, "ce" or "margin".
+        box: the range of valid input entries, None for no limit.
         beside: True trains on the samples followed by their examples, as ``losses.trades`` needs. By default the
             examples replace the samples.
 

@@ -12,17 +12,18 @@ from lipkit.errors import OptionError, first_line, lacks_memory
 from lipkit.training.session import Session
 from lipkit.training.step import Step
 
-# Number of ordinary steps of each kind before recording: they create the optimiser's state and choose algorithms.
+# Ordinary steps of each kind before the recorded one: they create the optimiser's state and choose algorithms.
 WARM = 3
 
 
 class CapturedStep:
     """A step of `lipkit.training.step`, recorded once and replayed on new batches.
 
-    A graph is a fixed list of kernels at fixed addresses. So batches are copied to the addresses of the recorded one,
-    learning rates are tensors on the device, and each shape of a batch and each phase of `SpectralDescent`, which moves
-    large matrices every second step, has its own graph. Python does not run again: if an attribute of the network, loss
-    or penalty has changed between steps, they are recorded anew. Changes in closures and globals are not noticed.
+    A graph is a fixed list of kernels at fixed addresses. So each batch is copied to the address of the recorded one,
+    learning rates are tensors on the device, and each shape of a batch has its own graph, as has each phase of
+    `SpectralDescent`, which moves large matrices every second step. A replay runs no Python: if an attribute of the
+    network, loss or penalty has changed since the last step, steps are recorded anew. Changes in closures and globals
+    are not noticed.
 
     The network of ``session`` is on a CUDA device; the groups of its optimiser are changed in place.
 
@@ -110,7 +111,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
     found = []
     for root, holder in holders.items():
         for name, part in holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]:
-            own = getattr(part, "__dict__", {})  # a module has tensors and submodules in dicts of it
+            own = getattr(part, "__dict__", {})  # a module keeps tensors and submodules in three dicts in it
             for values in (own, *(own[key] for key in ("_parameters", "_buffers", "_modules") if key in own)):
                 for key, value in values.items():
                     if value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module):
@@ -119,7 +120,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
 
 
 def _read(places: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
-    """The values to compare: address and requires_grad of a tensor, a number or text itself, identity of others."""
+    """Values to compare: address and requires_grad of a tensor; a number, text or module itself; the id of others."""
     found: list[Any] = []
     for _, values, key in places:
         value = values.get(key)

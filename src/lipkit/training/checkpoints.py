@@ -44,17 +44,15 @@ def create(parent: Path, name: str) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         taken = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))]
+        number = max(taken, default=0)
+        while True:
+            number += 1
+            folder = parent / f"{name}-{number:03d}"
+            with suppress(FileExistsError):  # two runs started at once get two folders
+                folder.mkdir(parents=True)
+                return folder
     except OSError as error:
         raise RunError(f"expected a folder to write to, got {parent}: {error.strerror or error}") from None
-    number = max(taken, default=0) + 1
-    while True:
-        folder = parent / f"{name}-{number:03d}"
-        try:
-            folder.mkdir(parents=True)  # fails if it exists, so two runs started at once get two folders
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
 
 
 @contextmanager

@@ -19,7 +19,7 @@ _SAMPLES = re.compile(r"(\d+(?:\.\d*)?)\s*([kM]?)\s*(?:images|samples)", re.ASCI
 def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
     """A budget as (seconds, clock) or (samples, "samples"); ``ValueError`` for another text, or less than one sample.
 
-    A time is a number, a unit (s, min or h; default s) and a clock: cpu (CPU time of this process, the default) or
+    A time is a number, a unit (s, m or min, h; default s) and a clock: cpu (CPU time of this process, the default) or
     wall. Samples are written as in 1.5M images; "images" and "samples" mean the same.
 
     >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall"), parse_budget("1.5M images")
@@ -41,14 +41,14 @@ class Clock:
     """Limits of time and samples: the budget that the schedule follows, and when to save or stop.
 
     A budget of time counts from ``since`` to `spend` only, so evaluations and checkpoints are free. Steps that an
-    interruption lost do not count, because they are made again. The first process' clock counts for all, because they
-    must save and stop together.
+    interruption lost do not count, because they are made again. All processes use the clock of the first one, because
+    they must save and stop together.
 
     Attributes:
         amount, unit: size of the budget, infinite without one, and its unit.
         used: how much of the budget is spent, resumes included; the same in all processes. 0 without a budget.
-        timed: True for a budget of time: what a step takes is known only after it.
-        since, saved: time of ``now`` up to which ``used`` counts; time of the last checkpoint.
+        timed: whether the budget is one of time: what a step costs is known only after it.
+        since: reading of ``now`` up to which ``used`` counts. saved: time of the last checkpoint.
     """
 
     def __init__(

@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 def make_fabric(options: Numbers) -> Any:
-    """A launched Fabric; options that it refuses are an OptionError.
+    """A launched Fabric; ``OptionError`` for options that it refuses.
 
     Under torchrun, which decides the number of processes, ``devices`` and ``nodes`` may be left at 1.
 
-    The process group that it makes is destroyed when the process ends, which joins gloo's threads: one that still holds
-    a tensor when the interpreter shuts down aborts the process. A group that the caller made is left alone.
+    A process group that this function makes is destroyed at the end of the process. That joins gloo's threads, which
+    otherwise abort the process if they hold a tensor when the interpreter shuts down. The caller's group is left alone.
     """
     from lightning_fabric import Fabric  # takes two seconds to import, so only for training
 
     devices, nodes, strategy = options.devices, options.nodes, options.strategy
-    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE"):  # torchrun's values for defaults
+    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE"):  # torchrun's values as defaults
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         devices = local if devices in (1, "1", "auto") else devices
         nodes = world // local if nodes == 1 else nodes
@@ -60,10 +60,10 @@ _FEW = 2**18
 
 
 def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.AbstractContextManager[None]:
-    """A context for training: one thread on the CPU if steps are small; ``numbers`` is the size of a batch of inputs.
+    """A context for training: one CPU thread if steps are small; ``numbers`` is the count of entries in a batch of x.
 
-    Pooled threads spin until all have finished an operation. If operations take microseconds, they wait more than they
-    work, especially if another process uses one of their cores. ``OMP_NUM_THREADS`` has priority.
+    Pooled threads spin until all have finished an operation. If operations take microseconds, threads wait more than
+    they work, especially if another process uses one of their cores. ``OMP_NUM_THREADS`` has priority.
     """
     small = fabric.device.type == "cpu" and parameters < _FEW and numbers < SERIAL
     return on_threads(1 if small and "OMP_NUM_THREADS" not in os.environ else torch.get_num_threads())

@@ -52,7 +52,7 @@ def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipsch
 
 
 def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The margins M, (N,)."""
+    """The margins M ``(N,)`` of the samples."""
     rivals = outputs.scatter(1, targets[:, None], -math.inf).amax(1)
     return outputs.gather(1, targets[:, None])[:, 0] - rivals
 
@@ -66,8 +66,8 @@ def offset_cross_entropy(
 
     Args:
         outputs: (N, K); or (N, 1) for two classes, the logit of class 1 against class 0 (the logistic loss).
-        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0 (``L eps0`` of one
-            output).
+        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0; with one output
+            ``L eps0`` does.
 
     >>> y = torch.tensor([[3.0, 1.0]])
     >>> round(offset_cross_entropy(y, torch.tensor([0]), temperature=1.0, offset=2.0).item(), 4)
@@ -121,13 +121,13 @@ def certificate_regularized_cross_entropy(
 def emma(
     outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, temperature: float = 1.0, lipschitz: float = 1.0
 ) -> Tensor:
-    r"""Cross-entropy with all rivals raised by what a radius allows, but none above the true class (EMMA).
+    r"""Cross-entropy with each rival raised by what the radius ``eps`` allows, but not above the true class (EMMA).
 
     .. math:: T\,\mathrm{CE}\Bigl(\frac{y + e \sqrt2 L \varepsilon}{T}, t\Bigr), \qquad
         e_i = \mathrm{clip}\Bigl(\frac{y_t - y_i}{\sqrt2 L \varepsilon}, 0.01, 1\Bigr) \ (i \ne t), \quad e_t = 0
 
-    A closer rival is raised only until it ties, so that samples that cannot be certified anyway do not dominate. No
-    gradient flows through e.
+    A rival within reach is raised only until it ties with the true class, so that samples that cannot be certified do
+    not dominate. No gradient flows through e.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> round(emma(y, t, eps=2.0).item(), 4) == round(math.log(2), 4)  # in reach: raised to a tie
@@ -144,7 +144,7 @@ def emma(
 
 
 def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz: float | Tensor = 1.0) -> Tensor:
-    r"""Cross-entropy with an additional class "not certified": its output is the largest that eps allows a rival.
+    r"""Cross-entropy with a further class "not certified": the largest output that a rival can reach within ``eps``.
 
     .. math:: \mathrm{CE}\bigl((y_1, \dots, y_K, y_\bot), t\bigr), \qquad
         y_\bot = \max_{i \ne j} y_i + \sqrt2 L \varepsilon, \quad j = \arg\max_i y_i
@@ -186,7 +186,7 @@ def logit_annealing(
     _check(">= 0", offset=offset, power=power)
     shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
     logs = F.log_softmax((outputs - shift) / temperature, dim=1).gather(1, targets[:, None])[:, 0]
-    # 1 - p, without cancellation for p near 1, and not 0, where its power below 1 has no derivative
+    # 1 - p, without cancellation for p near 1; never 0, where a power below 1 has no derivative
     missing = -torch.expm1(logs.clamp_max(-1e-12))
     return (-temperature * missing**power * logs).mean()
 
@@ -271,8 +271,7 @@ def lse_hkr(
     _check("in [0, 1]", alpha=alpha)
     outputs = temperature * outputs
     rivals = outputs.scatter(1, targets[:, None], -math.inf)
-    # c; for two classes log(1) would divide by zero
-    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)
+    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)  # c, not 0 for two classes
     rival = torch.logsumexp(sharpness * rivals, 1) / sharpness
     own, half = outputs.gather(1, targets[:, None])[:, 0], min_margin / 2
     return (alpha * (F.relu(half - own) + F.relu(half + rival)) - (1 - alpha) * (own - rival)).mean()

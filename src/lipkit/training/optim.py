@@ -16,7 +16,7 @@ from lipkit.training.options import Numbers
 
 
 class _ManifoldOptimizer(Optimizer):
-    """Base of optimisers that move each matrix by itself; a subclass defines `moved`.
+    """Base of optimisers that move each matrix independently of the others; a subclass defines `moved`.
 
     A parameter (m, ...) is flattened to a matrix (m, n), such as the kernel of a 1 x 1 convolution.
     """
@@ -39,12 +39,13 @@ class _ManifoldOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    moved = self.moved(p.flatten(1), p.grad.flatten(1), self.state[p], group)
-                    p.copy_(moved.reshape(p.shape))
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    p.copy_(self.moved(p.flatten(1), p.grad.flatten(1), state, group).reshape(p.shape))
         return loss
 
     def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """The next matrix; ``state`` is changed in place."""
+        """The next matrix, at step number ``state["step"]``; the rest of ``state`` is changed in place."""
         raise NotImplementedError
 
 
@@ -66,7 +67,8 @@ class SpectralDescent(_ManifoldOptimizer):
         lr: :math:`\alpha`, radians a step; 0.01 to 0.05 in practice. Large matrices leave the manifold if
             :math:`k \alpha \ge 0.6`.
         momentum: :math:`\beta`, in [0, 1).
-        steps, every: of the iteration for the matrix sign; k. Both at least 1.
+        steps: of the iteration for the matrix sign, at least 1.
+        every: k, at least 1.
 
     Raises:
         OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
@@ -98,7 +100,6 @@ class SpectralDescent(_ManifoldOptimizer):
         average = state.setdefault("momentum_buffer", torch.zeros_like(g))
         average.lerp_(g, 1 - beta)
         waits = group["every"] if w.numel() >= LARGE else 1
-        state["step"] = state.get("step", 0) + 1
         if state["step"] % waits:
             return w  # moves at the k-th gradient only
         return spectral_step(w, torch.lerp(average, g, 1 - beta), waits * group["lr"], group["steps"])
@@ -144,10 +145,9 @@ class RiemannianAdam(_ManifoldOptimizer):
     def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         one, two = group["betas"]
         g = tangent(w, g)
-        state["step"] = state.get("step", 0) + 1
         # The momentum is tangent at the last point: project it onto the tangent space here.
         mean = g * (1 - one) if state["step"] == 1 else tangent(w, state["exp_avg"]).lerp(g, 1 - one)
-        # starts at 0; dividing by 1 - two ** step below removes the bias
+        # v starts at 0; dividing by 1 - two ** step below removes the bias towards 0
         square = two * state.get("exp_avg_sq", torch.zeros((), device=g.device)) + (1 - two) * g.square().mean()
         state["exp_avg"], state["exp_avg_sq"] = mean, square
         size = (square / (1 - two ** state["step"])).sqrt() + group["eps"]
@@ -155,7 +155,7 @@ class RiemannianAdam(_ManifoldOptimizer):
 
 
 class Together(Optimizer):
-    """Optimisers of disjoint parameters joined to one: it has the groups of all, and a step is a step of each.
+    """Joins optimisers of disjoint parameters: it has the groups of all, and one step is a step of each.
 
     >>> weight, bias = nn.Parameter(torch.eye(2)), nn.Parameter(torch.zeros(2))
     >>> both = Together([SpectralDescent([weight]), torch.optim.Adam([bias])])
@@ -179,12 +179,12 @@ class Together(Optimizer):
         return {"state": {}, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every part (OptionError: another number of parts); the groups stay shared objects."""
+        """Load the state of every part; ``OptionError`` for another number of parts."""
         states = state_dict.get("parts", [])
         if len(states) != len(self.parts):
             raise OptionError(f"expected the states of {len(self.parts)} optimisers, got {len(states)}")
         for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
+            part.load_state_dict(state)  # makes new groups
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
@@ -201,7 +201,7 @@ def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer
         wanted = wanted if inner else f"Stiefel layers for optimizer {options.optimizer}"
         raise OptionError(f"expected {wanted}, got {options.optimizer if inner else type(model).__name__}")
     parts: list[Optimizer] = []
-    if options.optimizer == "spectral":  # its rate is in radians a step, whatever lr is
+    if options.optimizer == "spectral":  # its rate is in radians a step, so it does not default to lr
         parts = [SpectralDescent(inner, options.manifold_lr or 0.02)]
     elif options.optimizer == "riemannian_adam":
         parts = [RiemannianAdam(inner, options.manifold_lr or lr)]
@@ -216,7 +216,7 @@ def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters of ``model``: semi-orthogonal ones, for the optimisers here, and the others."""
+    """The trained parameters of ``model``: those of Stiefel layers, and all others."""
     free = [m.free for m in model.modules() if isinstance(m, OnManifold)]
     first = [p for p in free if isinstance(p, nn.Parameter) and p.requires_grad]
     known = {id(p) for p in first}  # ids, because == compares entries

@@ -41,7 +41,7 @@ _DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
 
 
-# Those with parameters in float32 or float64: less is too coarse for a constraint. Autocast is "mixed".
+# Parameters stay in float32 or float64, because constraints do not hold in less; "mixed" is autocast.
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 
 
@@ -120,7 +120,7 @@ Budgeted = Annotated[StrictStr, BeforeValidator(_budget)]
 
 
 class Section(BaseModel):
-    """Base of sections: immutable, with declared keys only, each checked."""
+    """Base of the sections of options: immutable, with declared keys only, each checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
@@ -207,7 +207,7 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on the examples that it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, ..., channels_last: as ``lipkit recipe show`` describes the keys of ``train``.
+        epochs, ..., channels_last: keys of ``train`` in a recipe; ``lipkit recipe show`` describes them.
 
     Raises:
         OptionError: an unknown option, or one outside its values.
@@ -257,7 +257,8 @@ class TrainOptions(Numbers):
         found: dict[str, Any] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if name in _NOT_RECORDED or (name == "cuda_graph" and not value):  # runs older than it can be resumed
+            # cuda_graph=False is left out, so that runs from before this option can be resumed.
+            if name in _NOT_RECORDED or (name == "cuda_graph" and not value):
                 continue
             if not (value is None or isinstance(value, str | int | float)):
                 bound = value if isinstance(value, functools.partial) else None

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
 
-# Losses are read from the device once in this many steps, because reading waits for all queued work.
-READ_EVERY = 20
-# With slow steps, a single process also reads after this many seconds; several processes must read at the same step.
-READ_SECONDS = 2.0
+# Losses are read from the device once in this many steps, because reading waits for all queued work; or after so many
+# seconds, but only in a single process, since several processes must read at the same step.
+READ_EVERY, READ_SECONDS = 20, 2.0
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class Divergence(RunError):
 
 @dataclass
 class Totals:
-    """Loss and accuracy of one epoch, counted from 0, over steps and devices.
+    """Loss and accuracy of the epoch number ``epoch``, counted from 0, summed over steps and devices.
 
-    From ``loss`` to ``cpu`` they are sums, which start at those of the `state` before an interruption.
+    The fields from ``loss`` to ``cpu`` are sums. After an interruption they start at the numbers of `state`.
     """
 
     fabric: Any
@@ -116,11 +115,10 @@ class Totals:
 
     def pace(self) -> float:
         """Samples per second since training started or continued in this epoch, all devices together."""
-        # A coarse clock may not have moved yet.
-        return self.samples_here / max(time.perf_counter() - self.start, 1e-9)
+        return self.samples_here / max(time.perf_counter() - self.start, 1e-9)  # a coarse clock may stand still
 
     def row(self) -> dict[str, float]:
-        """Mean loss, with labels accuracy, and the steps, samples and CPU seconds of this process so far."""
+        """Mean loss, accuracy if there are labels, steps, samples, and CPU seconds of this process, all so far."""
         accuracy = {"accuracy": self.correct / self.samples} if self.labelled else {}
         counts = {"steps": self.step, "samples": self.samples, "cpu_seconds": round(self.state()["cpu"], 3)}
         return {"loss": self.loss / self.samples, **accuracy, **counts}

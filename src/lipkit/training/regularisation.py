@@ -1,6 +1,6 @@
 r"""Lipschitz regularisation: the sum of the logarithms of the layers' bounds, added to the loss.
 
-The sum is the logarithm of the bound of a chain. The gradient in each layer does not depend on the other bounds.
+The sum is the logarithm of the product of the bounds, so the gradient in one layer does not depend on the others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lipkit.errors import NoRuleError, OptionError, check_choice, finite
 from lipkit.proof.roundoff import to_double
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _REFUSED = (nn.Conv3d, nn.ConvTranspose3d)
-# Bounds are clamped to this: a layer of zeros gets a finite logarithm and the gradient 0.
+# Bounds are raised to this, so that a layer of zeros has a finite logarithm, with gradient 0.
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -39,13 +39,13 @@ class LipschitzPenalty:
 
     .. math:: l_1 \sum_i \|\theta_i\|_F + l_2 \sum_i \log \text{bound}(\theta_i)
 
-    over the convolutions (transposed ones too), dense layers and batch norms of any network, each once, except the last
-    dense layer, which sets the scale of the logits. Other modules are not penalised.
+    over the convolutions (transposed ones too), dense layers and batch norms of any network. Each counts once, the last
+    dense layer not at all, because it sets the scale of the logits. Other modules are not penalised.
 
     Args:
-        method: bound of a kernel, a name of `lipkit.bounds.METHODS`: "lipbound" as in the paper, "symbol_sup" is the
+        method: bound of a kernel, a name of `lipkit.bounds.METHODS`: "lipbound" is the paper's, "symbol_sup" the
             tightest. Or "farnia_lower_estimate", the paper's baseline AT+PM: ten power iterations on a circular image
-            of 16 x 16, an ESTIMATE from below, so that the product is no bound. A dense layer is a 1 x 1 kernel. The
+            of 16 x 16. That is an ESTIMATE from below, so the product is no bound. A dense layer is a 1 x 1 kernel. The
             bound of a batch norm is :math:`\max_c |\gamma_c| / \sqrt{v_c + \epsilon}` with the running variance v.
         weight: :math:`l_2`, not negative. The paper: 0.008 on CIFAR-10, 0.0006 to 0.001 on ImageNet.
         l1: :math:`l_1`, not negative; :math:`\theta_i` is the weight without bias.
@@ -117,8 +117,8 @@ def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:
         return (scale if module.weight is None else scale * to_double(module.weight).abs()).amax()
     weight = module.weight
     assert isinstance(weight, Tensor)
-    # A dense layer is a 1 x 1 convolution, a sequence an image of width 1, and a transposed convolution the adjoint of
-    # the convolution with the same kernel.
+    # As kernels of images: a dense layer has 1 x 1 taps, a signal has width 1. A transposed convolution has the norm of
+    # its adjoint, the convolution with the same kernel.
     kernel = weight[(..., *[None] * (4 - weight.ndim))]
     groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
     return PENALTIES[method](kernel, groups=groups)

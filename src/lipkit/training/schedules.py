@@ -17,7 +17,7 @@ FACTORS = (0.0, 1.0, 1 / 20, 0.0)
 
 
 def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors: Sequence[float] = FACTORS) -> float:
-    """Linear interpolation of ``factors`` >= 0 at as many ``knots``, strictly ascending from 0 to 1.
+    """Interpolate linearly between ``factors`` >= 0, one at each of the ``knots``, which ascend strictly from 0 to 1.
 
     >>> [round(piecewise_linear(e / 10), 3) for e in (0, 2, 4, 6, 8, 9, 10)]
     [0.0, 0.5, 1.0, 0.525, 0.05, 0.025, 0.0]
@@ -27,30 +27,30 @@ def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors
     """
     if len(knots) != len(factors) or len(knots) < 2:
         raise OptionError(f"expected as many factors as knots, at least 2, got {len(factors)} and {len(knots)}")
-    if knots[0] != 0 or knots[-1] != 1 or any(b <= a for a, b in itertools.pairwise(knots)):
+    if knots[0] != 0 or knots[-1] != 1 or not all(a < b for a, b in itertools.pairwise(knots)):  # refuses NaN, too
         raise OptionError(f"expected knots strictly ascending from 0 to 1, got {list(knots)}")
-    if any(not f >= 0 for f in factors):
-        raise OptionError(f"expected factors >= 0, got {list(factors)}")
+    if not all(0 <= f < math.inf for f in factors):
+        raise OptionError(f"expected finite factors >= 0, got {list(factors)}")
     return float(np.interp(fraction, knots, factors))
 
 
 def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), gamma: float = 0.1) -> float:
-    """``gamma ** n`` after n of the ``milestones``; gamma is positive.
+    """``gamma ** n`` once n of the ``milestones`` are reached; gamma is positive.
 
     ``milestones`` are ascending fractions of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
 
     >>> [round(multistep(f), 4) for f in (0.0, 0.2, 0.25, 0.5, 1.0)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
     """
-    if not gamma > 0:
-        raise OptionError(f"expected gamma > 0, got {gamma}")
+    if not 0 < gamma < math.inf:
+        raise OptionError(f"expected a finite gamma > 0, got {gamma}")
     if list(milestones) != sorted(milestones) or any(not 0 < m < 1 for m in milestones):
         raise OptionError(f"expected ascending milestones in (0, 1), got {list(milestones)}")
     return gamma ** sum(fraction >= m for m in milestones)  # a milestone counts at its own step
 
 
 def cosine(fraction: float, *, warmup: float = 0.0, floor: float = 0.0) -> float:
-    """Linear from 0 to 1 during ``warmup``, a fraction in [0, 1), then half a cosine down to ``floor`` in [0, 1].
+    """Rise linearly from 0 to 1 until ``warmup`` in [0, 1), then fall along half a cosine to ``floor`` in [0, 1].
 
     >>> [round(cosine(f), 3) for f in (0.0, 0.5, 1.0)]
     [1.0, 0.5, 0.0]

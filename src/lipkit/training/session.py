@@ -28,7 +28,7 @@ from lipkit.training.sources import Source, own_random_state, random_state
 
 
 class Session:
-    """All state of a training: network, optimiser, place in the run. It changes the network within `opened` only.
+    """All state of a training: network, optimiser, place in the run. The network is changed within `opened` only.
 
     Args:
         fabric: launched.
@@ -45,7 +45,7 @@ class Session:
         epoch, step: epochs done, and steps done of the next one; number: steps done in all.
         history: one row for each epoch done.
         totals, generators: sums and random numbers of the epoch in progress, which `train` makes.
-        resumed: the state in the checkpoint that the run continues from, until the epoch there has begun.
+        resumed: the state of the checkpoint that the run continues from; emptied when its epoch begins.
 
     Raises:
         OptionError: all that `fit` refuses, except for its folder and data.
@@ -100,8 +100,8 @@ class Session:
         ``new`` goes to `checkpoints.opened`, which may name the folder. All processes must call this method and `save`.
 
         Raises:
-            RunError: see `checkpoints`; if the first process fails, all raise it, before the network changes. Later it
-                replaces a `Divergence`.
+            RunError: see `checkpoints`; if the first process fails, all raise it, before the network changes. A
+                `Divergence` within the block ends in a RunError, too.
         """
         fabric, options, model = self.fabric, self.options, self.model
         with ExitStack() as held:
@@ -140,7 +140,7 @@ class Session:
                 raise RunError(f"{error}: training stopped, {kept}; a smaller lr may help") from None
 
     def _restore(self, epoch: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; those of finished runs and of older versions lack some of the state."""
+        """Continue from a checkpoint; one of a finished run or of an older version lacks some of the state."""
         self.model.load_state_dict(weights)
         self.epoch, self.step, self.clock.used = epoch, int(state.get("step", 0)), state.get("used", 0.0)
         self.number, self.resumed = self.epoch * self.steps + self.step, state

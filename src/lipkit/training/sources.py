@@ -34,7 +34,7 @@ def generator(seed: int, *stream: int) -> torch.Generator:
 
 @contextmanager
 def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
-    """Restore torch's global random state after the block; with a ``stream`` it is seeded like its `generator`."""
+    """Restore torch's global random state after the block, which begins seeded by ``stream``, if given."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if stream:
             torch.manual_seed(generator(*stream).initial_seed())
@@ -62,7 +62,7 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
 
 
 def _rows(fabric: Any, own: Tensor) -> Tensor:
-    """The tensors of all processes as rows."""
+    """The tensors ``own`` of all processes, as rows of one tensor."""
     table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
     table[fabric.global_rank] = own.to(fabric.device)  # adding zeros is exact
     return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()

@@ -24,23 +24,24 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
     over the pieces p of the R processes r, whose gradients are averaged over r. So the step equals that of one process
     with the batch in one piece, up to rounding, even if R does not divide the batch size.
 
-    x, y is this process' part of the batch of n = ``size`` samples, on its device. ``counted`` of x are in the batch:
-    all, or 0 if this process only keeps step with the others. ``attack`` generates the adversary's random numbers.
-    Returns (2,) float32, still on the device: sum of the losses and number of correct predictions of this process.
+    x, y are this process' part of the batch of n = ``size`` samples, on its device. ``counted`` is the number of them
+    that belong to the batch: all, or 0 if this process only keeps step with the others. ``attack`` generates the
+    adversary's random numbers. Returns (2,) float32, still on the device: sum of the losses and number of correct
+    predictions of this process.
     """
     fabric, model, options, loss = session.fabric, session.model, session.options, session.loss
     pieces = min(options.accumulate, max(1, size // fabric.world_size))  # equal in all processes
     parts = [(x, y)] if pieces == 1 else zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
     sums = []
     for number, (part, targets) in enumerate(parts, 1):
-        last, rows = number == pieces, len(part)  # rows without adversarial examples
-        own = rows if counted else 0
+        last, rows = number == pieces, len(part)
+        own = rows if counted else 0  # adversarial examples do not count
         if options.adversary is not None:
             model.eval()  # during the attack only
             with fabric.autocast():
                 attacked = options.adversary(model, part, targets, attack).detach()
             model.train()
-            beside = getattr(options.adversary, "beside", False)  # the examples follow the samples
+            beside = getattr(options.adversary, "beside", False)
             part = torch.cat((part, attacked)) if beside else attacked
             targets = torch.cat((targets, targets)) if beside else targets
         with fabric.no_backward_sync(session.wrapped, enabled=not last):
@@ -55,7 +56,7 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
                 raise DataError(found) from error
             if value.ndim:
                 raise OptionError(f"expected one number from the loss, a mean, got shape {tuple(value.shape)}")
-            if len(targets) > rows:  # adversarial examples follow the samples
+            if len(targets) > rows:  # the samples come first, their adversarial examples last
                 outputs, targets = outputs[-rows:], targets[-rows:]
             sums.append(_sums(value, outputs, targets, own))
             weight = own * fabric.world_size / size  # R n_rp / n
