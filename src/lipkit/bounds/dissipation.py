@@ -45,7 +45,7 @@ _MOST_STEPS, _ACCURACY = 400, 1e-4
 
 
 class System(NamedTuple):
-    """The system of the module docstring; D11 is the block of M that maps w to v.
+    """The matrix M of a system (module docstring) and its sizes; D11 is the block of M that maps w to v.
 
     Attributes:
         matrix: M ``(nv + nx + ny, nw + nx + nu)``; entries on and above the diagonal blocks of D11 count as 0.
@@ -170,7 +170,8 @@ class _Barrier:
     .. math:: H = \gamma E + \textstyle\sum_k c_k U_k^\top P U_k + \sum_i \lambda_i (e_i q_i^\top + q_i e_i^\top),
               \qquad c = (a^2, 1, -1),\quad q_i = e_i - V_i
 
-    with :math:`U_1` the place of x, :math:`U_2 = U_4 + S`, :math:`U_3 = S` and :math:`U_4` the place of the rows P S.
+    where :math:`U_1` selects x and :math:`U_4` the rows of P S from a vector of H's size, :math:`U_3 = S` and
+    :math:`U_2 = U_4 + S`.
     So with :math:`G = H^{-1}` every second derivative :math:`\mathrm{tr}(G\, \partial_i H\, G\, \partial_j H)` is made
     of products of entries of :math:`U_k G U_l^\top`, :math:`e_i^\top G q_j` and the like.
     """

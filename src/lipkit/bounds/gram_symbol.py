@@ -30,7 +30,7 @@ _PACKED_FROM = 16
 
 
 class GramSymbol:
-    """G(w) of each group, on its smaller side, with the bounds that a proof needs.
+    """G(w) of each group, of the side of the smaller number of channels, with the bounds that a proof needs.
 
     Args:
         kernels: ``(g, cout, cin, kh, kw)``, float64, largest entry in [1/2, 1), no gradient.
@@ -181,8 +181,10 @@ def cholesky_error(side: int, unit: float) -> Tensor:
 
 
 def _packed(side: int, device: torch.device) -> bool:
-    """True if matrices are kept in LAPACK's rectangular full packed format: one half, in the order in which its
-    blocked factorisation reads it. Half of the work to form, none to copy."""
+    """True if matrices are kept in LAPACK's rectangular full packed format, half of their entries.
+
+    LAPACK's blocked factorisation reads this order: half of the work to form, none to copy.
+    """
     return device.type == "cpu" and side >= _PACKED_FROM
 
 

@@ -179,7 +179,7 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 
 
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
-    """A proved level of G = F* F, at most ``tolerance`` above its supremum (as a norm), and the frequency of its peak.
+    """A proved level of G = F* F, whose root is at most ``tolerance`` above ``sup ||F||``, and the peak's frequency.
 
     Args:
         peak, squared: the frequency of a search, and the largest eigenvalue there.
