@@ -304,8 +304,9 @@ def test_arguments() -> None:
         analyze(nn.Linear(3, 2), (4,))
     with pytest.raises(OptionError, match="expected one of auto, best"):
         analyze(nn.Linear(3, 2), (3,), method="magic")
-    with pytest.raises(OptionError, match="restarts"):
-        analyze(nn.Linear(3, 2), (3,), restarts=-1)
+    for restarts in (-1, 1.5):
+        with pytest.raises(OptionError, match="restarts: expected an integer of at least 0"):
+            analyze(nn.Linear(3, 2), (3,), restarts=restarts)  # type: ignore[arg-type]
     with pytest.raises(NoRuleError, match=r"expected an nn\.Module"):
         analyze(torch.relu, (3,))  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""Constants of the modules of a lowered network. A batch normalisation and its linear layer can count as one module.
+"""Constants of the modules of a lowered network, in which a batch normalisation may be folded into a linear layer.
 
-`lipkit.modules.graph` says how they combine to the constant of the network.
+`lipkit.modules.graph` combines them to the constant of the network.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def layer_bound(
 
 
 def _default(module: nn.Module) -> str:
+    """The name of the method by which `lipschitz` bounds this module."""
     if type(module) is nn.Linear:
         return "spectral_norm"
     if type(module) in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d):
@@ -61,6 +62,7 @@ def _default(module: nn.Module) -> str:
 
 
 def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """True for the convolutions to which ``method`` and ``tolerance`` apply."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros"
 
 
@@ -124,13 +126,14 @@ class LayerBound:
 
 
 def _to_limit(module: nn.Module) -> bool:
+    """True if a product or quotient in the module has no constant before it gets limits."""
     return any(isinstance(part, ToLimit) for part in module.modules())
 
 
 class Constants:
     """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
 
-    ``method`` bounds the convolutions, by `symbol_sup` with a mean tolerance of ``tolerance``. Products of values are
+    ``method`` and the mean ``tolerance`` bound the convolutions, as in `layer_bound`; products of two values are
     bounded for inputs in ``box``.
     """
 
@@ -152,7 +155,7 @@ class Constants:
         self._rows: list[tuple[LayerBound, Tensor]] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
         self._found: dict[tuple[int, Shape], tuple[Tensor, str]] = {}
-        # Values whose bound is left to the folded bound of the normalisation after them.
+        # Values without a bound of their own: the normalisation after them has the folded bound of both.
         self._left: set[int] = set()
         prices = {id(m): price(kernel_with_stride(m), m.groups) for m in self._modules if _searched(m)}
         self._tolerance = dict(zip(prices, shared_tolerances(list(prices.values()), tolerance), strict=True))
