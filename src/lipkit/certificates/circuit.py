@@ -28,7 +28,7 @@ from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error
-from lipkit.modules.network import Network
+from lipkit.modules.network import Network, first_floating
 from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.registry import Shape, output_shape
@@ -38,13 +38,13 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 
 class Noise(NamedTuple):
-    """Rounding errors of the evaluator in one linear node, entry by entry, with s the sum of moduli of its terms.
+    """Rounding errors of the evaluator in one linear node, entry by entry; s is the sum of the moduli of its terms.
 
     Attributes:
         depth: chained operations; the error is gamma(depth) s, plus the smallest normal number per operation.
         terms: number of terms in one output.
-        swell: intermediate numbers are at most this many times s.
-        weight: moduli of the stored weights, to find those that are flushed or overflow; None without weights.
+        swell: intermediate numbers are at most ``swell`` times s.
+        weight: moduli of the stored weights, some of which may be flushed or overflow; None without weights.
     """
 
     depth: int
@@ -116,7 +116,7 @@ class Circuit:
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None) -> None:
-        self.arithmetic, self.device = arithmetic, _device(network)
+        self.arithmetic, self.device = arithmetic, first_floating(network).device
         self.nodes: list[Node] = []
         self.sources: list[tuple[int, ...]] = []
         self.shapes: list[Shape] = [network.input_shape]  # of one sample of each value
@@ -131,6 +131,7 @@ class Circuit:
                 del self.nodes[before:], self.sources[before:], self.shapes[before + 1 :]
                 value = self._add(Leaf(index), (), shape)
         self.output = value
+        # Values that activations read, which need bounds from below and above.
         self.read = {source for node, s in zip(self.nodes, self.sources, strict=True) for source in s
                      if isinstance(node, Scalar)}  # fmt: skip
 
@@ -180,8 +181,8 @@ class Circuit:
         return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
 
     def maximum(self, a: int, b: int) -> int:
-        """The maximum as ``b + relu(a - b)``; the evaluator only compares."""
-        apart = self.total((a, b), (1.0, -1.0))  # not rounded by the machine, which compares
+        """The maximum as ``b + relu(a - b)``; the evaluator only compares, so it rounds nothing."""
+        apart = self.total((a, b), (1.0, -1.0))
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
 
@@ -223,6 +224,7 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
 
 
 def _selection(index: Tensor, shape: Shape) -> Linear:
+    """The map from a sample of this shape to its entries at ``index``, see `Circuit.select`."""
     flat, size = index.flatten(), math.prod(shape)
     kept = flat[flat > 0] - 1  # 0 is a zero, entries count from 1
     most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
@@ -244,19 +246,15 @@ def _selection(index: Tensor, shape: Shape) -> Linear:
     return Linear(tuple(index.shape), adjoint, forward, most if most > 1 else 0)
 
 
-def _positions(shape: Shape, like: torch.device) -> Tensor:
+def _positions(shape: Shape) -> Tensor:
     """1, 2, ... in the shape of one sample, as a batch of one."""
-    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device=like).reshape(1, *shape)
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device="cpu").reshape(1, *shape)
 
 
 @circuit_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d, Expand)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
-    # The module moves the entries' numbers, exactly: they tell where each entry goes.
-    moved = module(_positions(circuit.shapes[value], _device(module)))
+    # Moved like the entries, and exactly, their numbers tell where each of them goes.
+    moved = module(_positions(circuit.shapes[value]))
     return circuit.select(value, moved[0].long())
 
 
@@ -294,7 +292,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     if not turned and (module.padding_mode != "zeros" or isinstance(padding, str)):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         border = list(module._reversed_padding_repeated_twice)
-        padded = F.pad(_positions(circuit.shapes[value], _device(module)), border, mode=mode)
+        padded = F.pad(_positions(circuit.shapes[value]), border, mode=mode)
         value, padding = circuit.select(value, padded[0].long()), (0, 0)
     into = circuit.shapes[value]
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
@@ -394,7 +392,7 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
 
 @circuit_rule(MaxMin, GroupSort)
 def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
-    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value], torch.device("cpu"))[0].long()
+    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value])[0].long()
     if isinstance(module, GroupSort) and (module.group_size or shape[0]) != 2:
         raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
     halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
@@ -420,7 +418,7 @@ def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
     out, border = output_shape(module, shape), list[int]()
     for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
         border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries
-    grid = F.pad(_positions(shape, torch.device("cpu")).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
+    grid = F.pad(_positions(shape).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
     windows = F.unfold(grid, kernel, dilation, stride=stride)  # (C, taps, places)
     # Taps beyond the border repeat one that the window has.
     index = torch.where(windows > 0, windows, windows.amax(1, keepdim=True)).long()

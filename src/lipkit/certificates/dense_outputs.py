@@ -167,8 +167,11 @@ def dense(
 class _Budget(NamedTuple):
     """How far all outputs, or the features that a last layer reads, can move together.
 
-    ``square`` (N,) of that distance; how far a unit of it moves a difference of two outputs, ``pairs`` (K, K), or one,
-    ``single`` (K,); ``error`` (N,) of every output besides; ``together``: the outputs of one position read the same.
+    Attributes:
+        square: (N,) the square of that distance.
+        pairs, single: (K, K) and (K,): how far a unit of it moves a difference of two outputs, or one output.
+        error: (N,) of every output, beside that.
+        together: the outputs of one position read the same features, so that each has the whole budget.
     """
 
     square: Tensor
@@ -181,9 +184,13 @@ class _Budget(NamedTuple):
 class _Decisions(NamedTuple):
     """Decisions of N samples, in G groups that have the whole budget each.
 
-    ``counts`` (N,): decisions that count; ``right`` (N, G, P): right ones; ``turn`` (N, G, P): the energy that turns
-    each. For each class ``leave``, ``join`` (N, K, P): the energy that takes a decision out of the intersection, or
-    adds it to the predictions, inf where none can; ``intersection``, ``union`` (N, K): their sizes.
+    Attributes:
+        counts: (N,) number of decisions that are not ignored.
+        right: (N, G, P) which of them are right.
+        turn: (N, G, P) the energy that turns each.
+        leave, join: (N, K, P) the energies that take a decision out of the intersection of a class, and that add it to
+            the predictions of a class; inf where none can.
+        intersection, union: (N, K) sizes of those of labels and predictions.
     """
 
     counts: Tensor
@@ -196,7 +203,7 @@ class _Decisions(NamedTuple):
 
 
 def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
-    """The budget of the outputs and, if a last layer makes ``dim`` at each position alone, that of its body."""
+    """The budget of the outputs; then that of the features, if a last layer acts on ``dim`` at each position alone."""
     proof, chain, classes = measured.proof, measured.proof.chain, measured.outputs.shape[dim]
     error = torch.zeros(len(measured.outputs), dtype=torch.float64)
     if measured.logits is not None:
@@ -224,7 +231,7 @@ def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
     left = next_down(margin - grow(root(2) * error)).clamp_min(0)  # two outputs of a vector that is off by the error
     quotient = next_down(left / torch.where(norm > 0, norm, 1.0))
     energy = next_down(quotient * quotient).clamp_min(0)
-    # What no input moves stays right at any price, or was never right.
+    # Where no input moves the margin, a decision stays right at any price, or was never right.
     return torch.where(norm > 0, energy, torch.where(left > 0, math.inf, 0.0))
 
 
@@ -284,20 +291,20 @@ def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _D
 
 
 def _sums(energies: Tensor) -> Tensor:
-    """Smallest sums of 0, 1, 2, ... of the last dimension, rounded down."""
+    """The smallest sums of 0, 1, 2, ... entries along the last dimension, rounded down."""
     total = energies.sort(-1).values.cumsum(-1) * (1 - gamma(energies.shape[-1] + 8))  # the cheapest first
     return torch.cat((torch.zeros_like(total[..., :1]), total), -1)
 
 
 def _kept(decisions: _Decisions, square: Tensor) -> Tensor:
-    """Decisions (N,) that are still right in the worst case."""
-    # Prefix sums that the budget pays; an infinite price is never paid.
+    """Number (N,) of decisions that stay right in the worst case."""
+    # Counts sums that the budget pays; it never pays an infinite one.
     turned, right = (_sums(decisions.turn)[..., 1:] <= square[:, None, None]).sum(2), decisions.right.sum(2)
     return (right - torch.minimum(turned, right)).sum(1)
 
 
 def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
-    """The smallest quotient of sums over all samples, class by class, by Dinkelbach's iteration."""
+    """Lower bounds (K,) of the IoU of each class over all samples together, by Dinkelbach's iteration."""
     found = []
     for k in range(decisions.leave.shape[1]):
         away, more = _sums(decisions.leave[:, k]), _sums(decisions.join[:, k])
@@ -314,7 +321,7 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         best, value = math.inf, 1.0
         while value < best:  # the quotient falls to the smallest one in a few steps
             best = value
-            # The attack that makes inside - left - best (union + joined) least, sample by sample.
+            # For each sample the attack with the least inside - left - best * (union + joined).
             gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)
             top = int((inside - left.gather(1, gain)[:, 0]).sum())
             bottom = int((union + joined.gather(1, gain)[:, 0]).sum())

@@ -58,17 +58,17 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
 
 
 def check_confidence(confidence: object) -> None:
-    """Raise `OptionError` unless it is above 0 and below 1."""
+    """Raise `OptionError` unless ``confidence`` is a number above 0 and below 1."""
     if not (isinstance(confidence, Real) and 0 < float(confidence) < 1):
         raise OptionError(f"expected a confidence between 0 and 1, got {confidence!r}")
 
 
 LARGE = 8.0
-"""A radius of images in [0, 1] above which a forgotten /255 is more likely than the radius."""
+"""Above this radius of images in [0, 1], a forgotten /255 is likelier than the radius."""
 
 
 def as_radii(name: str, values: Any) -> tuple[float, ...]:
-    """Radii, finite and at least 0; ``OptionError`` for other values, a single number among them."""
+    """Several radii as floats; ``OptionError`` unless all are finite and at least 0, and for a single number."""
     if not isinstance(values, Iterable) or isinstance(values, str) or getattr(values, "ndim", 1) == 0:
         raise OptionError(f"{name}: expected several radii, such as (36 / 255,), got {values!r}")
     return tuple(finite(name, value, least=0) for value in values)
