@@ -54,7 +54,7 @@ class DenseCertificate(Shown):
     alone: Tensor
     iou: Tensor
     worst_iou: Tensor
-    proof: Proof = dataclasses.field(repr=False)
+    proof: Proof
 
     def _fraction(self, count: Tensor) -> float:
         return float(count.sum() / self.positions.sum())

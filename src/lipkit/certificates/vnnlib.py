@@ -1,7 +1,7 @@
 """VNN-LIB (version 1): properties of networks, as boxes of inputs with half-spaces of outputs that must not be met.
 
-A file asserts what a counterexample is: a formula of comparisons of linear terms. It is read as a disjunction of
-*cases*: a box, and half-spaces to be met together, in exact fractions. Source: https://www.vnnlib.org.
+A file describes a counterexample by a formula of comparisons of linear terms. It is read as a disjunction of *cases*: a
+box, and half-spaces to be met together, in exact fractions. Source: https://www.vnnlib.org.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Atom(NamedTuple):
     strict: bool
 
     def met(self, values: dict[str, Sequence[float]]) -> bool:
-        """True if exactly these inputs and outputs meet it."""
+        """True if these inputs and outputs meet it, in exact arithmetic."""
         total = sum((f * Fraction(values[name][i]) for (name, i), f in self.factors), Fraction())
         return total < self.bound if self.strict else total <= self.bound
 
@@ -121,7 +121,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
 
 
 def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
-    """The factors of the variables, such as ("X", 3) for X_3, and the constant under None."""
+    """A linear term as the factors of its variables, such as ("X", 3) for X_3, and its constant under None."""
     if isinstance(term, str):
         name, _, place = term.partition("_")
         if _NUMBER.fullmatch(term):
