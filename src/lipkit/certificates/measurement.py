@@ -1,4 +1,4 @@
-"""What every certificate is made from: proved constants of a network, and its outputs at the samples in float64."""
+"""Proved constants of a network and its float64 outputs at the samples, from which every certificate is made."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RuntimeCheck:
     Attributes:
         difference: largest absolute difference between an output of the runtime and of the float64 network.
         same: number of ``samples`` with the same prediction (all of them for a regression).
-        certified, runtime: accuracy certified at each l2 radius ``eps``, from the logits of each.
+        certified, runtime: accuracy certified at each l2 radius of ``eps``, from the float64 logits and the runtime's.
     """
 
     samples: int
@@ -118,7 +118,10 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
-    """Write files of one folder if ``check`` accepts drafts, given the path of the first; return the first's path."""
+    """Write files of one folder once ``check`` has accepted drafts of them; it gets the path of the first draft.
+
+    Returns the path of the first file.
+    """
     first = next(iter(files))
     with tempfile.TemporaryDirectory() as folder:
         for path, content in files.items():

@@ -31,11 +31,12 @@ Numbers computed from it cannot be recognised; they are refused."""
 
 
 def holds_batch(tensor: Tensor) -> bool:
-    # Narrower formats do not hold it.
+    """True if a number is `BATCH`, which formats of less than four bytes cannot hold."""
     return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
 
 
 def _in_words(number: re.Match[str]) -> str:
+    """A number of a message, with multiples of `BATCH` in words."""
     times, rest = divmod(int(number[0]), BATCH)
     return number[0] if rest or not times else f"{times} * batch" if times > 1 else "batch"
 
@@ -81,6 +82,7 @@ class Call:
         return replace(self, operands=operands, source=source, used=set(), read=set())
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
+        """The error, to be raised, for a call that its rule does not cover."""
         got = re.sub(r"\d{7,}", _in_words, got)
         return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
 
@@ -99,6 +101,7 @@ class Call:
 
     @property
     def x(self) -> Any:
+        """The first operand, to compute with."""
         return self.tensor(0)
 
     @property
@@ -238,6 +241,7 @@ def around(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 
 def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
+    """The module with these parameters and buffers, copied, in place of its own of the same shapes."""
     for name, tensor in tensors.items():
         value, place = None if tensor is None else tensor.clone(), getattr(module, name)
         if value is not None and value.shape != place.shape:

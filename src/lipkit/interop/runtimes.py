@@ -89,13 +89,13 @@ def onnx_model(network: modules.Network) -> Any:
     if program is None:
         raise OptionError("expected an ONNX program from torch.onnx.export, got None")
     model = program.model_proto
-    for node in model.graph.node:  # where in the source each node was made
-        node.ClearField("metadata_props")
+    for node in model.graph.node:
+        node.ClearField("metadata_props")  # the place in the source that made it
     return model
 
 
 def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
-    """The claim of a file as text: the network's configuration, and the tensors that the file itself does not hold."""
+    """A file's claim as text: the configuration of its network, and the tensors that the file does not hold itself."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     names = [n for n, t in tensors.items() if n in stored and t.dtype == stored[n].dtype and torch.equal(t, stored[n])]
     more = save_safetensors({name: t for name, t in tensors.items() if name not in names})
@@ -106,8 +106,8 @@ def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
 def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Network], bool]) -> modules.Network | None:
     """The network that a file written by lipkit claims to be; None without a claim, or if the claim is false.
 
-    A claim proves nothing. ``same`` writes the network again and compares: a graph that is written for a network
-    computes what the network does. Its multipliers are proved wherever they are used.
+    A claim proves nothing: ``same`` writes the network again and compares, since a graph that is written for a network
+    computes what it does. Its multipliers are proved wherever they are used.
     """
     try:
         config = parse_json(text)
@@ -122,6 +122,7 @@ def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Net
 
 
 def _evaluator(path: Path) -> Runtime:
+    """An ONNX file in onnxruntime, or in onnx's reference evaluator if that is missing or lacks an operator."""
     try:
         return onnx_runtime(path)
     except DataError as error:
@@ -146,7 +147,7 @@ def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
 
 
 class _PatchProduct(nn.Module):
-    """An ``nn.Conv2d`` on separate patches as a rearrangement and a product."""
+    """An ``nn.Conv2d`` on patches that do not overlap, as a rearrangement and a product."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _PatchProduct(nn.Module):
 
 
 def _portable(network: modules.Network) -> nn.Module:
-    """The network as it is written, on the CPU: divisors of pools, and float64 convolutions on patches, rewritten."""
+    """The network on the CPU; pools with divisors, and float64 convolutions on patches, are rewritten for ONNX."""
     twin = copy.deepcopy(network).cpu()
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
@@ -238,7 +239,7 @@ def program_runtime(path: str | Path) -> Runtime:
 
 
 def _example(network: modules.Network) -> Tensor:
-    # Two samples: torch takes a batch of 1 for a constant.
+    """Two inputs: torch would take a batch of 1 for a constant."""
     return torch.zeros(2, *network.input_shape).to(first_floating(network))
 
 
