@@ -67,7 +67,7 @@ def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def price(kernel: Tensor, groups: int) -> float:
-    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times cubed matrix sides."""
+    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times a matrix side cubed."""
     cout, cin, kh, kw = kernel.shape
     cells = math.prod(k - 1 for k in (kh, kw) if k > 1) if max(kh, kw) > 1 else 0
     # A small matrix costs at least a call, as much as one of 32 x 32.
@@ -166,7 +166,7 @@ class Constants:
         return float(total.detach()), self._table(total)
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
-        """The modules, with limits on products that inputs in the box do not exceed."""
+        """The modules; products get limits that inputs in the box do not exceed."""
         nodes: list[nn.Module] = []
         for m, read in zip(self._modules, self._sources, strict=True):
             chain: list[nn.Module] = []
@@ -177,7 +177,7 @@ class Constants:
         return [new if _to_limit(m) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
-        """Shape of one sample of a value; for a value inside of a call, found by running zeros."""
+        """Shape of one sample of a value; zeros are run to find it for a value inside of a call."""
         if value not in self._shapes:
             module, before = self._modules[value - 1], [self._shape(read) for read in self._sources[value - 1]]
             if isinstance(module, Bounded) and module.shape is not None:
@@ -188,7 +188,7 @@ class Constants:
         return self._shapes[value]
 
     def _behind(self, i: int, forms: Sequence[Form]) -> Form:
-        """The bound of the output of module i, folded with the module before it where that is smaller."""
+        """The bound of the output of module i, by the folded bound with the module before where that is smaller."""
         if self._put_off(i):
             self._left.add(i + 1)
             return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # a placeholder, which is not read

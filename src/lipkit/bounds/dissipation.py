@@ -194,13 +194,13 @@ class _Barrier:
         self.free[before : before + nx] = 0
 
     def parts(self, z: Tensor) -> tuple[float, Tensor, Tensor]:
-        """Gain, metric and multiplier."""
+        """The gain, metric and multiplier that z holds."""
         p = z.new_zeros(self.nx, self.nx)
         p[self.rows, self.columns] = z[1 : 1 + len(self.rows)]
         return float(z[0]), p + p.tril(-1).mT, z[1 + len(self.rows) :]
 
     def start(self) -> tuple[Tensor, float]:
-        """A strictly feasible point and its rate: P and later units' multipliers are small, gain and rate are large."""
+        """A strictly feasible point and its rate: with small P and multipliers of later units, large gain and rate."""
         d11 = float(self.q[: self.nv, : self.nv].norm()) if self.nv else 1.0
         step = min(1.0, 1 / (2 * d11 * self.nv)) ** 2 if self.system.block < self.nv else 1.0
         lam = step ** (torch.arange(self.nv) // max(self.system.block, 1)).double()
@@ -236,6 +236,7 @@ class _Barrier:
         return -2 * float(one.diagonal().log().sum() + two.diagonal().log().sum())
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian of the barrier at z."""
         gain, p, lam = self.parts(z)
         g = torch.linalg.inv(dissipation_matrix(self.system, p, lam, gain, self.rate)[0])
         inverse = torch.linalg.inv(p)

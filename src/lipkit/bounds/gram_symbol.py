@@ -134,6 +134,7 @@ class GramSymbol:
         return self._table.to(torch.float32)
 
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
+        """`below` by one table of coefficients, whose format sets the rounding that is taken off."""
         single = table.dtype == torch.float32
         unit = UNIT_SINGLE if single else UNIT
         # In float32, each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds.

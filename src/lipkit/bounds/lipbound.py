@@ -95,7 +95,7 @@ def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float
 
 
 def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
-    r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, rounding included: ``(g,)``."""
+    r"""``sum_i max_w sum_j |f_ij(w)|^2`` of each group ``(g,)`` on the grid, rounding included."""
     groups, cout, cin, kh, kw = kernels.shape
     rows, lags = kernels.reshape(groups * cout, cin, 1, kh, kw), half_lags(kh, kw)
     coefficients = half_autocorrelation(rows).flatten(1)

@@ -227,7 +227,7 @@ def _expect(where: object, good: bool, what: str, got: object) -> None:
 
 
 def _number(where: object, key: str, value: Any, least: float | None = None) -> float:
-    """A number of a file, which may be a word, as a float; not below ``least``, if one is given."""
+    """A number of a file as a float, at least ``least`` if one is given; infinities and NaN are words there."""
     number: Any = _WORDS.get(value) if isinstance(value, str) else value
     good = type(number) in (int, float) and (least is None or number >= least)
     _expect(where, good, f"{key} as a number" + (" >= 0" if least == 0 else ""), value)
@@ -238,7 +238,7 @@ def _number(where: object, key: str, value: Any, least: float | None = None) -> 
 
 
 def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
-    """The numbers of each line, in the order of the columns."""
+    """Check the lines of all samples one by one, and give the numbers of each in the order of `COLUMNS`."""
     count = 0
     while line := stream.readline(_LONGEST_LINE + 1):
         where = f"{path}, line {count + 2}"
@@ -347,7 +347,7 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
 
 
 def _check_claims(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
-    """Compare what a file says about the network with what was proved of it."""
+    """Raise unless a file says about the network no more than was proved of it, and about the evaluation the same."""
     claimed = file.certificate
     for name, bound, known in (
         ("a Lipschitz constant", claimed.constant, proved.constant),

@@ -74,9 +74,9 @@ class Linear(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A scalar activation: its lines; ``noise`` maps bounds of the entries to the evaluator's (error, largest number).
+    """A scalar activation, between lines.
 
-    ``noise`` is None for exact evaluations.
+    ``noise`` maps bounds of the moduli of its inputs to the evaluator's (error, largest number); None without errors.
     """
 
     lines: Relaxation
@@ -84,7 +84,7 @@ class Scalar(NamedTuple):
 
 
 class Total(NamedTuple):
-    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares, but may flush numbers."""
+    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares, but it may flush numbers."""
 
     factors: tuple[float, ...]
     noise: Noise | None
@@ -109,6 +109,8 @@ Node = Linear | Scalar | Total | Stack | Leaf
 
 class Circuit:
     """Nodes in the order of computation: value 0 is the input, value i + 1 the output of node i.
+
+    The methods that add nodes return the number of the value that they make.
 
     Args:
         network: exported, in float64.
@@ -147,29 +149,29 @@ class Circuit:
         return len(self.nodes)
 
     def module(self, module: nn.Module, *values: int) -> int:
-        """The value that a module makes of values; ``NoRuleError`` where it, or a part of it, has no rule."""
+        """Add a module of values; ``NoRuleError`` where it, or a part of it, has no rule."""
         guard(module)
         if type(module) not in _RULES:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
         return _RULES[type(module)](self, module, *values)
 
     def linear(self, value: int, linear: Linear) -> int:
-        """A linear map of a value."""
+        """Add a linear map of a value."""
         return self._add(linear, (value,), linear.shape)
 
     def scalar(self, value: int, module: nn.Module, *, exact: bool = False) -> int:
-        """A scalar activation; ``exact`` where the evaluator makes no error in it."""
+        """Add a scalar activation of a value; ``exact`` where the evaluator makes no error in it."""
         noise = None if exact or self.arithmetic is None else _noise_of(module, self.arithmetic)
         return self._add(Scalar(Relaxation(module), noise), (value,), self.shapes[value])
 
     def total(
         self, values: Sequence[int], factors: Sequence[float], noise: Noise | None = None, *, flushed: bool = False
     ) -> int:
-        """The value ``sum_i factors_i values_i``; ``noise`` and ``flushed`` as in `Linear` and `Total`."""
+        """Add ``sum_i factors_i values_i``; ``noise`` and ``flushed`` are those of `Total`."""
         return self._add(Total(tuple(factors), noise, flushed), values, self.shapes[values[0]])
 
     def stack(self, values: Sequence[int], dim: int) -> int:
-        """A concatenation of values."""
+        """Add a concatenation of values along a dimension (the batch is 0)."""
         shapes = [self.shapes[value] for value in values]
         sizes = tuple(shape[dim - 1] for shape in shapes)
         # Shapes have no batch: the dimension dim is their dim - 1.
@@ -177,11 +179,11 @@ class Circuit:
         return self._add(Stack(dim, sizes), values, shape)
 
     def select(self, value: int, index: Tensor) -> int:
-        """Entries of a value: ``index`` counts them from 1 on, in the shape of the result; 0 gives a zero."""
+        """Add the entries of a value at ``index``, of the result's shape; it counts from 1, and 0 gives a zero."""
         return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
 
     def maximum(self, a: int, b: int) -> int:
-        """The maximum as ``b + relu(a - b)``; the evaluator only compares, so it rounds nothing."""
+        """Add the maximum as ``b + relu(a - b)``; the evaluator only compares, so it rounds nothing."""
         apart = self.total((a, b), (1.0, -1.0))
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
@@ -192,7 +194,7 @@ _RULES: dict[type[nn.Module], CircuitRule] = {}
 
 
 def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule]:
-    """Register ``rule(circuit, module, *values) -> value`` for exactly these types: what a module is made of.
+    """Register ``rule(circuit, module, *values) -> value`` for exactly these types; it adds the parts of a module.
 
     >>> class Twice(nn.Module):
     ...     def forward(self, x): return x + x
@@ -276,10 +278,10 @@ def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
 
 
 def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, blocked: bool = True) -> Noise | None:
-    """The noise of inner products of that many terms and a bias."""
+    """The noise of inner products of ``terms`` terms and a bias; ``blocked``: by a kernel that may sum in blocks."""
     if arithmetic is None:
         return None
-    depth = arithmetic.depth(terms) if blocked else terms  # only some kernels sum in blocks
+    depth = arithmetic.depth(terms) if blocked else terms
     return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
 
 

@@ -66,7 +66,7 @@ class DenseCertificate(Shown):
 
     @property
     def worst_accuracy(self) -> float:
-        """Lower bound of that fraction if every input moves by at most eps."""
+        """Lower bound of the fraction of right decisions if every input moves by at most eps."""
         return self._fraction(self.worst)
 
     @property
@@ -236,7 +236,7 @@ def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
 
 
 def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
-    """One class for each position: (N, K, P) outputs, (N, P) labels."""
+    """Decisions of one class for each position, from outputs (N, K, P) and labels (N, P)."""
     counts = labels != ignored
     labels = torch.where(counts, labels, 0)  # any class: ignored positions count nowhere
     known = outputs.isfinite().all(1)
@@ -271,7 +271,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
 
 
 def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
-    """Yes or no for each output: (N, K, P) outputs and labels."""
+    """Decisions of yes or no by the sign of each output, from outputs and labels (N, K, P)."""
     counts, yes = labels != ignored, labels == 1
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     right = counts & torch.where(yes, outputs > 0, outputs < 0)

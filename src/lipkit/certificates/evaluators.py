@@ -29,7 +29,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Which evaluation a certificate holds for, and where it was made. Plain values only.
+    """The evaluation that a certificate holds for, and where it was made; plain values only.
 
     Attributes:
         name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), ``"integer"`` (the
@@ -84,7 +84,7 @@ def evaluator(
 
 
 def arithmetic(name: str, network: nn.Module) -> Arithmetic:
-    """The arithmetic of an evaluator on a network as stored."""
+    """The arithmetic of an evaluator, which rounds the numbers of a network if they are stored wider than its own."""
     if name == "integer":
         return FLOAT64  # of the proof; the program's errors are its own
     dtype = _DTYPES[name]

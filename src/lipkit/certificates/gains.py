@@ -70,7 +70,7 @@ LATER["tight"] = tight
 
 
 def hidden_units(network: Network) -> int:
-    """The most hidden units of a run of dense layers, which `tight` bounds by one LMI."""
+    """The largest number of hidden units in a run of dense layers; `tight` bounds each run by one LMI."""
     parts = [part for part in attach(network, {}).modules() if type(part) is Network]
     runs = [run for part in parts for run in slope_runs(part, candidates=True)]
     return max((sum(len(weight) for weight in run.weights[:-1]) for run in runs), default=0)
@@ -243,11 +243,12 @@ class _Growing:
         self.sectors: list[Tensor] = []
 
     def linear(self, weight: Tensor) -> None:
+        """Append a linear layer: a matrix, or the diagonal of one."""
         self.value, self.jacobian = _composed(weight, self.value), _composed(weight, self.jacobian)
         self.own = _composed(weight, None if self.own is None else (self.own, torch.zeros_like(self.own)))[0]
 
     def activation(self, low: Tensor, high: Tensor) -> None:
-        """Slopes ``low`` to ``high``, one for each unit."""
+        """Append an activation whose slopes lie between ``low`` and ``high``, unit by unit."""
         assert self.value is not None
         assert self.jacobian is not None
         assert self.own is not None
@@ -271,7 +272,7 @@ class _Growing:
         self.own = torch.ones(len(low), dtype=torch.float64)
 
     def steepest(self) -> Tensor:
-        """The largest modulus of each entry of dy / dx."""
+        """Upper bounds of the moduli of dy / dx, entry by entry."""
         assert self.jacobian is not None
         moduli = _moduli(self.jacobian)
         return moduli if moduli.ndim == 2 else torch.diag(moduli)

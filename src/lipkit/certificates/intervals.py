@@ -31,13 +31,13 @@ class Share:
 
 
 def share(hits: Tensor, confidence: float = 0.95) -> Share:
-    """The fraction of True in a (N,) bool tensor."""
+    """The fraction of True in a (N,) bool tensor, with its interval."""
     count, total = int(hits.sum()), len(hits)
     return Share(count, total, *clopper_pearson(count, total, confidence))
 
 
 def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    r"""Two-sided Clopper-Pearson interval of a binomial fraction: it holds the true one with at least this probability.
+    r"""Two-sided Clopper-Pearson interval, which holds a binomial fraction with probability ``confidence`` at least.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.
@@ -84,7 +84,7 @@ def check_radii(
     norm: str = "l2",
     large: bool = False,
 ) -> None:
-    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large and not asked for.
+    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large without ``large``.
 
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
     ``input_range``, radii far above the range ``seen`` in the samples give a warning. ``large`` allows radii above

@@ -111,7 +111,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
 
 
 def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
-    """The run, cut at activations so that no piece has more than ``units`` hidden units."""
+    """Cut a run at activations into pieces of at most ``units`` hidden units."""
     if units is None or sum(len(w) for w in run.weights[:-1]) <= units:
         yield run
         return

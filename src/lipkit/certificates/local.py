@@ -200,7 +200,7 @@ class Ball:
         return low, high
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Base and norm, both (N or 1, R): ``rows v >= base - r norm`` for the machine's v within every r of a sample.
+        r"""Base and norm, both (N or 1, R): the machine's v has ``rows v >= base - r norm`` within any r of a sample.
 
         ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which start at the
         last activation before v.
@@ -322,7 +322,7 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds after each module of the network, from the constants of those before it; -1 for the input."""
+        """Error bounds after each module of the network by its place, from constants; those of the input have -1."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class Proof(Shown):
         return self.pairs or pair_constants(self.chain, classes)
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
-        """Raise unless this proof is of exactly this network (attributes included) and this evaluation."""
+        """Raise unless this proof was made for exactly this network, its attributes included, and this evaluation."""
         guard(*(module for _, module in parts(network)))
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
@@ -236,7 +236,7 @@ def prove(
 
 
 def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
-    """Proved constants (K, K) of the differences of two outputs, and the distances of the last layer's rows or None."""
+    """Proved constants (K, K) of differences of two outputs; and the distances of the last layer's rows, or None."""
     constants = margins.global_constants(proof.constant * proof.slack, classes)
     if proof.last is None or proof.body_constant is None:
         return constants, None
@@ -262,7 +262,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Two error bounds (N, 1 or K): of `outputs`, and of the machine within ``distance``; 0 if ignored."""
+        """Bounds (N, 1 or K) of two errors by rounding: of `outputs`, and of the machine within ``distance``."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero

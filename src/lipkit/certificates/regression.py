@@ -79,14 +79,14 @@ class RegressionCertificate(Shown):
 
     @property
     def deviation(self) -> float:
-        """Largest l2 norm of the output deviation, ``L delta`` or that of `moved`, and twice the rounding error."""
+        """Largest l2 norm of the output deviation: the smaller of ``L delta`` and ``|moved|``, plus rounding twice."""
         worst = float(size(self.rounding_error).amax()) if self.rounding == "sound" else 0.0
         most = product(self.constant, self.delta)
         return grow((most if self.sensors is None else min(most, float(size(self.moved[None])))) + 2 * worst)
 
     @property
     def output_deviation(self) -> Tensor:
-        """(d,) largest deviation of each output alone, in its units: `moved` and twice the rounding error."""
+        """(d,) largest deviation of each output alone, in its units: `moved`, plus rounding at both ends."""
         return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
@@ -249,7 +249,7 @@ def _by_multipliers(run: SlopeRun, row: int) -> float:
 
 
 def columns(values: Tensor) -> Tensor:
-    """Outputs or targets (N, d); those of shape (N,) are vectors of one entry."""
+    """Outputs or targets as (N, d); those of shape (N,) become (N, 1)."""
     return values[:, None] if values.ndim == 1 else values
 
 

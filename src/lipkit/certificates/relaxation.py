@@ -34,7 +34,7 @@ _STEPS = 40  # halvings: touching points need not be exact, tangents hold anywhe
 
 
 class Curve(NamedTuple):
-    """The shape of a scalar activation.
+    """The shape of a scalar activation, piece by piece.
 
     Attributes:
         joints: maps a module to the points between its pieces, rising: numbers, or tensors of the shape of a sample.
@@ -85,7 +85,7 @@ class Lines(NamedTuple):
 
 
 def curve_of(module: Any) -> Curve | None:
-    """The curve of a scalar activation; None if only its slopes are known."""
+    """The curve of a scalar activation; None if only the range of its slopes is known."""
     if type(module) is nn.GELU and module.approximate == "none":
         return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
     if type(module) is nn.ELU:
@@ -96,7 +96,7 @@ def curve_of(module: Any) -> Curve | None:
 
 
 class Relaxation:
-    """Lines around one activation. Inputs are float64, ``(N, *shape)``."""
+    """Lines around one activation, by calls with the ends of intervals: float64, ``(N, *shape)``."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.curve = module, curve_of(module)
@@ -162,7 +162,7 @@ class Relaxation:
         return Lines._make((*lines, below.select(0, 1), above.select(0, 1)))  # the second slope is flat
 
     def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of s(z) - a z on the interval."""
+        """Bounds of s(z) - a z from below and above on the interval."""
         assert self.curve is not None
         gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]
         # On straight pieces the extremes of the gap are at edges; a convex one can only dip lower, a concave one rise.

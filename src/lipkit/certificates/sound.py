@@ -159,7 +159,7 @@ def radii(
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Errors of the label's margin over each class: (N, K) at the samples, and their growth per distance."""
+    """Error bounds (N, K) of the label's margin over each class: at the samples, and their growth per distance."""
     values, walk, own = logits.values, logits.walk, logits.own
     spread = walk.spread
     if own is None or rows is None:
@@ -181,7 +181,7 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
 def output_errors(
     logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Errors (N, 1 or K) of each output: of the float64 values at the samples, and of the machine within ``distance``.
+    """Error bounds (N, 1 or K) of outputs: of the float64 values at the samples; of the machine within ``distance``.
 
     ``weight`` is that of the last dense layer.
     """
@@ -198,10 +198,10 @@ def output_errors(
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
-    """The label's value plus that of every class."""
+    """``each_t + each_i`` for the label t and every class i."""
     return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:
-    """Values enlarged to cover one rounding; 0 stays 0."""
+    """`grow`, but a 0 in the tensor stays 0."""
     return torch.where(values > 0, grow(values), values)

@@ -26,7 +26,7 @@ _MOST_CASES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """``sum_i f_i v_i <= bound``, or ``<`` where it is strict; v are pairs such as ``("X", 3)``."""
+    """A condition ``sum_i f_i v_i <= bound``, or ``<`` if strict; variables v are pairs such as ``("X", 3)``."""
 
     factors: tuple[tuple[tuple[str, int], Fraction], ...]
     bound: Fraction
