@@ -39,17 +39,16 @@ def layer_bound(
     ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
     """
     with torch.no_grad():
-        if not _searched(module) or method == "auto":
-            if _searched(module) and tolerance is not None and len(input_shape) == 3:
-                guard(module)
-                bound = symbol_sup(kernel_with_stride(module), groups=module.groups, tolerance=tolerance)
-                return bound.detach(), _default(module)
-            return lipschitz(module, input_shape).detach(), _default(module)
-        names = list(METHODS) if method == "best" else [method]
-        kernel = kernel_with_stride(module)
-        found = {name: METHODS[name](kernel, groups=module.groups).detach() for name in names}
-        best = min(found, key=lambda name: float(found[name]))
-        return found[best].to(torch.float64), best
+        if _searched(module) and method != "auto":
+            kernel, names = kernel_with_stride(module), METHODS if method == "best" else [method]
+            found = {name: METHODS[name](kernel, groups=module.groups) for name in names}
+            best = min(found, key=lambda name: float(found[name]))
+            return found[best], best
+        if _searched(module) and tolerance is not None and len(input_shape) == 3:
+            guard(module)
+            bound = symbol_sup(kernel_with_stride(module), groups=module.groups, tolerance=tolerance)
+            return bound, _default(module)
+        return lipschitz(module, input_shape).detach(), _default(module)
 
 
 def _default(module: nn.Module) -> str:

@@ -133,8 +133,10 @@ def dense(
     if proof is not None and proof.program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)
+    if y.is_floating_point():
+        raise OptionError(f"expected integer labels (int64), got {dtype_name(y)}")
     measured = measure_by(network, x, proof)
-    outputs, labels = measured.outputs, y.cpu() if y.is_floating_point() else y.cpu().long()  # floats are refused below
+    outputs, labels = measured.outputs, y.cpu().long()
     if type(dim) is not int or not -outputs.ndim <= dim < outputs.ndim or dim % outputs.ndim == 0:
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
     budgets = _budgets(measured, dim % outputs.ndim, eps)
@@ -331,8 +333,6 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
 
 
 def _check_labels(outputs: Tensor, labels: Tensor, ignored: int) -> None:
-    if labels.is_floating_point():
-        raise OptionError(f"expected integer labels (int64), got {dtype_name(labels)}")
     shape = (len(outputs), *outputs.shape[2:])
     if labels.shape not in (shape, outputs.shape):
         raise ShapeError(

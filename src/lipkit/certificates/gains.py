@@ -290,9 +290,11 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     """The network as runs that one LMI bounds and the modules between them; ``units`` None puts no limit on a run."""
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
-    run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
+    run = _Growing(math.prod(shape))
     for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
+        if run.value is None:  # the box at the input of the run, and the value at its centre
+            box_radius, point = radius, (centre, torch.zeros_like(radius))
         if type(module) in _SAME:
             continue
         constant = float(lipschitz(module, before))
@@ -325,14 +327,11 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
                 run.constant = product(run.constant, steepest)
             centre, radius = _around(low, high)
             point = _around(*_slopes(twin, next_down(point[0] - point[1]), next_up(point[0] + point[1]), constant)[1])
-            if run.value is None:
-                box_radius, point = radius, (centre, torch.zeros_like(radius))
         else:
             found += [run.finished(), _Run(constant)]
             run = _Growing(math.prod(shape))
             centre = torch.zeros(math.prod(shape), dtype=torch.float64)
             radius = torch.full_like(centre, math.inf)
-            box_radius, point = radius, (centre, torch.zeros_like(radius))
     if units is None and run.value is not None and run.value[0].ndim == 1:
         run.linear(torch.eye(len(centre), dtype=torch.float64))
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]

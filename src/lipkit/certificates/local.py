@@ -277,7 +277,6 @@ class Ball:
         best, worst = -radius * norm, torch.zeros_like(radius * norm)  # the split P = A: the ball alone
         chosen = norm.expand(len(self.x), -1)
         steep = (norm / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
-        # The rows of the logits are few: more splits are tried there.
         tries = 4 if rows.shape[1] <= _FEW else 1
         for left in range(tries, -1 if tries > 1 else 0, -1):
             p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if left else torch.zeros_like(rows)

@@ -350,7 +350,6 @@ def _constant(c: Call) -> Tensor:
 
 
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))
-# Versions above these are unknown; below version 7 operators have other meanings.
 OPERATORS: dict[str, Row] = {
     **LAYERS,
     "Ceil": Row(_each(torch.ceil), (6, 13), moves=False),

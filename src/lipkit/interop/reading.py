@@ -117,7 +117,6 @@ def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     try:
         with torch.no_grad(), Budget():
             network(torch.empty(1, *input_shape, device="meta", dtype=dtype))
-    except DataError:
-        raise
-    except Exception:  # the export will report it
-        return
+    except Exception as error:
+        if isinstance(error, DataError):  # the export will report all others
+            raise
