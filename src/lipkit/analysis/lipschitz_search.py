@@ -40,7 +40,7 @@ def lipschitz_lower_bound(
     iteration on the Jacobian at the best points improves the direction. The result is a secant evaluated in float64.
 
     Args:
-        model: any module; all but a :class:`lipkit.modules.Network` need ``input_shape``, that of one sample.
+        model: any module; all but a :class:`lipkit.modules.Network` need ``input_shape``, of one sample, or ``start``.
         box: (low, high) of both inputs, numbers or tensors of shape ``input_shape``; None for all of space.
         start: points to search around ``(n, *input_shape)``, for instance test images; None for the middle of the
             box and uniform points in it, or the origin and normal ones without a box.

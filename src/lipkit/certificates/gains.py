@@ -337,8 +337,12 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
 
 
-def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``OptionError`` for an empty box."""
+def box_ends(box: Box, shape: Shape, name: str = "box") -> tuple[Tensor, Tensor]:
+    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``name`` is for messages.
+
+    Raises:
+        OptionError, ShapeError: a box that is empty or does not fit.
+    """
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):
@@ -350,10 +354,10 @@ def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
         try:
             ends.append(end.expand(shape))
         except RuntimeError:
-            raise ShapeError(f"box: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
+            raise ShapeError(f"{name}: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
     if len(ends) != 2 or isinstance(box, str) or not bool((ends[0] <= ends[1]).all()):
-        interval("box", box)  # raises with what was expected
-        raise OptionError("box: expected two ends, the smaller one first in every entry")
+        interval(name, box)  # raises, except for tensors
+        raise OptionError(f"{name}: expected two ends, the smaller one first in every entry")
     return ends[0], ends[1]
 
 

@@ -156,7 +156,8 @@ def certify_regression(
             ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``, which tightens `RegressionCertificate.moved`.
 
     Raises:
-        NoRuleError, ShapeError, OptionError: as in `lipkit.certify`; targets that are not floating point or finite.
+        NoRuleError, ShapeError, OptionError: as in `lipkit.certify`; targets that are not floating point or finite; a
+            delta that is negative or of another shape.
 
     >>> net = Network([nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -168,9 +169,11 @@ def certify_regression(
     check_inputs(network, x, batch_size)
     sensors = None
     if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
-        if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
-            raise OptionError(f"expected delta as numbers >= 0, one for each input or channel, got {delta}")
-        sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
+        try:
+            sensors = box_ends((0.0, delta), network.input_shape, "delta")[1].clone()
+        except OptionError:
+            wanted = "numbers >= 0, one for each input or channel"
+            raise OptionError(f"expected delta as {wanted}, got {delta}") from None
         delta = float(size(sensors[None]))  # the ball around the box that the sensors reach
     delta = finite("delta", delta, least=0)
     _check_targets(x, y)

@@ -75,6 +75,7 @@ def check_runtime(
 
     Raises:
         CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
+        ShapeError, OptionError: outputs of another shape, no sample, or ``y`` that `lipkit.certify` refuses.
     """
     x = random_inputs(network) if x is None else x.cpu()
     if len(x) == 0:

@@ -44,7 +44,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
     outputs for random inputs in onnxruntime (where that lacks an operator, in the reference evaluator of onnx).
 
     Raises:
-        OptionError: onnx or onnxscript is not installed. NoRuleError: the network is not an exported one.
+        OptionError: onnx or onnxscript is not installed, or the network has bfloat16. NoRuleError: it is not exported.
         DataError, CertificateViolation: torch wrote a file that is not valid, or another function.
     """
     check_network(network, "write")
