@@ -331,9 +331,9 @@ Samples = Tensor | np.ndarray[Any, Any]
 """Samples or labels."""
 
 
-def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
-    """A copy in float64 that holds exactly the same numbers; on the CPU where ``device`` has no float64."""
-    return copy.deepcopy(network).cpu().double().to(float64_device(device))  # mps cannot even hold a float64 tensor
+def float64_copy(network: modules.Network) -> modules.Network:
+    """A copy in float64, on the CPU, that holds exactly the same numbers."""
+    return copy.deepcopy(network).cpu().double()  # first to the CPU: mps cannot even hold a float64 tensor
 
 
 def float64_device(device: str | torch.device) -> torch.device:
