@@ -187,7 +187,7 @@ class Constants:
         return self._shapes[value]
 
     def _behind(self, i: int, forms: Sequence[Form]) -> Form:
-        """The bound of the output of module i, by the folded bound with the module before where that is smaller."""
+        """The bound of the output of module i, folded with the module before it where that is smaller."""
         if self._put_off(i):
             self._left.add(i + 1)
             return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # a placeholder, which is not read

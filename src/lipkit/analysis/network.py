@@ -217,7 +217,7 @@ def analyze(
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
-    """The lowered network: for bounds alone, or as plain modules with limits in products, if it has no bound else."""
+    """The lowered network: for bounds alone; or, without a bound outside the box, as plain modules to be limited."""
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
         root = Root(constant_copy(model))

@@ -48,7 +48,7 @@ def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> floa
 
 
 def _fractions(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
-    """The larger bound of the module docstring over M, rounded down; ``curvature`` is kappa / M."""
+    """The larger bound of the module docstring divided by M, rounded down; ``curvature`` is kappa / M."""
     # Angles are rounded up, squares of cosines down.
     phi = phi * (1 + 8 * UNIT)
     bernstein = np.where(phi < math.pi / 2, np.cos(phi) ** 2 - 8 * UNIT, 0.0)

@@ -30,7 +30,7 @@ _PACKED_FROM = 16
 
 
 class GramSymbol:
-    """G(w) of each group, of the side of the smaller number of channels, with the bounds that a proof needs.
+    """G(w) of each group, as a matrix of the smaller number of channels, with the bounds that a proof needs.
 
     Args:
         kernels: ``(g, cout, cin, kh, kw)``, float64, largest entry in [1/2, 1), no gradient.

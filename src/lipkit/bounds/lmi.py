@@ -135,9 +135,9 @@ def _with_errors(
 
 
 def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
-    """The weights between hidden units, those from x to y, and for x and for y: (units coupled to it, their rows).
+    """The weights between hidden units; those from x to y; for x and for y, the units coupled to it and their rows.
 
-    The signs of the rows are left out.
+    The rows are those of C, without their signs.
     """
     starts = [0, *accumulate(map(len, multipliers))]
     units = torch.arange(starts[-1], device=weights[0].device)

@@ -77,7 +77,7 @@ _SMALLEST = 2.0**-120
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """The weights (two or more) with a smaller first and last one of the same Gram matrix, on which alone H depends."""
+    """The weights (two or more), the first and last one smaller but of the same Gram matrix: H depends on no more."""
     first, *between, last = weights
     if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT

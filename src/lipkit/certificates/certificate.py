@@ -204,8 +204,8 @@ def certify(
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N,) int64 labels, a tensor or a numpy array.
-        method: ``"global"``; ``"local"``; or ``"best"``: as local, but a certificate with no larger local radius keeps
-            the name of the other method.
+        method: ``"global"``; ``"local"``; or ``"best"``: as local, but the certificate is called so only if a local
+            radius is the larger one for some sample.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which
             sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network), or

@@ -347,7 +347,7 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
 
 
 def _check_claims(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
-    """Raise unless a file says about the network no more than was proved of it, and about the evaluation the same."""
+    """Raise if a file claims more of the network than was proved, or another method, evaluator or architecture."""
     claimed = file.certificate
     for name, bound, known in (
         ("a Lipschitz constant", claimed.constant, proved.constant),

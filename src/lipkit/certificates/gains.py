@@ -356,7 +356,7 @@ def box_ends(box: Box, shape: Shape, name: str = "box") -> tuple[Tensor, Tensor]
         except RuntimeError:
             raise ShapeError(f"{name}: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
     if len(ends) != 2 or isinstance(box, str) or not bool((ends[0] <= ends[1]).all()):
-        interval(name, box)  # raises, except for tensors
+        interval(name, box)  # raises with the usual message
         raise OptionError(f"{name}: expected two ends, the smaller one first in every entry")
     return ends[0], ends[1]
 

@@ -37,7 +37,7 @@ def share(hits: Tensor, confidence: float = 0.95) -> Share:
 
 
 def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    r"""Two-sided Clopper-Pearson interval, which holds a binomial fraction with probability ``confidence`` at least.
+    r"""Two-sided Clopper-Pearson interval, which holds a binomial fraction with probability at least ``confidence``.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.
@@ -84,7 +84,7 @@ def check_radii(
     norm: str = "l2",
     large: bool = False,
 ) -> None:
-    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large without ``large``.
+    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large unless ``large``.
 
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
     ``input_range``, radii far above the range ``seen`` in the samples give a warning. ``large`` allows radii above

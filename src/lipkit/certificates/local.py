@@ -209,7 +209,7 @@ class Ball:
         const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
         for at in range(value, -1, -1):  # backwards, so readers come before what they read
             node = self.circuit.nodes[at - 1] if at else None
-            # Until here all was linear, so that the negated rows were only the negatives of the rows.
+            # Until here all was linear: negated rows would only have mirrored the rows.
             if mirrored and (node is None or (at in pending and isinstance(node, Scalar))):
                 mirrored = False
                 pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
@@ -321,7 +321,7 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds after each module of the network by its place, from constants; those of the input have -1."""
+        """Error bounds after each module of the network, by its place, from the constants up to it; -1 is the input."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:

@@ -262,7 +262,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Bounds (N, 1 or K) of two errors by rounding: of `outputs`, and of the machine within ``distance``."""
+        """Bounds (N, 1 or K) of the rounding of `outputs`, and of the machine within ``distance``; 0 if ignored."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero

@@ -57,7 +57,7 @@ def monotone(network: Network) -> Tensor:
             raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")
         if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()
-            # Against a rise are positive weights of units that may fall, and negative ones of units that may rise.
+            # These weights break a rise: positive ones of units that may fall, negative ones of units that may rise.
             against = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
             up, down = against[0] == 0, against[1] == 0
         elif type(module) is Affine:

@@ -68,7 +68,7 @@ class Answer(Shown):
 
 
 class _Box(Ball):
-    """Bounds, in float64, that hold in boxes (N, *input_shape); ``rows``: those that `below` last led to the input."""
+    """Bounds, in float64, that hold in boxes (N, *input_shape); `below` leaves the rows at the input in ``rows``."""
 
     def __init__(self, bounds: Bounds, low: Tensor, high: Tensor) -> None:
         centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)  # halves first: their sum stays finite

@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer itself: at the sample in float64 and in the machine; and growth of the latter."""
+    """Errors (N, K) of the last layer itself: in float64 and in the machine at the sample; growth of the latter."""
 
     at64: Tensor
     at: Tensor
