@@ -277,7 +277,9 @@ def _random_secants(model: nn.Module, input_shape: Shape, box: gains.Box | None,
             y = model(pair).reshape(2, -1).double()
         x = pair.flatten(1).double()
         lost = 64 * torch.finfo(pair.dtype).eps * y.norm()
-        best = max(best, float((y[0] - y[1]).norm() - lost) / float((x[0] - x[1]).norm()))
+        distance = float((x[0] - x[1]).norm())
+        if distance > 0:  # a box of one point has no secants
+            best = max(best, float((y[0] - y[1]).norm() - lost) / distance)
     return best
 
 
