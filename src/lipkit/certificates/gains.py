@@ -127,8 +127,8 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     everywhere = float(lipschitz(network))
     parts = _parts(network, (-math.inf, math.inf) if box is None else box, None)
     if len(parts) != 1 or not parts[0].weights:
-        kinds = sorted({type(m).__name__ for m in network})
-        raise NoRuleError(f"expected dense layers with scalar activations between them, got {', '.join(kinds)}")
+        kinds = ", ".join(sorted({type(m).__name__ for m in network})) or "no module"
+        raise NoRuleError(f"expected dense layers with scalar activations between them, got {kinds}")
     (run,) = parts
     if not math.isfinite(everywhere):
         return torch.full_like(run.jacobian[0], math.inf)

@@ -157,8 +157,8 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
         for piece in _pieces(run, units)
     ]
     if not (found or units):
-        kinds = sorted({type(m).__name__ for m in network.modules()})
-        raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")
+        kinds = sorted({type(m).__name__ for m in network.modules()} - {"Network"})
+        raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds) or 'no module'}")
     for path, part, run in found:
         _, diagonals, taken = minimise_gain(run.weights, run.errors)
         steps += taken

@@ -262,7 +262,7 @@ def spectral_norm(a: Tensor) -> Tensor:
     """Proved upper bound of the largest spectral norm in a batch ``(..., m, n)``: 0-d float64, differentiable.
 
     The value is that of :func:`spectral_norms`; the derivatives are those of the largest singular value, exact where
-    that value is simple.
+    that value is simple. Errors are those of :func:`spectral_norms`, and ``ShapeError`` for an empty batch.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
     >>> spectral_norm(a).backward()
@@ -271,6 +271,8 @@ def spectral_norm(a: Tensor) -> Tensor:
             [0., 0.]])
     """
     norms = spectral_norms(a).reshape(-1)
+    if not len(norms):
+        raise ShapeError(f"expected one matrix or more, got shape {tuple(a.shape)}")
     bound = norms.max()
     if not differentiated(a) or not torch.isfinite(bound):
         return bound
