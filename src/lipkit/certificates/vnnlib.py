@@ -107,7 +107,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
         if math.prod(len(part) for part in parts) > _MOST_CASES:
             raise OptionError(f"expected a formula of at most {_MOST_CASES} cases, got more")
         return [list(itertools.chain(*chosen)) for chosen in itertools.product(*parts)]
-    if head not in _FLIPPED or len(rest) != 2:
+    if not isinstance(head, str) or head not in _FLIPPED or len(rest) != 2:
         raise OptionError(f"expected and, or, not or a comparison of two terms, got {str(term)[:80]}")
     sign = _FLIPPED[head] if negated else head
     apart = _linear(["-", *rest], sizes)
