@@ -93,9 +93,14 @@ def test_refusals() -> None:
         lipschitz_lower_bound(nn.Linear(3, 2))
     with pytest.raises(OptionError, match="the smaller one first"):
         lipschitz_lower_bound(nn.Linear(3, 2), (1.0, 0.0), input_shape=(3,))
-    with pytest.raises(OptionError, match="at least 1"):
-        lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), restarts=0)
+    with pytest.raises(OptionError, match="the smaller one first"):
+        lipschitz_lower_bound(nn.Linear(3, 2), (torch.ones(3), torch.zeros(3)), input_shape=(3,))
+    with pytest.raises(ShapeError, match="box: expected ends of shape"):
+        lipschitz_lower_bound(nn.Linear(3, 2), (torch.zeros(2), torch.ones(2)), input_shape=(3,))
+    for options in ({"restarts": 0}, {"restarts": 1.5}, {"steps": 0}):
+        with pytest.raises(OptionError, match="expected an integer of at least 1"):
+            lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), **options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="dtype: expected"):
         lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), dtype=torch.float16)
-    with pytest.raises(ShapeError, match="start"):
+    with pytest.raises(ShapeError, match=r"start: expected shape \(n, 3\)"):
         lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), start=torch.zeros(4, 5))

@@ -305,13 +305,28 @@ def test_weights_that_are_no_numbers_bound_nothing() -> None:
     assert analyze(model, (2,), restarts=0).upper == math.inf
 
 
+class Cast(nn.Linear):
+    """Keeps a network from the search in float64: secants between random points take its place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(torch.float32), self.weight, self.bias)
+
+
+def test_a_box_of_one_point_has_no_secants() -> None:
+    point = torch.tensor([0.0, 1.0])
+    for model in (nn.Linear(2, 2), Cast(2, 2)):
+        found = analyze(model, (2,), box=(point, point))
+        assert found.lower == 0 < found.upper
+
+
 def test_arguments() -> None:
     with pytest.raises(ShapeError, match="does not accept"):
         analyze(nn.Linear(3, 2), (4,))
     with pytest.raises(OptionError, match="expected one of auto, best"):
         analyze(nn.Linear(3, 2), (3,), method="magic")
-    with pytest.raises(OptionError, match="restarts"):
-        analyze(nn.Linear(3, 2), (3,), restarts=-1)
+    for restarts in (-1, 1.5):
+        with pytest.raises(OptionError, match="restarts: expected an integer of at least 0"):
+            analyze(nn.Linear(3, 2), (3,), restarts=restarts)  # type: ignore[arg-type]
     with pytest.raises(NoRuleError, match=r"expected an nn\.Module"):
         analyze(torch.relu, (3,))  # type: ignore[arg-type]
 

@@ -292,7 +292,7 @@ def test_aol_is_the_largest_row_sum_of_the_gram_matrix() -> None:
     assert float(aol(together, groups=2)) == pytest.approx(3 * float(aol(kernels[0])), rel=1e-12)
 
 
-BAD_STRIDES = (0, (1,), (1, 1, 1), (1, 0), (1, 1.0), (1, True))
+BAD_STRIDES = (0, 1.5, None, (1,), (1, 1, 1), (1, 0), (1, 1.0), (1, True))
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,8 @@ BAD_STRIDES = (0, (1,), (1, 1, 1), (1, 0), (1, 1.0), (1, True))
         *((lambda k, s=s: reshaped(k, stride=s), "stride: expected one or two integers") for s in BAD_STRIDES),
         (lambda k: reshaped(k, groups=True), "groups: expected a divisor of the 2 output channels, got True"),
         (lambda k: gram(k, size=(3,)), "size: expected"),
+        (lambda k: gram(k, size=(6.5, 6)), "size: expected"),
+        (lambda k: gram(k, size=6), "size: expected"),
     ],
 )
 def test_refusals(call: object, message: str) -> None:

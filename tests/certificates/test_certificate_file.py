@@ -110,6 +110,10 @@ def test_a_larger_radius_a_smaller_constant_another_label_are_violations(written
         with pytest.raises(CertificateViolation, match=f"sample {sample}: expected a radius of at most"):
             verify(read_certificate(path), network, x, y)
     path.write_text(good)
+    changed_line(path, sample + 1, radius_ignored=7.5)  # the message shows the radius that is too large, not the other
+    with pytest.raises(CertificateViolation, match=r"at most \S+ \(radius_ignored\) for the label \d, got 7\.5 for"):
+        verify(read_certificate(path), network, x, y)
+    path.write_text(good)
     changed_line(path, sample + 1, label=int(y[sample] + 1) % 3)
     with pytest.raises(CertificateViolation, match=f"sample {sample}"):
         verify(read_certificate(path), network, x, y)

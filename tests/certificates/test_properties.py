@@ -286,6 +286,7 @@ def test_boxes_of_cases() -> None:
         (box((0, 1)) + "(assert (<= (* Y_0 Y_0) X_0))", "expected a linear term"),
         (box((0, 1)) + "(assert (<= (/ Y_0 2) 1))", "expected a linear term"),
         (box((0, 1)) + "(assert (xor (<= Y_0 1)))", "expected and, or, not"),
+        (box((0, 1)) + "(assert ((and) (<= Y_0 1)))", "expected and, or, not"),
         (box((0, 1)) + "(assert (<= Y_0 1e9999999))", "got 1e9999999"),
         (box((0, 1)) + "(assert (<= Y_0 1)", "expected a ')' for each '('"),
         (box((0, 1)) + "))", "expected a '(' for each ')'"),

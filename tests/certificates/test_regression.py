@@ -154,7 +154,9 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     assert same[0].deviation == pytest.approx(same[1].deviation, rel=1e-6)
     with pytest.raises(OptionError, match=r"delta as numbers >= 0, .* got tensor\(\[-0.5"):
         certify_regression(network, x, network(x), delta=-delta)
-    with pytest.raises(ShapeError, match="ends of shape"):
+    with pytest.raises(OptionError, match=r"delta as numbers >= 0, .* got \['a', 1\.0\]"):
+        certify_regression(network, x, network(x), delta=["a", 1.0])
+    with pytest.raises(ShapeError, match="delta: expected ends of shape"):
         certify_regression(network, x, network(x), delta=torch.ones(2))
 
 

@@ -324,6 +324,9 @@ def test_weights_beside_the_file_are_read_by_their_sizes(tmp_path, monkeypatch):
     onnx.save_model(model, str(tmp_path / "net.onnx"), save_as_external_data=True, location="w.bin", size_threshold=0)
     assert torch.equal(load_onnx(tmp_path / "net.onnx")(torch.ones(2, 4)), 2.5 + torch.arange(4.0).expand(2, 4))
     assert load_onnx(beside(tmp_path, [4], 24, offset=8)).input_shape == (4,)
+    assert load_onnx(beside(tmp_path, [4], 16), [4]).input_shape == (4,)  # sizes in any sequence
+    with pytest.raises(ShapeError, match=r"input_shape: expected positive sizes .*, got 4"):  # not the file's fault
+        load_onnx(beside(tmp_path, [4], 16), 4)
     for size, part in ((15, {}), (17, {}), (24, {"offset": 9}), (99, {"length": 17}), (99, {"offset": -16})):
         with pytest.raises(DataError, match="expected 16 bytes of 'w', got"):
             read_onnx(beside(tmp_path, [4], size, **part))

@@ -147,6 +147,7 @@ def test_a_read_program_is_certified(tmp_path: Path) -> None:
     assert torch.equal(radii, certify(export(model, shape), x, model(x).argmax(1)).radius)
     with pytest.raises(ShapeError, match=r"expected the input_shape \(1, 6, 6\), got \(1, 7, 7\)"):
         load_program(path, (1, 7, 7))
+    assert load_program(path, [1, 6, 6]).input_shape == (1, 6, 6)  # type: ignore[arg-type]
 
 
 class Alias(nn.Module):

@@ -45,7 +45,6 @@ EXCEPTIONS = {
     "lipkit/certificates/evaluators.py:machine": MACHINE,
     "lipkit/certificates/measurement.py:_check_alike": "compared in the format of the network",
     "lipkit/certificates/measurement.py:exact_copy": "to a device",
-    "lipkit/certificates/measurement.py:float64_copy": "to a device",
     "lipkit/certificates/properties.py:_rounded": "rounded to the evaluator's format outwards, compared as fractions",
     "lipkit/certificates/properties.py:_Group.among": "a point in the evaluator's format, tried there and in fractions",
     "lipkit/conv/cayley_conv.py": OF_LAYERS,

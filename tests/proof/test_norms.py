@@ -185,6 +185,8 @@ def test_batches_chunks_and_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refuses_what_is_no_matrix(bad: Tensor) -> None:
     with pytest.raises(ShapeError, match=r"expected .* got"):
         spectral_norms(bad)
+    with pytest.raises(ShapeError, match=r"expected one matrix or more, got shape \(0, 2, 2\)"):
+        spectral_norm(torch.zeros(0, 2, 2))
 
 
 def test_the_largest_of_a_batch_and_its_gradient() -> None:

@@ -1,6 +1,6 @@
-"""Constants of the modules of a lowered network. A batch normalisation and its linear layer can count as one module.
+"""Constants of the modules of a lowered network, in which a batch normalisation may be folded into a linear layer.
 
-`lipkit.modules.graph` says how they combine to the constant of the network.
+`lipkit.modules.graph` combines them to the constant of the network.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def layer_bound(
     ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
     """
     with torch.no_grad():
-        if not _searched(module) or method == "auto":
-            if _searched(module) and tolerance is not None and len(input_shape) == 3:
-                guard(module)
-                bound = symbol_sup(kernel_with_stride(module), groups=module.groups, tolerance=tolerance)
-                return bound.detach(), _default(module)
-            return lipschitz(module, input_shape).detach(), _default(module)
-        names = list(METHODS) if method == "best" else [method]
-        kernel = kernel_with_stride(module)
-        found = {name: METHODS[name](kernel, groups=module.groups).detach() for name in names}
-        best = min(found, key=lambda name: float(found[name]))
-        return found[best].to(torch.float64), best
+        if _searched(module) and method != "auto":
+            kernel, names = kernel_with_stride(module), METHODS if method == "best" else [method]
+            found = {name: METHODS[name](kernel, groups=module.groups) for name in names}
+            best = min(found, key=lambda name: float(found[name]))
+            return found[best], best
+        if _searched(module) and tolerance is not None and len(input_shape) == 3:
+            guard(module)
+            bound = symbol_sup(kernel_with_stride(module), groups=module.groups, tolerance=tolerance)
+            return bound, _default(module)
+        return lipschitz(module, input_shape).detach(), _default(module)
 
 
 def _default(module: nn.Module) -> str:
+    """The name of the method by which `lipschitz` bounds this module."""
     if type(module) is nn.Linear:
         return "spectral_norm"
     if type(module) in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d):
@@ -61,11 +61,12 @@ def _default(module: nn.Module) -> str:
 
 
 def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """True for the convolutions to which ``method`` and ``tolerance`` apply."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros"
 
 
 def price(kernel: Tensor, groups: int) -> float:
-    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times cubed matrix sides."""
+    """Relative cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``: cells times a matrix side cubed."""
     cout, cin, kh, kw = kernel.shape
     cells = math.prod(k - 1 for k in (kh, kw) if k > 1) if max(kh, kw) > 1 else 0
     # A small matrix costs at least a call, as much as one of 32 x 32.
@@ -124,13 +125,14 @@ class LayerBound:
 
 
 def _to_limit(module: nn.Module) -> bool:
+    """True if a product or quotient in the module has no constant before it gets limits."""
     return any(isinstance(part, ToLimit) for part in module.modules())
 
 
 class Constants:
     """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
 
-    ``method`` bounds the convolutions, by `symbol_sup` with a mean tolerance of ``tolerance``. Products of values are
+    ``method`` and the mean ``tolerance`` bound the convolutions, as in `layer_bound`; products of two values are
     bounded for inputs in ``box``.
     """
 
@@ -152,7 +154,7 @@ class Constants:
         self._rows: list[tuple[LayerBound, Tensor]] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
         self._found: dict[tuple[int, Shape], tuple[Tensor, str]] = {}
-        # Values whose bound is left to the folded bound of the normalisation after them.
+        # Values without a bound of their own: the normalisation after them has the folded bound of both.
         self._left: set[int] = set()
         prices = {id(m): price(kernel_with_stride(m), m.groups) for m in self._modules if _searched(m)}
         self._tolerance = dict(zip(prices, shared_tolerances(list(prices.values()), tolerance), strict=True))
@@ -163,7 +165,7 @@ class Constants:
         return float(total.detach()), self._table(total)
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
-        """The modules, with limits on products that inputs in the box do not exceed."""
+        """The modules; products get limits that inputs in the box do not exceed."""
         nodes: list[nn.Module] = []
         for m, read in zip(self._modules, self._sources, strict=True):
             chain: list[nn.Module] = []
@@ -174,7 +176,7 @@ class Constants:
         return [new if _to_limit(m) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
-        """Shape of one sample of a value; for a value inside of a call, found by running zeros."""
+        """Shape of one sample of a value; zeros are run to find it for a value inside of a call."""
         if value not in self._shapes:
             module, before = self._modules[value - 1], [self._shape(read) for read in self._sources[value - 1]]
             if isinstance(module, Bounded) and module.shape is not None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.attacks.ascent import clip
+from lipkit.certificates.gains import Box, box_ends
 from lipkit.errors import OptionError, ShapeError, interval
-
-Box = tuple[Any, Any]
+from lipkit.linalg.matrices import check_positive
 
 
 class SecantSearch(NamedTuple):
@@ -40,7 +40,7 @@ def lipschitz_lower_bound(
     iteration on the Jacobian at the best points improves the direction. The result is a secant evaluated in float64.
 
     Args:
-        model: any module; all but a :class:`lipkit.modules.Network` need ``input_shape``, that of one sample.
+        model: any module; all but a :class:`lipkit.modules.Network` need ``input_shape``, of one sample, or ``start``.
         box: (low, high) of both inputs, numbers or tensors of shape ``input_shape``; None for all of space.
         start: points to search around ``(n, *input_shape)``, for instance test images; None for the middle of the
             box and uniform points in it, or the origin and normal ones without a box.
@@ -64,26 +64,25 @@ def lipschitz_lower_bound(
     shape = tuple(input_shape or getattr(model, "input_shape", ()) or (start.shape[1:] if start is not None else ()))
     if not shape:
         raise ShapeError("expected input_shape=(...) for a model that does not know its own, got None")
-    if restarts < 1 or steps < 1:
-        raise OptionError(f"restarts and steps: expected at least 1, got {restarts} and {steps}")
+    check_positive(restarts=restarts, steps=steps)
+    ends: Any = box
     if isinstance(box, tuple) and isinstance(box[0], Tensor):
-        ends: list[Any] = [end.cpu() if isinstance(end, Tensor) else end for end in box]
-        box = ends[0], ends[1]
+        ends = box_ends(box, shape)
     elif box is not None:
-        box = interval("box", box)
+        ends = interval("box", box)
     if dtype not in (torch.float64, torch.float32):
         raise OptionError(f"dtype: expected torch.float64 or torch.float32, got {dtype}")
     exact = _twin(model, torch.float64)
     f = exact if dtype == torch.float64 else _twin(model, dtype)
     generator = torch.Generator().manual_seed(seed)
-    x = _starting_points(shape, box, start, restarts, generator)
+    x = _starting_points(shape, ends, start, restarts, generator)
     # Step lengths over four decades: short ones see the Jacobian, long ones see across kinks.
     length = 10 ** (-4 * torch.rand(restarts, generator=generator, dtype=torch.float64))
     d = torch.randn(restarts, *shape, generator=generator, dtype=torch.float64)
     d = d * _per_sample(length / _norms(d).clamp_min(1e-300), d)
-    x, y = (clip(end.double(), box) for end in _ascend(f, x.to(dtype), (x + d).to(dtype), box, steps))
+    x, y = (clip(point.double(), ends) for point in _ascend(f, x.to(dtype), (x + d).to(dtype), ends, steps))
     best = _slopes(exact, x, y).argsort(descending=True)[: max(1, restarts // 4)]  # the best quarter
-    px, py = _polish(f, x[best], y[best] - x[best], box, dtype)
+    px, py = _polish(f, x[best], y[best] - x[best], ends, dtype)
     x, y = torch.cat((x[best], px)), torch.cat((y[best], py))
     slopes = _slopes(exact, x, y)
     winner = int(slopes.argmax())
@@ -100,7 +99,8 @@ def _starting_points(
 ) -> Tensor:
     if start is not None:
         if tuple(start.shape[1:]) != shape or not len(start):
-            raise ShapeError(f"start: expected shape (n, *{shape}) with n >= 1, got {tuple(start.shape)}")
+            wanted = ", ".join(map(str, ("n", *shape)))
+            raise ShapeError(f"start: expected shape ({wanted}) with n >= 1, got {tuple(start.shape)}")
         pick = torch.randint(len(start), (count,), generator=generator)
         return start.detach().cpu().double()[pick]
     if box is not None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.analysis.layers import Constants, LayerBound
-from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
+from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
 from lipkit.bounds import METHODS
 from lipkit.certificates import gains
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError, check_choice, interval
+from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
@@ -52,7 +53,7 @@ class NetworkBound(Shown):
     how: str
     layers: tuple[LayerBound, ...]
     input_shape: Shape
-    box: Box | None = None
+    box: gains.Box | None = None
 
     @property
     def verdict(self) -> tuple[str, str]:
@@ -185,9 +186,9 @@ def analyze(
     check_choice("method", method, ("auto", "best", *METHODS))
     if not 1e-4 <= tolerance <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
+    check_integer("restarts", restarts, 0)
+    check_integer("steps", steps, 1)
     check_underflow()
-    if restarts < 0 or steps < 1:
-        raise OptionError(f"expected restarts >= 0 and steps >= 1, got restarts={restarts}, steps={steps}")
     input_shape = checked_shape(input_shape)
     ends = None if box is None else gains.box_ends(box, input_shape)
     hull = None if ends is None else interval("box", (float(ends[0].min()), float(ends[1].max())))
@@ -216,7 +217,7 @@ def analyze(
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
-    """The network for bounds alone; without a bound outside the box, as plain modules, whose products get limits."""
+    """The lowered network: for bounds alone; or, without a bound outside the box, as plain modules to be limited."""
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
         root = Root(constant_copy(model))
@@ -234,7 +235,7 @@ def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, In
 def _tight(
     model: nn.Module, input_shape: Shape, ends: tuple[Tensor, Tensor] | None, hull: Hull, tight: bool | None
 ) -> tuple[float | None, str]:
-    """The bound of LipSDP or on a box, and what made it, or why there is none."""
+    """The bound by LipSDP or by slopes in a box, and which it is; or None, and why there is none."""
     if ends is None and tight is False:
         return None, ""
     try:
@@ -252,7 +253,7 @@ def _tight(
     return (float(lipschitz(plain)), "LipSDP") if units else (None, "not tried: no run of dense layers")
 
 
-def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:
+def _search(model: nn.Module, input_shape: Shape, box: gains.Box | None, restarts: int, steps: int, seed: int) -> float:
     own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
     dtype = torch.float32 if own <= {torch.float32} else torch.float64  # float32 is several times as fast
     try:
@@ -264,7 +265,7 @@ def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int
         return _random_secants(model.double(), input_shape, box, restarts * steps)
 
 
-def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
+def _random_secants(model: nn.Module, input_shape: Shape, box: gains.Box | None, count: int) -> float:
     """Largest slope of secants between random points, less its possible rounding error."""
     ends = 3 * sample(model, input_shape, 2 * count)  # two ends of each secant
     if box is not None:
@@ -276,7 +277,9 @@ def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count
             y = model(pair).reshape(2, -1).double()
         x = pair.flatten(1).double()
         lost = 64 * torch.finfo(pair.dtype).eps * y.norm()
-        best = max(best, float((y[0] - y[1]).norm() - lost) / float((x[0] - x[1]).norm()))
+        distance = float((x[0] - x[1]).norm())
+        if distance > 0:  # a box of one point has no secants
+            best = max(best, float((y[0] - y[1]).norm() - lost) / distance)
     return best
 
 

@@ -34,7 +34,7 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
 
 def _row_sums(kernels: Tensor) -> Tensor:
-    """The largest sum of absolute values of a row of the autocorrelation, rounding included: ``(g,)``."""
+    """The largest sums ``(g,)`` of absolute values along a row of the autocorrelation, rounding included."""
     size = half_autocorrelation(kernels).abs()
     # The other half of the lags has the transposed matrices: their row sums are column sums here.
     rows = size.sum((1, 3)) + size[:, 1:].sum((1, 2))

@@ -42,20 +42,21 @@ class Cover(NamedTuple):
 
 
 def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
-    """Fraction of ``level`` reached at a cell's centre if the cell's supremum is ``level``; <= 0: no bound follows."""
+    """Lower bound of ``||G|| / level`` at the centre of a cell where ``||G||`` reaches ``level``; <= 0 says nothing."""
     phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
-    return float(_share(np.float64(phi), symbol.curvature / level))
+    return float(_fractions(np.float64(phi), symbol.curvature / level))
 
 
-def _share(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
-    # Round to the safe side: angles up, squares of cosines down.
+def _fractions(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
+    """The larger bound of the module docstring divided by M, rounded down; ``curvature`` is kappa / M."""
+    # Angles are rounded up, squares of cosines down.
     phi = phi * (1 + 8 * UNIT)
     bernstein = np.where(phi < math.pi / 2, np.cos(phi) ** 2 - 8 * UNIT, 0.0)
     return np.maximum(bernstein, 1 - 2 * phi * phi * (curvature * (1 + 16 * UNIT)) - 8 * UNIT)
 
 
 def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
-    """Group and centre, ``(N, 3)``, of cells that cover half of a turn in each group: G(-w) is conjugate to G(w)."""
+    """Group and centre, ``(N, 3)``, of cells that cover half of all frequencies: G(-w) is conjugate to G(w)."""
     n1, n2 = periods
     if n1 == 1 or n2 == 1:
         # Intervals, centred at odd multiples of half their length.
@@ -81,9 +82,7 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
-    """The periods to start with: those with the fewest expected tests, if ``||G||`` is distributed like ``sample``.
-
-    Also returns that number of tests."""
+    """The periods with the fewest expected tests, and their number, if ``||G||`` is distributed like ``sample``."""
     axes = sum(m > 0 for m in symbol.degrees)
     one, two = symbol.degrees
     # Even numbers of points per turn, about q per degree.
@@ -91,9 +90,9 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tu
     first = [max(m * math.pi / n for m, n in zip(symbol.degrees, p, strict=True)) for p in choices]
     count = np.array([math.prod(p) for p in choices])
     depth = np.arange(_DEPTH)
-    shares = _share(np.array(first)[:, None] / 2.0**depth, symbol.curvature / level)
+    parts = _fractions(np.array(first)[:, None] / 2.0**depth, symbol.curvature / level)
     ordered = np.sort(sample.flatten().cpu().numpy())
-    open_ = 1 - np.searchsorted(ordered, shares * level) / len(ordered)
+    open_ = 1 - np.searchsorted(ordered, parts * level) / len(ordered)
     # Cells that are expected to fail at one depth are divided and tested at the next.
     tests = 1 + (open_ * 2.0 ** (axes * (depth + 1))).sum(1)
     total = count / 2 / axes * symbol.groups * tests
@@ -102,21 +101,21 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tu
 
 
 def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) -> Cover:
-    """Prove a level for the supremum of ``||G||``, beginning with ``start`` and raising it as little as needed.
+    """Prove a level above the supremum of ``||G||``: that of ``start``, raised as little as needed.
 
-    Any positive level may be tried first: below the supremum it only costs time. ``sample`` has values of ``||G||``
-    elsewhere, to choose the size of cells; no proof rests on them. The level proved is at most ``start.level`` or
-    ``(1 + tolerance)`` times the supremum, whichever is larger.
+    A positive ``start.level`` below the supremum only costs time. The values of ``||G||`` in ``sample`` choose the size
+    of cells; no proof rests on them. The level proved is at most ``start.level`` or ``(1 + tolerance)`` times the
+    supremum, whichever is larger.
     """
     level, group, point, where = start
     periods, _ = choose_periods(symbol, sample, level)
     cells = first_cells(symbol, periods)
-    while len(cells):
+    while True:
         part = fraction(symbol, periods, level)
         if part > 0:
             cells = cells[~symbol.below(cells, periods, level * part, max(1 - part, tolerance))]
         if not len(cells):
-            break
+            return Cover(level, group, point, where)
         if part < 1 / (1 + tolerance / 4):
             cells, periods = divided(cells, periods)
             continue
@@ -127,4 +126,3 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
         # If that is no higher, only rounding (below 1e-6) made the test fail: leave room for it.
         level = raised if raised > level else level * (1 + tolerance / 4)
         group, point, where = g, (i, j), periods
-    return Cover(level, group, point, where)

@@ -45,7 +45,7 @@ _MOST_STEPS, _ACCURACY = 400, 1e-4
 
 
 class System(NamedTuple):
-    """The system of the module docstring; D11 is the block of M that maps w to v.
+    """The matrix M of a system (module docstring) and its sizes; D11 is the block of M that maps w to v.
 
     Attributes:
         matrix: M ``(nv + nx + ny, nw + nx + nu)``; entries on and above the diagonal blocks of D11 count as 0.
@@ -170,7 +170,8 @@ class _Barrier:
     .. math:: H = \gamma E + \textstyle\sum_k c_k U_k^\top P U_k + \sum_i \lambda_i (e_i q_i^\top + q_i e_i^\top),
               \qquad c = (a^2, 1, -1),\quad q_i = e_i - V_i
 
-    with :math:`U_1` the place of x, :math:`U_2 = U_4 + S`, :math:`U_3 = S` and :math:`U_4` the place of the rows P S.
+    where :math:`U_1` selects x and :math:`U_4` the rows of P S from a vector of H's size, :math:`U_3 = S` and
+    :math:`U_2 = U_4 + S`.
     So with :math:`G = H^{-1}` every second derivative :math:`\mathrm{tr}(G\, \partial_i H\, G\, \partial_j H)` is made
     of products of entries of :math:`U_k G U_l^\top`, :math:`e_i^\top G q_j` and the like.
     """
@@ -193,13 +194,13 @@ class _Barrier:
         self.free[before : before + nx] = 0
 
     def parts(self, z: Tensor) -> tuple[float, Tensor, Tensor]:
-        """Gain, metric and multiplier."""
+        """The gain, metric and multiplier that z holds."""
         p = z.new_zeros(self.nx, self.nx)
         p[self.rows, self.columns] = z[1 : 1 + len(self.rows)]
         return float(z[0]), p + p.tril(-1).mT, z[1 + len(self.rows) :]
 
     def start(self) -> tuple[Tensor, float]:
-        """A strictly feasible point and its rate: P and later units' multipliers are small, gain and rate are large."""
+        """A strictly feasible point and its rate: with small P and multipliers of later units, large gain and rate."""
         d11 = float(self.q[: self.nv, : self.nv].norm()) if self.nv else 1.0
         step = min(1.0, 1 / (2 * d11 * self.nv)) ** 2 if self.system.block < self.nv else 1.0
         lam = step ** (torch.arange(self.nv) // max(self.system.block, 1)).double()
@@ -235,6 +236,7 @@ class _Barrier:
         return -2 * float(one.diagonal().log().sum() + two.diagonal().log().sum())
 
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian of the barrier at z."""
         gain, p, lam = self.parts(z)
         g = torch.linalg.inv(dissipation_matrix(self.system, p, lam, gain, self.rate)[0])
         inverse = torch.linalg.inv(p)

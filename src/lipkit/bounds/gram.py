@@ -51,8 +51,9 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
     """
     every = grid(kernel, lambda k: 8 * (k - 1))
     check_integer("iterations", iterations, 0)
-    if size is not None and (not isinstance(size, tuple | list) or len(size) != 2 or min(size) < 1):
-        raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
+    whole = isinstance(size, tuple | list) and all(hasattr(n, "__index__") and n >= 1 for n in size)  # not floats
+    if size is not None and not (whole and len(size) == 2):
+        raise ShapeError(f"size: expected (height, width), integers of at least 1, got {size}")
     return on_grid(kernel, groups, size or every, partial(_largest, iterations), every_size=size is None)
 
 
@@ -71,19 +72,19 @@ def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w:
 
 
 def _iterated(a: Tensor, iterations: int) -> Tensor:
-    """The value at one frequency as a function of the matrix, for its gradient."""
+    """Gram iteration for one matrix, differentiable: `scale_to` gives its gradient to the proved bound."""
     size = torch.linalg.vector_norm(a.detach())
     g, log = gram_matrix(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
     for t in range(iterations + 1):
         norm = torch.linalg.vector_norm(g)
-        log = log + norm.log() / 2 ** (t + 1)  # ||G_0|| = n_0 n_1^(1/2) n_2^(1/4) ...; this adds up its root
+        log = log + norm.log() / 2 ** (t + 1)  # the value is n_0^(1/2) n_1^(1/4) n_2^(1/8) ...
         if t < iterations:
             g = (g / norm) @ (g / norm)
     return size * log.exp()
 
 
 def _proved(a: Tensor, iterations: int) -> Tensor:
-    """Bounds of the norms of matrices ``(F, m, n)``, all rounding included: ``(F,)``."""
+    """Bounds ``(F,)`` of the norms of matrices ``(F, m, n)``, all rounding included."""
     side, inner = min(a.shape[-2:]), max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)
     g, norms = gram_matrix(a), []

@@ -30,7 +30,7 @@ _PACKED_FROM = 16
 
 
 class GramSymbol:
-    """G(w) of each group, on its smaller side, with the bounds that a proof needs.
+    """G(w) of each group, as a matrix of the smaller number of channels, with the bounds that a proof needs.
 
     Args:
         kernels: ``(g, cout, cin, kh, kw)``, float64, largest entry in [1/2, 1), no gradient.
@@ -134,6 +134,7 @@ class GramSymbol:
         return self._table.to(torch.float32)
 
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
+        """`below` by one table of coefficients, whose format sets the rounding that is taken off."""
         single = table.dtype == torch.float32
         unit = UNIT_SINGLE if single else UNIT
         # In float32, each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds.
@@ -181,8 +182,10 @@ def cholesky_error(side: int, unit: float) -> Tensor:
 
 
 def _packed(side: int, device: torch.device) -> bool:
-    """True if matrices are kept in LAPACK's rectangular full packed format: one half, in the order in which its
-    blocked factorisation reads it. Half of the work to form, none to copy."""
+    """True if matrices are kept in LAPACK's rectangular full packed format, half of their entries.
+
+    LAPACK's blocked factorisation reads this order: half of the work to form, none to copy.
+    """
     return device.type == "cpu" and side >= _PACKED_FROM
 
 

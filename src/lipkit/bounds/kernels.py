@@ -1,4 +1,4 @@
-"""Common to the bounds of a convolution kernel: groups, exact scaling, the size of rounding errors."""
+"""Shared by the bounds of a convolution kernel: groups, exact scaling, the size of rounding errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def symbol_error(kernel: Tensor) -> Tensor:
 
 
 def grid(kernel: Tensor, points: int | Callable[[int], int]) -> tuple[int, int]:
-    """Points per axis: ``points``, or ``points(taps)``; 1 along an axis with a single tap."""
+    """Points per axis of a grid: ``points``, or ``points(taps)``; 1 along an axis with a single tap."""
     check_kernel(kernel)
     first, second = (1 if k == 1 else points if isinstance(points, int) else points(k) for k in kernel.shape[-2:])
     return first, second
 
 
 def better_side(kernels: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
-    """The smaller of ``sums (g,)`` of the kernels and of their adjoints, for the group where it is largest."""
+    """Of each group the smaller of ``sums (g,)`` for its kernel and for the adjoint; then the largest of all groups."""
     return torch.minimum(sums(kernels), sums(kernels.transpose(1, 2))).amax()
 
 

@@ -95,14 +95,14 @@ def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float
 
 
 def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
-    r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, rounding included: ``(g,)``."""
+    r"""``sum_i max_w sum_j |f_ij(w)|^2`` of each group ``(g,)`` on the grid, rounding included."""
     groups, cout, cin, kh, kw = kernels.shape
     rows, lags = kernels.reshape(groups * cout, cin, 1, kh, kw), half_lags(kh, kw)
     coefficients = half_autocorrelation(rows).flatten(1)
     waves = angles(torch.stack(half_grid(*sizes), 1), lags, *sizes).cos().to(kernels.device)
     waves[:, 1:] *= 2  # each lag but zero stands for its negative, too
     largest = (coefficients @ waves.mT).amax(1).clamp_min(0)
-    # Inner products over channels, sums over taps and lags, cosines: all their errors are relative to sums of moduli.
+    # Inner products over channels, sums over taps and lags, cosines: all errors are relative to sums of moduli.
     absolute = up(rows.detach().abs().sum((-3, -2, -1)).square().sum(-1), kh * kw + cin + 4)
     error = absolute * gamma(2 * (cin + (kh * kw) ** 2 + len(lags)) + 64)
     total = (largest + error).unflatten(0, (groups, cout)).sum(1)

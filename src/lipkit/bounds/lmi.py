@@ -135,7 +135,10 @@ def _with_errors(
 
 
 def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
-    """The weights between hidden units, from inputs to outputs, and both couplings: (units, their rows), up to sign."""
+    """The weights between hidden units; those from x to y; for x and for y, the units coupled to it and their rows.
+
+    The rows are those of C, without their signs.
+    """
     starts = [0, *accumulate(map(len, multipliers))]
     units = torch.arange(starts[-1], device=weights[0].device)
     places = [max(0, w.shape[1] - start) for w, start in zip(weights, starts, strict=True)]  # columns that read x
@@ -148,9 +151,9 @@ def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[li
 
 
 class _Blocks:
-    r"""M, the blocks of H between its first and its last, and the Gram matrix of C, the rows of these two, with errors.
+    r"""H without its first and last block: the middle M, and the Gram matrix of its coupling C to them, with errors.
 
-    Eliminating these: ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, which has fewer rows.
+    Eliminating these two, :math:`\gamma I`, leaves fewer rows: ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`.
     """
 
     def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
@@ -213,7 +216,7 @@ class _Blocks:
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
     """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
 
-    Each float64 entry may have lost 1e-320 more by underflow.
+    Underflow may have put each float64 entry off by another 1e-320.
     """
     # Congruence by powers of two is exact (barring underflow) and makes the diagonal nearly constant, so that the
     # allowance, which is relative to the trace, is small against every block.

@@ -77,7 +77,7 @@ _SMALLEST = 2.0**-120
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """Two or more weights, the first and last replaced by smaller ones with the Gram matrix that the LMI sees."""
+    """The weights (two or more), the first and last one smaller but of the same Gram matrix: H depends on no more."""
     first, *between, last = weights
     if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT
@@ -177,7 +177,7 @@ def _is_definite(h: Tensor) -> bool:
 
 
 def _length(start: Tensor, change: Tensor, inside: Callable[[Tensor], bool]) -> float:
-    """A step near the largest one, at most 1, that stays well inside."""
+    """A step of at most 1, near the longest that stays ``inside``; 0 if none of at least 1e-4 does."""
     step = 1.0
     while step > 1e-4 and not inside(start + step * change):
         step *= 0.85

@@ -45,7 +45,7 @@ def unit(v: Tensor) -> Tensor:
 def _iterate(
     v: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """The unit vector v after ``iterations`` steps, and its image."""
+    """The unit vector after ``iterations`` power steps from v, and its image."""
     v = unit(v)
     for _ in range(iterations):
         v = unit(adjoint(apply(v)))
@@ -121,8 +121,9 @@ def _normed(v: Tensor) -> Tensor:
 
 
 def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Estimates ``(f,)`` of the norms of matrices ``(F, m, n)``, the best unit vectors ``(f, n)`` of Krylov spaces,
-    and the indices of these matrices: all, or the `FINALISTS` if there are more after `HEATS` steps.
+    """Estimates ``(f,)`` of norms, the unit vectors ``(f, n)`` of Krylov spaces that reach them, and indices in ``a``.
+
+    The f matrices are all of ``a`` ``(F, m, n)``, or the `FINALISTS` if there are more after `HEATS` steps.
     """
     v, which = _normed(v), torch.arange(len(a), device=a.device)
     basis, images = v[:, None], v[:, None] @ a.mT
@@ -163,6 +164,7 @@ def _points(chosen: Tensor, w: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The frequency (f1, f2) of the largest norm of the symbol, and its right singular vector there."""
     f1, f2 = (f.to(taps.device) for f in half_grid(h, w))
     symbols = symbol_at(taps, f1, f2, h, w)
     values = torch.linalg.eigvalsh(gram_matrix(symbols))

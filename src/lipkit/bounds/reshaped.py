@@ -42,7 +42,7 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     References:
         Tsuzuku, Sato & Sugiyama, NeurIPS 2018; used by RKO (Li et al. 2019) with stride 1.
     """
-    pair = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    pair = tuple(stride) if isinstance(stride, tuple | list) else (stride, stride)
     if len(pair) != 2 or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in pair):
         raise OptionError(f"stride: expected one or two integers of at least 1, got {stride!r}")
 

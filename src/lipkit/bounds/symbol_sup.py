@@ -149,12 +149,12 @@ def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None)
 
 
 def _relative(tolerance: float) -> float:
-    """How far above the largest eigenvalue found of G = F* F the first level lies, relative to it."""
+    """The first level of G = F* F is above the largest eigenvalue found by this fraction of it."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
 def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
-    """The proved bound (without proof if ``finer`` is None), with the gradient of the largest singular value."""
+    """The proved bound, or for ``finer`` None the estimate, with the gradient of the largest singular value."""
     if kernels.shape[-2:] == (1, 1):
         return spectral_norm(kernels[..., 0, 0])
     with outside(kernels) as values:
@@ -179,7 +179,7 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 
 
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
-    """A proved level of G = F* F, at most ``tolerance`` above its supremum (as a norm), and the frequency of its peak.
+    """A proved level of G = F* F, whose root is at most ``tolerance`` above ``sup ||F||``, and the peak's frequency.
 
     Args:
         peak, squared: the frequency of a search, and the largest eigenvalue there.
@@ -204,7 +204,7 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
 def on_grid(
     kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
 ) -> Tensor:
-    """Bound by the norms at equispaced frequencies, times `grid_correction`: u* F(w) v has degree k - 1 per axis.
+    """Bound by norms at equispaced frequencies, times `grid_correction`, as u* F(w) v has degree k - 1 per axis.
 
     Args:
         sizes: points per axis.

@@ -17,7 +17,7 @@ from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_prod
 from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.local import Bounds
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure
-from lipkit.errors import OptionError, check_labels
+from lipkit.errors import OptionError, check_choice, check_labels
 from lipkit.files import write_atomic
 from lipkit.shown import Shown, Told, axes, upper
 from lipkit.text import csv_text, format_radius, table
@@ -95,9 +95,6 @@ class Certificate(Shown):
 
     def accuracy(self, eps: float, *, rounding: str | None = None, large_eps: bool = False) -> float:
         """Certified accuracy: fraction of samples that are correct with a radius above ``eps`` (units of the input).
-
-        An eps that is probably a slip, such as 36 for 36/255, is refused (`lipkit.certificates.intervals.check_radii`);
-        ``large_eps`` allows a large one.
 
         Raises:
             OptionError: see `certified`; or an ``eps`` that is probably a slip (36 for 36/255) by the range of the
@@ -207,7 +204,8 @@ def certify(
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N,) int64 labels, a tensor or a numpy array.
-        method: ``"global"``; ``"local"``; or ``"best"``: as local, but called so only if a local radius counts.
+        method: ``"global"``; ``"local"``; or ``"best"``: as local, but the certificate is called so only if a local
+            radius is the larger one for some sample.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which
             sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network), or
@@ -234,11 +232,10 @@ def certify(
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
     "Accuracy and Stability of Numerical Algorithms", 2nd ed., Secs. 3.1 and 3.5 (inner products).
     """
-    # y may be missing so that certify(loader) gets a clear error.
-    if method not in METHODS or (method != "global" and evaluator == "integer"):
-        wanted = "'global' for an integer program" if method in METHODS else f"one of {', '.join(METHODS)}"
-        raise OptionError(f"method: expected {wanted}, got {method!r}")
-    x, y = as_tensor(x), as_tensor(y)
+    check_choice("method", method, METHODS)
+    if method != "global" and evaluator == "integer":
+        raise OptionError(f"method: expected 'global' for an integer program, got {method!r}")
+    x, y = as_tensor(x), as_tensor(y)  # y may be missing so that certify(loader) gets a clear error
     seen = check_inputs(network, x, batch_size)
     check_labels(y, len(x))
     measured = measure(
@@ -254,7 +251,7 @@ def certify(
         radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
-        # The search takes gradients, which tensors made in inference mode do not have.
+        # The search differentiates the network, so its tensors must not be made in inference mode.
         with torch.inference_mode(False), inner_products_only(proof.device):
             bounds = Bounds(proof.network, proof.arithmetic if rounding == "sound" else None, network.input_range)
             at, known = (t.to(proof.device, torch.float64, copy=True) for t in (x, radius))

@@ -34,7 +34,7 @@ from lipkit.files import open_regular, parse_json, write_atomic
 from lipkit.text import printable
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
-# Statements of every file, in these words: from others a reader could not tell what is certified.
+# What every file states, word for word: from other words a reader could not tell what is certified.
 STATEMENTS = {"task": "classification", "norm": "l2"}
 PROOF = "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds"
 LOCAL_PROOF = f"linear bounds around each sample in float64 with a-priori rounding bounds, or {PROOF}"
@@ -128,7 +128,7 @@ def _worded(value: Any) -> Any:
     return value
 
 
-# A line is a few hundred bytes, the header some kilobytes: lipkit writes no longer ones, and never reads them whole.
+# Limits of what is read, in bytes: lipkit writes lines of a few hundred, and headers of some thousand.
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
@@ -227,7 +227,7 @@ def _expect(where: object, good: bool, what: str, got: object) -> None:
 
 
 def _number(where: object, key: str, value: Any, least: float | None = None) -> float:
-    """A number of a file, which may be a word, as a float; not below ``least``, if one is given."""
+    """A number of a file as a float, at least ``least`` if one is given; infinities and NaN are words there."""
     number: Any = _WORDS.get(value) if isinstance(value, str) else value
     good = type(number) in (int, float) and (least is None or number >= least)
     _expect(where, good, f"{key} as a number" + (" >= 0" if least == 0 else ""), value)
@@ -238,7 +238,7 @@ def _number(where: object, key: str, value: Any, least: float | None = None) -> 
 
 
 def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
-    """The numbers of each line, in the order of the columns."""
+    """Check the lines of all samples one by one, and give the numbers of each in the order of `COLUMNS`."""
     count = 0
     while line := stream.readline(_LONGEST_LINE + 1):
         where = f"{path}, line {count + 2}"
@@ -304,15 +304,15 @@ def verify(file: CertificateFile, network: modules.Network, x: Samples, y: Sampl
     method = "local" if claimed.method == "local" else "global"
     proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=name)
     _check_claims(file, proved, network)
-    wrong = claimed.label != proved.label
-    for theirs_at, ours_at in ((claimed.radius, proved.radius), (claimed.radius_ignored, proved.radius_ignored)):
-        # not <=: a NaN in the file is not confirmed
-        wrong |= ~(theirs_at <= ours_at * (1 + TOLERANCE))
+    told, most = (torch.stack((each.radius, each.radius_ignored)) for each in (claimed, proved))
+    larger = ~(told <= most * (1 + TOLERANCE))  # not >: a NaN in the file is not confirmed
+    wrong = larger.any(0) | (claimed.label != proved.label)
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
+        ignored = int(larger[1, i] & ~larger[0, i])  # which of the two radii is too large
         raise CertificateViolation(
-            f"sample {i}: expected a radius of at most {float(proved.radius[i]):.9g} for the label "
-            f"{int(proved.label[i])}, got {float(claimed.radius[i]):.9g} for {int(claimed.label[i])} "
+            f"sample {i}: expected a radius of at most {float(most[ignored, i]):.9g}{' (radius_ignored)' * ignored} "
+            f"for the label {int(proved.label[i])}, got {float(told[ignored, i]):.9g} for {int(claimed.label[i])} "
             f"({int(wrong.sum())} of {len(claimed)} samples are not confirmed)"
         )
     other = (claimed.prediction != proved.prediction) | ~_near(claimed.margin, proved.margin)
@@ -332,9 +332,8 @@ def verify(file: CertificateFile, network: modules.Network, x: Samples, y: Sampl
 def unchecked(file: CertificateFile) -> dict[str, str]:
     """The claims of a file that no verification can prove, as one printable line by dotted name.
 
-    The name of the data and how they were prepared, the machine and the versions that the certificate was made with,
-    and whatever this version does not know. Hash and number of the samples, and all that `verify` compares, are not
-    among them.
+    These are the name of the data and how they were prepared, the machine and the versions that the certificate was
+    made with, and fields that this version does not know. `verify` checks all others.
     """
     evaluator = dataclasses.asdict(file.certificate.evaluator)
     claims: dict[str, Any] = {f"data.{key}": v for key, v in file.data.items() if key not in ("sha256", "samples")}
@@ -348,7 +347,7 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
 
 
 def _check_claims(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
-    """Compare what a file says about the network with what was proved of it."""
+    """Raise if a file claims more of the network than was proved, or another method, evaluator or architecture."""
     claimed = file.certificate
     for name, bound, known in (
         ("a Lipschitz constant", claimed.constant, proved.constant),
@@ -375,7 +374,7 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
 
 
 def _near(claimed: Tensor, measured: Tensor) -> Tensor:
-    """True where margins agree within TOLERANCE of the largest of all: the rounding of logits has one scale."""
+    """True where margins agree up to TOLERANCE times the largest one: the logits of all samples round alike."""
     finite = measured[measured.isfinite()].abs()
     allowed = TOLERANCE * float(finite.max()) if len(finite) else 0.0
     return ((claimed - measured).abs() <= allowed) | (claimed == measured) | (claimed.isnan() & measured.isnan())

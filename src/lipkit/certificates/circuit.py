@@ -28,7 +28,7 @@ from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error
-from lipkit.modules.network import Network
+from lipkit.modules.network import Network, first_floating
 from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.registry import Shape, output_shape
@@ -38,13 +38,13 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 
 class Noise(NamedTuple):
-    """Rounding errors of the evaluator in one linear node, entry by entry, with s the sum of moduli of its terms.
+    """Rounding errors of the evaluator in one linear node, entry by entry; s is the sum of the moduli of its terms.
 
     Attributes:
         depth: chained operations; the error is gamma(depth) s, plus the smallest normal number per operation.
         terms: number of terms in one output.
-        swell: intermediate numbers are at most this many times s.
-        weight: moduli of the stored weights, to find those that are flushed or overflow; None without weights.
+        swell: intermediate numbers are at most ``swell`` times s.
+        weight: moduli of the stored weights, some of which may be flushed or overflow; None without weights.
     """
 
     depth: int
@@ -74,9 +74,9 @@ class Linear(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A scalar activation: its lines; ``noise`` maps bounds of the entries to the evaluator's (error, largest number).
+    """A scalar activation, between lines.
 
-    ``noise`` is None for exact evaluations.
+    ``noise`` maps bounds of the moduli of its inputs to the evaluator's (error, largest number); None without errors.
     """
 
     lines: Relaxation
@@ -84,7 +84,7 @@ class Scalar(NamedTuple):
 
 
 class Total(NamedTuple):
-    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares, but may flush numbers."""
+    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares, but it may flush numbers."""
 
     factors: tuple[float, ...]
     noise: Noise | None
@@ -110,13 +110,15 @@ Node = Linear | Scalar | Total | Stack | Leaf
 class Circuit:
     """Nodes in the order of computation: value 0 is the input, value i + 1 the output of node i.
 
+    The methods that add nodes return the number of the value that they make.
+
     Args:
         network: exported, in float64.
         arithmetic: of the evaluator; None for exact evaluations.
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None) -> None:
-        self.arithmetic, self.device = arithmetic, _device(network)
+        self.arithmetic, self.device = arithmetic, first_floating(network).device
         self.nodes: list[Node] = []
         self.sources: list[tuple[int, ...]] = []
         self.shapes: list[Shape] = [network.input_shape]  # of one sample of each value
@@ -131,6 +133,7 @@ class Circuit:
                 del self.nodes[before:], self.sources[before:], self.shapes[before + 1 :]
                 value = self._add(Leaf(index), (), shape)
         self.output = value
+        # Values that activations read, which need bounds from below and above.
         self.read = {source for node, s in zip(self.nodes, self.sources, strict=True) for source in s
                      if isinstance(node, Scalar)}  # fmt: skip
 
@@ -146,29 +149,29 @@ class Circuit:
         return len(self.nodes)
 
     def module(self, module: nn.Module, *values: int) -> int:
-        """The value that a module makes of values; ``NoRuleError`` where it, or a part of it, has no rule."""
+        """Add a module of values; ``NoRuleError`` where it, or a part of it, has no rule."""
         guard(module)
         if type(module) not in _RULES:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
         return _RULES[type(module)](self, module, *values)
 
     def linear(self, value: int, linear: Linear) -> int:
-        """A linear map of a value."""
+        """Add a linear map of a value."""
         return self._add(linear, (value,), linear.shape)
 
     def scalar(self, value: int, module: nn.Module, *, exact: bool = False) -> int:
-        """A scalar activation; ``exact`` where the evaluator makes no error in it."""
+        """Add a scalar activation of a value; ``exact`` where the evaluator makes no error in it."""
         noise = None if exact or self.arithmetic is None else _noise_of(module, self.arithmetic)
         return self._add(Scalar(Relaxation(module), noise), (value,), self.shapes[value])
 
     def total(
         self, values: Sequence[int], factors: Sequence[float], noise: Noise | None = None, *, flushed: bool = False
     ) -> int:
-        """The value ``sum_i factors_i values_i``; ``noise`` and ``flushed`` as in `Linear` and `Total`."""
+        """Add ``sum_i factors_i values_i``; ``noise`` and ``flushed`` are those of `Total`."""
         return self._add(Total(tuple(factors), noise, flushed), values, self.shapes[values[0]])
 
     def stack(self, values: Sequence[int], dim: int) -> int:
-        """A concatenation of values."""
+        """Add a concatenation of values along a dimension (the batch is 0)."""
         shapes = [self.shapes[value] for value in values]
         sizes = tuple(shape[dim - 1] for shape in shapes)
         # Shapes have no batch: the dimension dim is their dim - 1.
@@ -176,12 +179,12 @@ class Circuit:
         return self._add(Stack(dim, sizes), values, shape)
 
     def select(self, value: int, index: Tensor) -> int:
-        """Entries of a value: ``index`` counts them from 1 on, in the shape of the result; 0 gives a zero."""
+        """Add the entries of a value at ``index``, of the result's shape; it counts from 1, and 0 gives a zero."""
         return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
 
     def maximum(self, a: int, b: int) -> int:
-        """The maximum as ``b + relu(a - b)``; the evaluator only compares."""
-        apart = self.total((a, b), (1.0, -1.0))  # not rounded by the machine, which compares
+        """Add the maximum as ``b + relu(a - b)``; the evaluator only compares, so it rounds nothing."""
+        apart = self.total((a, b), (1.0, -1.0))
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
 
@@ -191,7 +194,7 @@ _RULES: dict[type[nn.Module], CircuitRule] = {}
 
 
 def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule]:
-    """Register ``rule(circuit, module, *values) -> value`` for exactly these types: what a module is made of.
+    """Register ``rule(circuit, module, *values) -> value`` for exactly these types; it adds the parts of a module.
 
     >>> class Twice(nn.Module):
     ...     def forward(self, x): return x + x
@@ -223,6 +226,7 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
 
 
 def _selection(index: Tensor, shape: Shape) -> Linear:
+    """The map from a sample of this shape to its entries at ``index``, see `Circuit.select`."""
     flat, size = index.flatten(), math.prod(shape)
     kept = flat[flat > 0] - 1  # 0 is a zero, entries count from 1
     most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
@@ -244,19 +248,15 @@ def _selection(index: Tensor, shape: Shape) -> Linear:
     return Linear(tuple(index.shape), adjoint, forward, most if most > 1 else 0)
 
 
-def _positions(shape: Shape, like: torch.device) -> Tensor:
+def _positions(shape: Shape) -> Tensor:
     """1, 2, ... in the shape of one sample, as a batch of one."""
-    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device=like).reshape(1, *shape)
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device="cpu").reshape(1, *shape)
 
 
 @circuit_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d, Expand)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
-    # The module moves the entries' numbers, exactly: they tell where each entry goes.
-    moved = module(_positions(circuit.shapes[value], _device(module)))
+    # The module moves the numbers of the entries, 1, 2, ..., exactly: they show where each entry goes.
+    moved = module(_positions(circuit.shapes[value]))
     return circuit.select(value, moved[0].long())
 
 
@@ -278,10 +278,10 @@ def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
 
 
 def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, blocked: bool = True) -> Noise | None:
-    """The noise of inner products of that many terms and a bias."""
+    """The noise of inner products of ``terms`` terms and a bias; ``blocked``: by a kernel that may sum in blocks."""
     if arithmetic is None:
         return None
-    depth = arithmetic.depth(terms) if blocked else terms  # only some kernels sum in blocks
+    depth = arithmetic.depth(terms) if blocked else terms
     return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
 
 
@@ -294,7 +294,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     if not turned and (module.padding_mode != "zeros" or isinstance(padding, str)):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         border = list(module._reversed_padding_repeated_twice)
-        padded = F.pad(_positions(circuit.shapes[value], _device(module)), border, mode=mode)
+        padded = F.pad(_positions(circuit.shapes[value]), border, mode=mode)
         value, padding = circuit.select(value, padded[0].long()), (0, 0)
     into = circuit.shapes[value]
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
@@ -394,7 +394,7 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
 
 @circuit_rule(MaxMin, GroupSort)
 def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
-    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value], torch.device("cpu"))[0].long()
+    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value])[0].long()
     if isinstance(module, GroupSort) and (module.group_size or shape[0]) != 2:
         raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
     halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
@@ -420,7 +420,7 @@ def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
     out, border = output_shape(module, shape), list[int]()
     for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
         border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries
-    grid = F.pad(_positions(shape, torch.device("cpu")).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
+    grid = F.pad(_positions(shape).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
     windows = F.unfold(grid, kernel, dilation, stride=stride)  # (C, taps, places)
     # Taps beyond the border repeat one that the window has.
     index = torch.where(windows > 0, windows, windows.amax(1, keepdim=True)).long()

@@ -54,7 +54,7 @@ class DenseCertificate(Shown):
     alone: Tensor
     iou: Tensor
     worst_iou: Tensor
-    proof: Proof = dataclasses.field(repr=False)
+    proof: Proof
 
     def _fraction(self, count: Tensor) -> float:
         return float(count.sum() / self.positions.sum())
@@ -66,7 +66,7 @@ class DenseCertificate(Shown):
 
     @property
     def worst_accuracy(self) -> float:
-        """Lower bound of that fraction if every input moves by at most eps."""
+        """Lower bound of the fraction of right decisions if every input moves by at most eps."""
         return self._fraction(self.worst)
 
     @property
@@ -133,8 +133,10 @@ def dense(
     if proof is not None and proof.program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)
+    if y.is_floating_point():
+        raise OptionError(f"expected integer labels (int64), got {dtype_name(y)}")
     measured = measure_by(network, x, proof)
-    outputs, labels = measured.outputs, y.cpu() if y.is_floating_point() else y.cpu().long()  # floats are refused below
+    outputs, labels = measured.outputs, y.cpu().long()
     if type(dim) is not int or not -outputs.ndim <= dim < outputs.ndim or dim % outputs.ndim == 0:
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
     budgets = _budgets(measured, dim % outputs.ndim, eps)
@@ -167,8 +169,11 @@ def dense(
 class _Budget(NamedTuple):
     """How far all outputs, or the features that a last layer reads, can move together.
 
-    ``square`` (N,) of that distance; how far a unit of it moves a difference of two outputs, ``pairs`` (K, K), or one,
-    ``single`` (K,); ``error`` (N,) of every output besides; ``together``: the outputs of one position read the same.
+    Attributes:
+        square: (N,) the square of that distance.
+        pairs, single: (K, K) and (K,): how far a unit of it moves a difference of two outputs, or one output.
+        error: (N,) of every output, beside that.
+        together: the outputs of one position read the same features, so that each has the whole budget.
     """
 
     square: Tensor
@@ -181,9 +186,13 @@ class _Budget(NamedTuple):
 class _Decisions(NamedTuple):
     """Decisions of N samples, in G groups that have the whole budget each.
 
-    ``counts`` (N,): decisions that count; ``right`` (N, G, P): right ones; ``turn`` (N, G, P): the energy that turns
-    each. For each class ``leave``, ``join`` (N, K, P): the energy that takes a decision out of the intersection, or
-    adds it to the predictions, inf where none can; ``intersection``, ``union`` (N, K): their sizes.
+    Attributes:
+        counts: (N,) number of decisions that are not ignored.
+        right: (N, G, P) which of them are right.
+        turn: (N, G, P) the energy that turns each.
+        leave, join: (N, K, P) the energies that take a decision out of the intersection of a class, and that add it to
+            the predictions of a class; inf where none can.
+        intersection, union: (N, K) sizes of those of labels and predictions.
     """
 
     counts: Tensor
@@ -196,7 +205,7 @@ class _Decisions(NamedTuple):
 
 
 def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
-    """The budget of the outputs and, if a last layer makes ``dim`` at each position alone, that of its body."""
+    """The budget of the outputs; then that of the features, if a last layer acts on ``dim`` at each position alone."""
     proof, chain, classes = measured.proof, measured.proof.chain, measured.outputs.shape[dim]
     error = torch.zeros(len(measured.outputs), dtype=torch.float64)
     if measured.logits is not None:
@@ -224,12 +233,12 @@ def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
     left = next_down(margin - grow(root(2) * error)).clamp_min(0)  # two outputs of a vector that is off by the error
     quotient = next_down(left / torch.where(norm > 0, norm, 1.0))
     energy = next_down(quotient * quotient).clamp_min(0)
-    # What no input moves stays right at any price, or was never right.
+    # Where no input moves the margin, a decision stays right at any price, or was never right.
     return torch.where(norm > 0, energy, torch.where(left > 0, math.inf, 0.0))
 
 
 def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
-    """One class for each position: (N, K, P) outputs, (N, P) labels."""
+    """Decisions of one class for each position, from outputs (N, K, P) and labels (N, P)."""
     counts = labels != ignored
     labels = torch.where(counts, labels, 0)  # any class: ignored positions count nowhere
     known = outputs.isfinite().all(1)
@@ -264,7 +273,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
 
 
 def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
-    """Yes or no for each output: (N, K, P) outputs and labels."""
+    """Decisions of yes or no by the sign of each output, from outputs and labels (N, K, P)."""
     counts, yes = labels != ignored, labels == 1
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     right = counts & torch.where(yes, outputs > 0, outputs < 0)
@@ -284,20 +293,20 @@ def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _D
 
 
 def _sums(energies: Tensor) -> Tensor:
-    """Smallest sums of 0, 1, 2, ... of the last dimension, rounded down."""
+    """The smallest sums of 0, 1, 2, ... entries along the last dimension, rounded down."""
     total = energies.sort(-1).values.cumsum(-1) * (1 - gamma(energies.shape[-1] + 8))  # the cheapest first
     return torch.cat((torch.zeros_like(total[..., :1]), total), -1)
 
 
 def _kept(decisions: _Decisions, square: Tensor) -> Tensor:
-    """Decisions (N,) that are still right in the worst case."""
-    # Prefix sums that the budget pays; an infinite price is never paid.
+    """Number (N,) of decisions that stay right in the worst case."""
+    # Counts sums that the budget pays; it never pays an infinite one.
     turned, right = (_sums(decisions.turn)[..., 1:] <= square[:, None, None]).sum(2), decisions.right.sum(2)
     return (right - torch.minimum(turned, right)).sum(1)
 
 
 def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
-    """The smallest quotient of sums over all samples, class by class, by Dinkelbach's iteration."""
+    """Lower bounds (K,) of the IoU of each class over all samples together, by Dinkelbach's iteration."""
     found = []
     for k in range(decisions.leave.shape[1]):
         away, more = _sums(decisions.leave[:, k]), _sums(decisions.join[:, k])
@@ -314,7 +323,7 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         best, value = math.inf, 1.0
         while value < best:  # the quotient falls to the smallest one in a few steps
             best = value
-            # The attack that makes inside - left - best (union + joined) least, sample by sample.
+            # For each sample the attack with the least inside - left - best * (union + joined).
             gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)
             top = int((inside - left.gather(1, gain)[:, 0]).sum())
             bottom = int((union + joined.gather(1, gain)[:, 0]).sum())
@@ -324,8 +333,6 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
 
 
 def _check_labels(outputs: Tensor, labels: Tensor, ignored: int) -> None:
-    if labels.is_floating_point():
-        raise OptionError(f"expected integer labels (int64), got {dtype_name(labels)}")
     shape = (len(outputs), *outputs.shape[2:])
     if labels.shape not in (shape, outputs.shape):
         raise ShapeError(

@@ -29,7 +29,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Which evaluation a certificate holds for, and where it was made. Plain values only.
+    """The evaluation that a certificate holds for, and where it was made; plain values only.
 
     Attributes:
         name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), ``"integer"`` (the
@@ -39,7 +39,7 @@ class Evaluator:
             order.
         device: type of the device (cpu, cuda).
         torch: version of torch.
-        settings: what torch and its libraries were told about arithmetic, by name, from `settings`.
+        settings: of torch and its libraries for arithmetic, by name, as the function `settings` finds them.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Evaluator:
 
     @property
     def option(self) -> str:
-        """The argument ``evaluator`` of `lipkit.certify` that makes it."""
+        """The argument ``evaluator`` of `lipkit.certify` that gives this evaluator."""
         return "float64" if self.name == "real" else self.name
 
     def check(self, network: nn.Module | None = None) -> None:
@@ -84,7 +84,7 @@ def evaluator(
 
 
 def arithmetic(name: str, network: nn.Module) -> Arithmetic:
-    """The arithmetic of an evaluator on a network as stored."""
+    """The arithmetic of an evaluator, which rounds the numbers of a network if they are stored wider than its own."""
     if name == "integer":
         return FLOAT64  # of the proof; the program's errors are its own
     dtype = _DTYPES[name]
@@ -99,9 +99,7 @@ def arithmetic(name: str, network: nn.Module) -> Arithmetic:
 
 def machine(network: modules.Network, name: str) -> modules.Network:
     """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype."""
-    if name not in _DTYPES or name == "integer":
-        floats = [known for known in _DTYPES if known != "integer"]
-        raise OptionError(f"evaluator: expected one of {', '.join(floats)}, got {name!r}")
+    check_choice("evaluator", name, [known for known in _DTYPES if known != "integer"])
     check_underflow()  # small float32 numbers would be lost on their way to float64
     twin = copy.deepcopy(network).cpu().to(_DTYPES[name])  # weights are rounded to the evaluator's format here
     made = blocked(twin) if name.endswith("blocked") else twin
@@ -161,14 +159,14 @@ def violations(name: str, kind: str, found: dict[str, str], network: nn.Module |
 
 
 def _convolves(module: nn.Module, blocks: bool) -> bool:
-    """True for a module that calls a convolution of torch."""
+    """True for a module that calls a convolution of torch; with ``blocks``, in a network that sums in blocks."""
     if isinstance(module, modules.FourierConv2d):
         return not module.whole and module.kernel_size == (1, 1)
     return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
 
 
 def _shares_windows(module: nn.Module) -> bool:
-    """True where algorithms can reuse work between windows; without overlap a convolution is a product of matrices."""
+    """True if algorithms such as Winograd's could share work between windows: never without overlap."""
     if type(module) is nn.Conv2d:
         return windows_overlap(module)
     return not isinstance(module, modules.FourierConv2d)

@@ -70,7 +70,7 @@ LATER["tight"] = tight
 
 
 def hidden_units(network: Network) -> int:
-    """The most hidden units of a run of dense layers, which `tight` bounds by one LMI."""
+    """The largest number of hidden units in a run of dense layers; `tight` bounds each run by one LMI."""
     parts = [part for part in attach(network, {}).modules() if type(part) is Network]
     runs = [run for part in parts for run in slope_runs(part, candidates=True)]
     return max((sum(len(weight) for weight in run.weights[:-1]) for run in runs), default=0)
@@ -127,8 +127,8 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     everywhere = float(lipschitz(network))
     parts = _parts(network, (-math.inf, math.inf) if box is None else box, None)
     if len(parts) != 1 or not parts[0].weights:
-        kinds = sorted({type(m).__name__ for m in network})
-        raise NoRuleError(f"expected dense layers with scalar activations between them, got {', '.join(kinds)}")
+        kinds = ", ".join(sorted({type(m).__name__ for m in network})) or "no module"
+        raise NoRuleError(f"expected dense layers with scalar activations between them, got {kinds}")
     (run,) = parts
     if not math.isfinite(everywhere):
         return torch.full_like(run.jacobian[0], math.inf)
@@ -147,23 +147,25 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
 
 
 Part = tuple[Tensor, Tensor]
-"""A matrix, or a vector, and a bound of how far each entry may be from the one meant."""
+"""A matrix or a vector (a diagonal), and a bound of the error of each entry."""
 
 
 def _moduli(part: Part) -> Tensor:
-    """The largest modulus of each entry."""
+    """Upper bounds of the moduli of the exact entries."""
     return known(up(part[0].abs() + part[1], 2))
 
 
 class _Run(NamedTuple):
-    """Modules that follow each other: their weights in x and s, or only their constant if there are no weights.
+    """Consecutive modules: their weights in x and s, or only their constant if there are no weights.
 
     Attributes:
-        constant: of the modules one by one.
-        inputs: columns that x has.
-        weights: rows of the units that are not linear, layer by layer, then y, in the columns x, s_0, s_1, ...
-        layers: for the solver's start: largest slopes of an activation times the weight before it, then the last one.
-        shares: of each layer of activations: factors of a multiplier by the sectors of the units that are not linear.
+        constant: the product of the modules' constants.
+        inputs: number of columns of x.
+        weights: rows of the units that are not linear, layer by layer, then of y, in the columns x, s_0, s_1, ...
+        layers: for the solver's start: of each activation its largest slopes times the weight before it; then the last
+            weight.
+        sectors: for the start, too: ``m^2 - a b`` of the units that are not linear, layer by layer; slopes are in
+            [a, b], and m is the largest modulus.
         jacobian: the interval matrix dy / dx.
     """
 
@@ -171,12 +173,12 @@ class _Run(NamedTuple):
     inputs: int = 0
     weights: Sequence[Part] = ()
     layers: Sequence[Tensor] = ()
-    shares: Sequence[Tensor] = ()
+    sectors: Sequence[Tensor] = ()
     jacobian: Part = (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
 
     @property
     def units(self) -> int:
-        return sum(len(share) for share in self.shares)
+        return sum(map(len, self.sectors))
 
     def entry(self, i: int, j: int) -> _Run:
         """The run from input j to output i alone."""
@@ -188,7 +190,7 @@ class _Run(NamedTuple):
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
-        """The least gain found that the LMI proves, with its multipliers; or the constant without multipliers."""
+        """The least gain that the LMI proves here, with its multipliers; or the constant, without any."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
         weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
@@ -198,15 +200,15 @@ class _Run(NamedTuple):
             return min(self.constant, gain_bound(weights, [], errors)), []
         norms = [float(torch.linalg.matrix_norm(m, 2)) for m in self.layers]
         scale = math.prod(norms)
-        # The program is divided by their product, which must be a normal number.
+        # The gain is divided by the product of the norms, which must be a normal number.
         if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
             return self.constant, []
-        # Terms mu_k (m^2 z^2 - h^2), for |h| <= m |z|, prove the product of the norms; in s (z - s) their factor is
-        # (2 m^2 - 2 a b) mu_k: the start. Gains are divided by that product.
+        # The start: terms mu_k (m^2 z^2 - h^2), for |h| <= m |z|, prove the product of the norms, and their factor of
+        # s (z - s) is (2 m^2 - 2 a b) mu_k.
         slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
-        for norm, share in zip(reversed(norms[:-1]), reversed(self.shares), strict=True):
+        for norm, sector in zip(reversed(norms[:-1]), reversed(self.sectors), strict=True):
             mu *= slack  # a little inside, so that the start is strictly feasible
-            start.insert(0, share * mu)
+            start.insert(0, sector * mu)
             mu *= norm**2
         start = [values for values in start if len(values)]
         program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
@@ -220,7 +222,7 @@ class _Run(NamedTuple):
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
-    """The weights with fewer columns for x, whose Gram matrix stays the same: the LMI depends on nothing else of x."""
+    """The weights with fewer columns for x and the same Gram matrix, by which alone the LMI depends on them."""
     rows = torch.cat([w[:, :inputs] for w in weights])
     if inputs > len(rows):  # a square root of the Gram matrix is smaller
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
@@ -229,23 +231,24 @@ def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
 
 
 class _Growing:
-    """A run while its modules are read: the value so far in x and s, and its derivative by x as an interval matrix."""
+    """A run under construction: the last value in terms of x and s, and its derivative by x as an interval matrix."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs, self.constant, self.units = inputs, 1.0, 0
         self.value: Part | None = None  # the matrix from (x, s)
         self.jacobian: Part | None = None
-        self.own: Tensor | None = None  # the weight since the last activation, without its rounding
+        self.own: Tensor | None = None  # the weight since the last activation, without a bound of its error
         self.weights: list[Part] = []
         self.layers: list[Tensor] = []
-        self.shares: list[Tensor] = []
+        self.sectors: list[Tensor] = []
 
     def linear(self, weight: Tensor) -> None:
+        """Append a linear layer: a matrix, or the diagonal of one."""
         self.value, self.jacobian = _composed(weight, self.value), _composed(weight, self.jacobian)
         self.own = _composed(weight, None if self.own is None else (self.own, torch.zeros_like(self.own)))[0]
 
     def activation(self, low: Tensor, high: Tensor) -> None:
-        """Slopes ``low`` to ``high``, one for each unit."""
+        """Append an activation whose slopes lie between ``low`` and ``high``, unit by unit."""
         assert self.value is not None
         assert self.jacobian is not None
         assert self.own is not None
@@ -253,7 +256,7 @@ class _Growing:
         width = next_up(high - low)[active]  # the upper slope that is proved is low + width
         most = torch.maximum(low.abs(), high.abs())
         self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
-        self.shares.append((most.square() - low * high)[active])
+        self.sectors.append((most.square() - low * high)[active])
         self.units += len(active)
         if len(active):
             self.weights.append((self.value[0][active], self.value[1][active]))
@@ -269,7 +272,7 @@ class _Growing:
         self.own = torch.ones(len(low), dtype=torch.float64)
 
     def steepest(self) -> Tensor:
-        """The largest modulus of each entry of dy / dx."""
+        """Upper bounds of the moduli of dy / dx, entry by entry."""
         assert self.jacobian is not None
         moduli = _moduli(self.jacobian)
         return moduli if moduli.ndim == 2 else torch.diag(moduli)
@@ -280,16 +283,18 @@ class _Growing:
         # Without a dense layer after the last activation, the last weight is diagonal.
         own = self.own if self.own.ndim == 2 else torch.diag(self.own)
         weights, layers = [*self.weights, self.value], [*self.layers, own]
-        return _Run(self.constant, self.inputs, weights, layers, self.shares, self.jacobian)
+        return _Run(self.constant, self.inputs, weights, layers, self.sectors, self.jacobian)
 
 
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
-    """The network as runs that one LMI bounds, and the modules between them."""
+    """The network as runs that one LMI bounds and the modules between them; ``units`` None puts no limit on a run."""
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
-    run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
+    run = _Growing(math.prod(shape))
     for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
+        if run.value is None:  # the box at the input of the run, and the value at its centre
+            box_radius, point = radius, (centre, torch.zeros_like(radius))
         if type(module) in _SAME:
             continue
         constant = float(lipschitz(module, before))
@@ -322,21 +327,22 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
                 run.constant = product(run.constant, steepest)
             centre, radius = _around(low, high)
             point = _around(*_slopes(twin, next_down(point[0] - point[1]), next_up(point[0] + point[1]), constant)[1])
-            if run.value is None:
-                box_radius, point = radius, (centre, torch.zeros_like(radius))
         else:
             found += [run.finished(), _Run(constant)]
             run = _Growing(math.prod(shape))
             centre = torch.zeros(math.prod(shape), dtype=torch.float64)
             radius = torch.full_like(centre, math.inf)
-            box_radius, point = radius, (centre, torch.zeros_like(radius))
     if units is None and run.value is not None and run.value[0].ndim == 1:
         run.linear(torch.eye(len(centre), dtype=torch.float64))
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
 
 
-def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``OptionError`` for an empty box."""
+def box_ends(box: Box, shape: Shape, name: str = "box") -> tuple[Tensor, Tensor]:
+    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``name`` is for messages.
+
+    Raises:
+        OptionError, ShapeError: a box that is empty or does not fit.
+    """
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):
@@ -348,15 +354,15 @@ def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
         try:
             ends.append(end.expand(shape))
         except RuntimeError:
-            raise ShapeError(f"box: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
+            raise ShapeError(f"{name}: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
     if len(ends) != 2 or isinstance(box, str) or not bool((ends[0] <= ends[1]).all()):
-        interval("box", box)  # raises with what was expected
-        raise OptionError("box: expected two ends, the smaller one first in every entry")
+        interval(name, box)  # raises with the usual message
+        raise OptionError(f"{name}: expected two ends, the smaller one first in every entry")
     return ends[0], ends[1]
 
 
 def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius that hold every number from ``low`` to ``high``."""
+    """Centre and radius of intervals that hold every number from ``low`` to ``high``."""
     finite = low.isfinite() & high.isfinite()
     centre = torch.where(finite, low / 2 + high / 2, 0.0)
     radius = next_up(torch.maximum(next_up(high - centre), next_up(centre - low)))
@@ -373,8 +379,8 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
     return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
-# Smooth functions, and where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten digits are
-# enough: the function's value there is wrong by the square of the missing digits.
+# Smooth functions, and the points where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten
+# digits are enough: near a turning point, values change by the square of the distance.
 _TURNS: dict[type[nn.Module], tuple[float, ...]] = {
     **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softplus), ()),
     nn.SiLU: (-1.2784645428,),
@@ -383,7 +389,7 @@ _TURNS: dict[type[nn.Module], tuple[float, ...]] = {
 
 
 def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Slopes of a scalar activation between values from ``low`` to ``high``, and its values there."""
+    """Lowest and highest slope of a scalar activation on [low, high], then its lowest and highest value there."""
     kind = type(module)
     least, most = torch.zeros_like(low), torch.full_like(low, constant, dtype=torch.float64)
     if not slope_restricted(module):
@@ -407,9 +413,9 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         inside = (torch.as_tensor(turn, dtype=torch.float64).expand_as(low) for turn in turns)
         return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
-    # Of values and derivatives as computed. Beyond its threshold, at least 20, torch's Softplus is the identity.
+    # Of computed values and derivatives: beyond its threshold, at least 20, torch's Softplus is the identity.
     error = 2.0**-27 if kind is nn.Softplus else 2.0**-44
-    # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
+    # Beyond 40, each derivative is 0 or 1 up to far less than this error.
     found = [derivative(module, x.clamp(-40, 40)) for x in reached(curve.joints(module))]
     a, b = _outwards(found, 0.0, error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)

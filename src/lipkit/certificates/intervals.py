@@ -31,13 +31,13 @@ class Share:
 
 
 def share(hits: Tensor, confidence: float = 0.95) -> Share:
-    """The fraction of True in a (N,) bool tensor."""
+    """The fraction of True in a (N,) bool tensor, with its interval."""
     count, total = int(hits.sum()), len(hits)
     return Share(count, total, *clopper_pearson(count, total, confidence))
 
 
 def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    r"""Two-sided Clopper-Pearson interval of a binomial fraction: it holds the true one with at least this probability.
+    r"""Two-sided Clopper-Pearson interval, which holds a binomial fraction with probability at least ``confidence``.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.
@@ -58,17 +58,17 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
 
 
 def check_confidence(confidence: object) -> None:
-    """Raise `OptionError` unless it is above 0 and below 1."""
+    """Raise `OptionError` unless ``confidence`` is a number above 0 and below 1."""
     if not (isinstance(confidence, Real) and 0 < float(confidence) < 1):
         raise OptionError(f"expected a confidence between 0 and 1, got {confidence!r}")
 
 
 LARGE = 8.0
-"""A radius of images in [0, 1] above which a forgotten /255 is more likely than the radius."""
+"""Above this radius of images in [0, 1], a forgotten /255 is likelier than the radius."""
 
 
 def as_radii(name: str, values: Any) -> tuple[float, ...]:
-    """Radii, finite and at least 0; ``OptionError`` for other values, a single number among them."""
+    """Several radii as floats; ``OptionError`` unless all are finite and at least 0, and for a single number."""
     if not isinstance(values, Iterable) or isinstance(values, str) or getattr(values, "ndim", 1) == 0:
         raise OptionError(f"{name}: expected several radii, such as (36 / 255,), got {values!r}")
     return tuple(finite(name, value, least=0) for value in values)
@@ -84,7 +84,7 @@ def check_radii(
     norm: str = "l2",
     large: bool = False,
 ) -> None:
-    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large and not asked for.
+    r"""Refuse radii that are probably slips: above the diameter of the inputs' domain, or large unless ``large``.
 
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
     ``input_range``, radii far above the range ``seen`` in the samples give a warning. ``large`` allows radii above

@@ -58,9 +58,10 @@ class GainProof(Shown):
 
 
 def _chained(graph: Graph, shape: Shape) -> Graph:
-    """The graph, with each chain of modules that runs can hold as a `Network`, which can carry multipliers."""
+    """The graph with chains of modules that runs can hold as one `Network` each, which can carry multipliers."""
     shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
-    nodes, sources, number = list[nn.Module](), list[list[int]](), [0]
+    nodes, sources = list[nn.Module](), list[list[int]]()
+    number = [0]  # in the new graph, of each value of the old one
     for node, read in zip(graph.nodes, graph.sources, strict=True):
         fits, before = type(node) is Network or in_runs(node), nodes[number[read[0]] - 1] if number[read[0]] else None
         if fits and type(before) is Network and readers[read[0]] == 1:
@@ -100,7 +101,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
             raise ShapeError(f"multipliers: expected one for each of {len(places)} activations, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))
     proved = attach(network, multipliers)
-    runs = slope_runs(proved)  # with the multipliers that it carries
+    runs = slope_runs(proved)  # with their multipliers
     if len(runs) != 1:
         return bool(lipschitz(proved) <= gamma)
     factors = [float(c) for c in constants(proved, proved.input_shape)]
@@ -110,7 +111,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
 
 
 def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
-    """The run, cut at activations so that no piece has more than ``units`` hidden units."""
+    """Cut a run at activations into pieces of at most ``units`` hidden units."""
     if units is None or sum(len(w) for w in run.weights[:-1]) <= units:
         yield run
         return
@@ -156,8 +157,8 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
         for piece in _pieces(run, units)
     ]
     if not (found or units):
-        kinds = sorted({type(m).__name__ for m in network.modules()})
-        raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")
+        kinds = sorted({type(m).__name__ for m in network.modules()} - {"Network"})
+        raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds) or 'no module'}")
     for path, part, run in found:
         _, diagonals, taken = minimise_gain(run.weights, run.errors)
         steps += taken

@@ -52,7 +52,7 @@ _BLOCK = 1 << 23
 _UP = 1 + 2.0**-29
 _TOLERANCE = 1e-3
 _MOST_PASSES = 16
-# Blocks of at most this many rows are taken for those of the logits, for which more splits are tried.
+# Up to this many rows, which are mostly those of the logits, `Ball._inside` tries more splits.
 _FEW = 64
 _LARGEST = 2.0**40
 
@@ -66,9 +66,9 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 class Ball:
-    """Bounds that hold for all inputs within ``radius`` (N,), finite, of N samples x, and in ``box``; all in float64.
+    """Bounds, in float64, that hold for all inputs in ``box`` and within a finite ``radius`` (N,) of N samples x.
 
-    ``walks`` are the error bounds after the leaves' modules, see `Bounds.walks`.
+    ``walks`` are the error bounds after the modules that became leaves, see `Bounds.walks`.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Ball:
             self.sizes.append(size)
             self.errors.append(error)
             self.lost.append(lost)
-            if value in circuit.read:  # only activations need both ends: rows of their own are dear
+            if value in circuit.read:  # bounds by rows are dear: only activations need them
                 self.ranges[value] = self._range(value)
 
     def _node(
         self, value: int, node: object, given: list[Tensor], sources: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """H and E of a node's output, and what underflow may cost a row of it, (N,)."""
+        """H and E of a node's output, and what a row of it may lose by underflow, (N,)."""
         shape = self.circuit.shapes[value]
         outputs = math.prod(shape)
         lost = sum((size.flatten(1).sum(1) for size in given), torch.zeros_like(self.radius))
@@ -170,16 +170,16 @@ class Ball:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
 
     def spread(self, leaf: Leaf) -> Tensor:
-        """Bounds, (N,), of the distance from a leaf's output in the machine to its float64 output at the sample."""
+        """Bounds (N,) of the distance from a leaf's output in the machine to its float64 output at the sample."""
         spread = self.walks[leaf.position].spread
         return grow(spread.at + spread.slope * self.radius)
 
     def _range(self, value: int) -> tuple[Tensor, Tensor]:
-        """Bounds of the machine's number in every entry of a value; H becomes no larger than they are."""
+        """Bounds, from below and above, of the machine's number in each entry of a value; they also tighten its H."""
         shape = self.circuit.shapes[value]
         entries = math.prod(shape)
         low, high = self.x.new_empty(2, len(self.x), entries)
-        # All channels of a place after each other: the rows of a block then read the same part of an image.
+        # The channels of one place follow each other, so that the rows of a block read the same part of an image.
         order = torch.arange(entries, device=self.x.device).reshape(shape[0], -1).T.flatten()
         widest = max(math.prod(shape) for shape in self.circuit.shapes)
         line = entries // (shape[1] if len(shape) == 3 else 1)  # entries of one line of an image
@@ -187,29 +187,29 @@ class Ball:
             rows = torch.zeros(len(units), entries, dtype=torch.float64, device=self.x.device)
             rows[torch.arange(len(units), device=self.x.device), units] = 1.0
             base, norm = self.below(value, rows.reshape(1, -1, *shape), mirrored=True)
-            found = next_down(base - next_up(self.radius[:, None] * norm))  # least of rows v, and of minus them
+            found = next_down(base - next_up(self.radius[:, None] * norm))  # the least v, and the least -v
             low[:, units], negative = found.expand(len(self.x), -1).chunk(2, 1)
             high[:, units] = -negative  # the most of v is minus the least of -v
         low, high, size = low.reshape(-1, *shape), high.reshape(-1, *shape), self.sizes[value]
         # The cheap bound by moduli is sometimes the tighter one.
         low, high = torch.maximum(low, -size), torch.minimum(high, size)
         self.fits &= (low <= high).flatten(1).all(1)  # false for NaN
-        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # others get the finite range 0; fits tells
+        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # samples that do not fit get the finite range 0
         low, high = torch.where(known, low, 0.0), torch.where(known, high, 0.0)
         self.sizes[value] = torch.maximum(low.abs(), high.abs())
         return low, high
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Base and norm, both (N or 1, R): ``rows v >= base - r norm`` for the machine's v within every r of a sample.
+        r"""Base and norm, both (N or 1, R): the machine's v has ``rows v >= base - r norm`` within any r of a sample.
 
-        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which are carried
-        along from the first activation on.
+        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which start at the
+        last activation before v.
         """
         pending = {value: rows}  # rows that wait at a value until all its readers are done
         const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
         for at in range(value, -1, -1):  # backwards, so readers come before what they read
             node = self.circuit.nodes[at - 1] if at else None
-            # Up to here all was linear: the rows' negatives would only have mirrored them.
+            # Until here all was linear: negated rows would only have mirrored the rows.
             if mirrored and (node is None or (at in pending and isinstance(node, Scalar))):
                 mirrored = False
                 pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
@@ -277,7 +277,6 @@ class Ball:
         best, worst = -radius * norm, torch.zeros_like(radius * norm)  # the split P = A: the ball alone
         chosen = norm.expand(len(self.x), -1)
         steep = (norm / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
-        # The rows of the logits are few: more splits are tried there.
         tries = 4 if rows.shape[1] <= _FEW else 1
         for left in range(tries, -1 if tries > 1 else 0, -1):
             p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if left else torch.zeros_like(rows)
@@ -318,15 +317,15 @@ class Bounds:
         self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
             self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]
-        self.samples = max(1, min(32, (1 << 20) // largest))  # so that rows and values fit in memory
+        self.samples = max(1, min(32, (1 << 20) // largest))  # at once, so that rows and values fit in memory
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds after each module of the network, from the constants of those before it; -1 for the input."""
+        """Error bounds after each module of the network, by its place, from the constants up to it; -1 is the input."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: proved radii (N,), at most R = ``radius``, and p(R), the radius by its lines, perhaps negative."""
+        """One pass at R = ``radius``: proved radii (N,), min(R, p(R)) or 0, and p(R), which may be negative."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()
@@ -336,10 +335,10 @@ class Bounds:
         for other in others.split(self.classes, 1):
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
-            # Negative where an inequality fails at the sample itself: the search learns from its size.
+            # Negative where an inequality fails at the sample itself; the search uses by how much.
             reach = torch.where(norm > 0, next_down(base / torch.where(norm > 0, norm, 1.0)), base * math.inf)
             found = torch.minimum(found, torch.where(reach.isnan(), -math.inf, reach).amin(1))
-        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)  # after a failed pass, search below
+        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)  # a failed pass: try a smaller radius
         return torch.minimum(found, radius).clamp_min(0.0), found
 
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -378,11 +377,12 @@ class Bounds:
         return torch.cat(found)
 
     def _search(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
+        """`radii` of one batch that fits in memory."""
         best, guess = torch.zeros_like(start), self.guess(x, labels)
         # p(R) - R at the ends: positive at the lower one. The upper end is not known at first.
         low, at_low = torch.zeros_like(best), guess
         high, at_high = torch.full_like(best, math.inf), torch.full_like(best, -math.inf)
-        # Lines are looser than the network itself, so it begins at less than the guess.
+        # The lines are looser than the network, so the search begins below the guess.
         radius = torch.maximum(0.4 * guess, torch.where(start.isfinite(), start, 0.0)).clamp_max(_LARGEST)
         active, side = guess > 0, torch.zeros_like(best)
         for _ in range(_MOST_PASSES):
@@ -402,7 +402,7 @@ class Bounds:
             low[index] = torch.where(fine, at, low[index])
             high[index] = torch.where(fine, high[index], at)
             width = high - low
-            # A little beyond the root of the secant: p is nearly straight there, so both ends close in.
+            # A little beyond the root of the secant: p is nearly linear there, so that both ends move.
             share = (at_low / (at_low - at_high)).nan_to_num(0.5) + _TOLERANCE / 4 * low / width
             closed = low + width * share.nan_to_num(0.5).clamp(0.01, 0.99)
             # Without an upper end, go on by what p allows, at most to twice the lower end.

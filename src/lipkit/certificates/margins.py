@@ -40,7 +40,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     check_logits(logits, labels)
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
-    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)  # so that the label is no rival
+    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)  # of the other classes
     margin = own[:, 0] - rest  # to nearest, for display: radii round their own difference down
     return torch.where(logits.isfinite().all(dim=1), margin, math.nan)
 
@@ -115,13 +115,13 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
 
 
 def nearest(gap: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
-    """The smallest ``gap / slope`` (N, K) over the classes other than the label, rounded down; 0 where `radii` is 0."""
+    """The smallest ``gap / slope`` (N, K) over the classes but the label, rounded down; 0 and inf as in `radii`."""
     positive = (gap > 0) & slope.isfinite()
     moving = positive & (slope > 0)
     quotient = next_down(gap / torch.where(moving, slope, 1.0))  # 1 only where it is not used
-    # What cannot move keeps its order at every distance.
+    # Pairs that cannot move keep their order at every distance.
     pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
-    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)  # the label's own row is no rival
+    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)  # the label is no rival of itself
 
 
 def check_logits(logits: Tensor, labels: Tensor | None = None) -> None:

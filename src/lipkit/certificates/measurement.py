@@ -1,4 +1,4 @@
-"""The proved constants of a network and its outputs at the samples in float64: every certificate is made from them."""
+"""Proved constants of a network and its float64 outputs at the samples, from which every certificate is made."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from lipkit.shown import Shown, Told, upper
 class Proof(Shown):
     """Proved constants of a network and rounding errors of its modules in one arithmetic, from `lipkit.prove`.
 
-    It holds its own float64 copy of the network and is never stored: a certificate that is made with it holds for
-    exactly the numbers of `network_sha256`.
+    A proof holds its own float64 copy of the network and is never stored: certificates made with it hold for exactly
+    the numbers of `network_sha256`.
 
     Attributes:
         constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up; `inf` where nothing is known.
@@ -47,8 +47,8 @@ class Proof(Shown):
         chain: constants and rounding errors, module by module.
         arithmetic: of the evaluator.
         network: the copy in float64, on `device`.
-        stored: a copy of all that is stored (`lipkit.modules.storage.contents`), to recognise the network.
-        pairs: `pair_constants` of a network that ends in a linear layer with at most 256 outputs.
+        stored: a copy of what a file of the network holds (`lipkit.modules.storage.contents`), to recognise it.
+        pairs: `pair_constants` of a network that ends in a linear layer with at most 256 outputs; else None.
         program: of the evaluator ``"integer"``; else None.
         logits: maps inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
     """
@@ -58,14 +58,14 @@ class Proof(Shown):
     network_sha256: str
     rounding: str
     evaluator: Evaluator
-    chain: ChainProof = dataclasses.field(repr=False)
-    arithmetic: Arithmetic = dataclasses.field(repr=False)
-    network: modules.Network = dataclasses.field(repr=False)
-    stored: Contents = dataclasses.field(repr=False)
-    pairs: tuple[Tensor, Tensor | None] | None = dataclasses.field(repr=False)
-    device: torch.device = dataclasses.field(repr=False)
-    program: Program | None = dataclasses.field(repr=False)
-    logits: Callable[[Tensor], sound.Logits] | None = dataclasses.field(repr=False)
+    chain: ChainProof
+    arithmetic: Arithmetic
+    network: modules.Network
+    stored: Contents
+    pairs: tuple[Tensor, Tensor | None] | None
+    device: torch.device
+    program: Program | None
+    logits: Callable[[Tensor], sound.Logits] | None
 
     def describe(self) -> str:
         """The proved constant, and what it was proved for."""
@@ -80,7 +80,7 @@ class Proof(Shown):
         return self.pairs or pair_constants(self.chain, classes)
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
-        """Raise unless this proof is of exactly this network (attributes included) and this evaluation."""
+        """Raise unless this proof was made for exactly this network, its attributes included, and this evaluation."""
         guard(*(module for _, module in parts(network)))
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
@@ -108,18 +108,19 @@ def _asked(
     return where, evaluators.evaluator(evaluator, where, network, rounding)
 
 
-# What no forward pass of exactly these types reads: its line in the code, the first value of a weight.
+# Attributes that no forward pass of exactly these types reads: a line of the source, the initial value of a weight.
 _IDLE = {"where": (modules.Product, modules.MatrixProduct, modules.Elementary), "init": (torch.nn.PReLU,)}
 
-# Attributes of every module that `guard` looks at, or that no forward pass reads.
+# Attributes of every module that `guard` checks, or that no forward pass reads.
 _NO_SWITCHES = vars(torch.nn.Module()).keys() - {"training"} | {"input_range"}
 
 
-# Values that are compared, of exactly these types: a subclass may compare and iterate as it likes.
+# Only values of exactly these types are compared: a subclass may define its own comparison.
 _PLAIN = (bool, int, float, str, type(None), np.float64, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 
 
 def _exact(value: Any) -> bool:
+    """True for a value of the types `_PLAIN`, or a list, tuple or set of them."""
     return all(map(_exact, value)) if type(value) in (tuple, list, set, torch.Size) else type(value) in _PLAIN
 
 
@@ -132,15 +133,15 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
     guard(*(module for _, module in parts(network)))
     numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
     try:
-        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # the proof runs it
-    except (DataError, OptionError):  # no file could hold it, as with a stale in_features
+        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # no trial run: the proof runs it
+    except (DataError, OptionError):  # a network that no file could hold, such as one with a wrong in_features
         exact = float64_copy(network)
         for name, copied in stored_tensors(exact).items():
             if not torch.equal(copied.double().view(torch.int64), numbers[name].view(torch.int64)):
                 raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
     exact.input_range = network.input_range
     for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        for key in ("training", "inplace"):  # no part of what is stored
+        for key in ("training", "inplace"):  # they are not stored
             if hasattr(module, key):
                 setattr(twin, key, getattr(module, key))
     _check_alike(network, exact, "expected the module {!r} as its stored form gives it", "make it anew")
@@ -148,16 +149,16 @@ def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> 
 
 
 def _check_alike(network: modules.Network, exact: modules.Network, expected: str, remedy: str) -> None:
-    """Raise if a network differs from the float64 copy of what is stored of it: by types, attributes or transforms."""
+    """Raise if a network differs from the float64 copy of its stored form: in types, attributes or unstored buffers."""
     for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
         kind, unread = type(module), {key for key, types in _IDLE.items() if type(module) in types}
         pairs = {"type": (kind, type(twin))}
-        # What neither the copy nor its class has is read by no forward pass.
+        # No forward pass reads an attribute that the copy and its class lack.
         for key in dict.fromkeys((*vars(module), *vars(twin))):
             if key not in _NO_SWITCHES | unread and hasattr(module, key) and hasattr(twin, key):
                 pairs[key] = getattr(module, key), getattr(twin, key)
         if kind is type(twin) and getattr(module, "padding_mode", None) == "zeros":
-            pairs.pop("_reversed_padding_repeated_twice", None)  # what torch noted of the padding counts in other modes
+            pairs.pop("_reversed_padding_repeated_twice", None)  # torch reads it in other modes only
         for key, pair in pairs.items():
             if key != "type" and not all(map(_exact, pair)):
                 what = f"{key} as a number of Python or a word, got {pair[0]!r}"
@@ -165,7 +166,7 @@ def _check_alike(network: modules.Network, exact: modules.Network, expected: str
             value, then = (tuple(v) if isinstance(v, list) else v for v in pair)
             if value != then:
                 raise OptionError(f"{expected.format(name)}, with {key} = {then!r}, got {value!r}: {remedy}")
-        for key in twin._non_persistent_buffers_set:  # made anew from its sizes
+        for key in twin._non_persistent_buffers_set:  # the twin has made them anew, from its sizes
             now, anew = getattr(module, key), getattr(twin, key).cpu()
             if not torch.equal(now.cpu(), anew.to(now.dtype)):
                 raise OptionError(f"expected {key!r} of {module} as its sizes give it, got other numbers: load it anew")
@@ -235,7 +236,7 @@ def prove(
 
 
 def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
-    """Proved constants (K, K) of the differences of two outputs, and the distances of the last layer's rows or None."""
+    """Proved constants (K, K) of differences of two outputs; and the distances of the last layer's rows, or None."""
     constants = margins.global_constants(proof.constant * proof.slack, classes)
     if proof.last is None or proof.body_constant is None:
         return constants, None
@@ -261,7 +262,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Two error bounds (N, 1 or K): of `outputs`, and of the machine within ``distance``; 0 if ignored."""
+        """Bounds (N, 1 or K) of the rounding of `outputs`, and of the machine within ``distance``; 0 if ignored."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero
@@ -301,7 +302,7 @@ def evaluate(
     proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:  # fmt: skip
-    """Evaluate the network of a proof in float64, batch by batch. See `measure`, which also checks the arguments."""
+    """Evaluate the network of a proof in float64, batch by batch: `measure` without its checks."""
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(proof.device, proof.rounding == "sound"):
         for part in x.split(batch_size):
@@ -319,7 +320,7 @@ def evaluate(
 
 
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:
-    """`measure` for the rounding, evaluator and device of a proof; None proves the network for the default ones."""
+    """`measure` with the rounding, evaluator and device of a proof; None proves the network with the defaults."""
     check_inputs(network, x, 1)
     proof = prove(network) if proof is None else proof
     name, where = proof.evaluator.option, proof.device
@@ -327,12 +328,12 @@ def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Meas
 
 
 Samples = Tensor | np.ndarray[Any, Any]
-"""Numbers of a data set."""
+"""Samples or labels."""
 
 
-def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
-    """A copy in float64 that holds exactly the same numbers; on the CPU where ``device`` has no float64."""
-    return copy.deepcopy(network).cpu().double().to(float64_device(device))  # mps cannot even hold a float64 tensor
+def float64_copy(network: modules.Network) -> modules.Network:
+    """A copy in float64, on the CPU, that holds exactly the same numbers."""
+    return copy.deepcopy(network).cpu().double()  # first to the CPU: mps cannot even hold a float64 tensor
 
 
 def float64_device(device: str | torch.device) -> torch.device:
@@ -362,7 +363,7 @@ def as_tensor(values: object) -> Tensor:
 
 
 def check_network(network: object, verb: str) -> None:
-    """Raise unless ``network`` is exported."""
+    """Raise unless ``network`` is exported; the message says to ``verb`` the export."""
     refuse_wrapper(network, verb)
     if not isinstance(network, modules.Network):
         raise NoRuleError(
@@ -400,5 +401,5 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
 
 
 def dtype_name(values: Tensor) -> str:
-    """How a message writes the dtype of a tensor."""
+    """The dtype of a tensor as a message writes it."""
     return str(values.dtype).removeprefix("torch.")

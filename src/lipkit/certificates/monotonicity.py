@@ -50,14 +50,14 @@ def monotone(network: Network) -> Tensor:
         raise NoRuleError(f"monotone: expected inputs that are vectors, got the shape {network.input_shape}")
     (count,) = network.input_shape
     same = torch.eye(count, dtype=torch.bool)
-    # (units, inputs): the unit does not decrease with the input, and does not increase with it.
+    # (units, inputs) each: True if the unit never falls with the input, and if it never rises.
     up, down = torch.ones_like(same), ~same
     for module in exact_copy(network):
         if not all_finite(*module.parameters(), *module.buffers()):
             raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")
         if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()
-            # Paths that would break it: rising through what may fall, falling through what may rise.
+            # These weights break a rise: positive ones of units that may fall, negative ones of units that may rise.
             against = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
             up, down = against[0] == 0, against[1] == 0
         elif type(module) is Affine:

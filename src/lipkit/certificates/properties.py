@@ -68,10 +68,10 @@ class Answer(Shown):
 
 
 class _Box(Ball):
-    """Bounds that hold in boxes (N, *input_shape), float64; `rows` are those that came to the input last."""
+    """Bounds, in float64, that hold in boxes (N, *input_shape); `below` leaves the rows at the input in ``rows``."""
 
     def __init__(self, bounds: Bounds, low: Tensor, high: Tensor) -> None:
-        centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)  # halves first: a sum could overflow
+        centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)  # halves first: their sum stays finite
         reach = next_up(torch.maximum(high - centre, centre - low))  # half widths, rounded up
         self.rows = torch.zeros(0)  # before the bounds of the activations call _inside
         super().__init__(bounds.circuit, centre, _norm(reach[:, None])[:, 0], (low, high), bounds.walks(centre))
@@ -99,7 +99,7 @@ def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.flo
 
 
 class _Group:
-    """The cases of one box: rows of all their conditions, and which case has which."""
+    """The cases of one box: all their conditions as rows, and which case has which."""
 
     def __init__(self, cases: Sequence[Case], network: Network, dtype: torch.dtype, outputs: int) -> None:
         self.cases, self.network, self.dtype, shape = cases, network, dtype, network.input_shape
@@ -116,21 +116,21 @@ class _Group:
         self.inner = torch.stack((_rounded(low, True, dtype), _rounded(high, False, dtype))).unflatten(1, shape)
 
     def among(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A point that meets a case exactly, with its outputs, if there is one among those near x."""
+        """A point, x moved into the box, that meets a case exactly, and its outputs; None if none of the x does."""
         points = torch.minimum(torch.maximum(x.to(self.dtype), self.inner[0]), self.inner[1])
         y = self.network(points).flatten(1)
-        # Floating point finds what is nearly met; fractions decide.
+        # Floating point finds conditions that are nearly met; fractions decide.
         room = 2.0**-40 * (y.double().abs() @ self.rows.mT.abs() + self.limits.abs())
         near = (y.double() @ self.rows.mT - self.limits <= room) & y.isfinite().all(1, keepdim=True)
         for i, k in (near[:, None] | ~self.has).all(2).nonzero()[:64].tolist():  # points with all conditions of a case
-            alone = self.network(points[i : i + 1]).flatten()  # as a reader repeats it: batches may round otherwise
+            alone = self.network(points[i : i + 1]).flatten()  # repeatable: a batch may round otherwise
             both = {"X": points[i].flatten().tolist(), "Y": alone.tolist()}
             if all(atom.met(both) for atom in (*self.cases[k].inputs, *self.cases[k].outputs)):
                 return points[i], alone
         return None
 
     def descend(self, network: Network, end: float) -> tuple[Tensor, Tensor] | None:
-        """Signed steps down the condition that is furthest from being met, from random points."""
+        """`among` after each of some signed steps, from random points, down the condition furthest from being met."""
         low, width = self.ends[0], self.ends[1] - self.ends[0]
         random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x, cases = low + width * random, torch.arange(_STARTS) % len(self.cases)
@@ -149,7 +149,7 @@ class _Group:
 
 
 def _check_cases(cases: Sequence[object], inputs: int, outputs: int) -> None:
-    """Raise unless these are cases of a network of that many inputs and outputs, one at least."""
+    """Raise unless these are one or more cases of a network with so many inputs and outputs."""
     if not cases:
         raise OptionError("cases: expected one or more, got none: no input meets the conditions, so nothing is proved")
     for case in cases:
@@ -225,7 +225,7 @@ def verify_property(
             if (found := group.descend(bounds.network, end)) is not None:
                 return answer("violated", found)
         for group in groups:
-            # Open boxes, each with its fraction of the volume; the last ones come first, so that few are kept.
+            # Open boxes, each with its fraction of the volume. The newest are bounded first, so that few are open.
             left, parts = group.ends[None], torch.ones(1, dtype=torch.float64)
             while len(left):
                 if time.monotonic() > end or not len(group.rows):
@@ -242,7 +242,7 @@ def verify_property(
                 volume += float(part[~still].sum())
                 rows = box.rows.expand(len(now), -1, *shape)[still]
                 now, part, slack = now[still], part[still], slack.masked_fill(fails, -math.inf)[still]
-                # The corners where linear bounds are least.
+                # The corner where each linear bound is least.
                 lowest = torch.where(rows > 0, now[:, :1], now[:, 1:]).flatten(0, 1)
                 if (found := group.among(torch.cat((box.x[still], lowest)))) is not None:
                     return answer("violated", found)

@@ -1,4 +1,4 @@
-r"""Certified AUROC of a detector: the probability that a positive scores above a negative, whatever moves within eps.
+r"""Certified AUROC of a detector: the probability that a positive scores above a negative if samples move within eps.
 
 A score of constant L changes by at most :math:`L\varepsilon`, so a pair keeps its order if its scores are more than
 :math:`2L\varepsilon` apart (:math:`L\varepsilon` where only one side moves). On finite samples the fraction of those
@@ -42,10 +42,10 @@ class AurocCertificate(Shown):
     worst_auroc: float
     positive_scores: Tensor
     negative_scores: Tensor
-    proof: Proof = dataclasses.field(repr=False)
+    proof: Proof
 
     def describe(self) -> str:
-        """Both figures, and what the bound holds for."""
+        """AUROC at the samples and in the worst case, and what the bound holds for."""
         counts = f"{len(self.positive_scores)} positives, {len(self.negative_scores)} negatives"
         who = "every sample moves" if self.moves == "both" else f"the {self.moves} move"
         return (
@@ -102,7 +102,7 @@ def auroc(
     constants, count = output_constants(proof, 1)[0], len(given[0])
 
     def room(distance: float) -> Tensor:
-        """How far a score can be from the measured one."""
+        """Bounds of how far the machine's score can be from the measured one within ``distance``."""
         moved, (centre, machine) = reach(constants, distance), measured.errors(distance)
         return moved if measured.logits is None else grow(moved + (centre + machine).flatten())
 

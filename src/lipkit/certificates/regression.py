@@ -44,8 +44,8 @@ class RegressionCertificate(Shown):
     Attributes:
         delta: l2 norm of the input deviation, in units of the input.
         sensors: (*input_shape) the most that each input moves, or None where only the norm is known.
-        moved: (d,) bounds how far each output moves, without rounding: ``K_j delta``, and with `sensors` the smaller of
-            that and ``(G sensors)_j``, G of `lipkit.certificates.gain_matrix`.
+        moved: (d,) bounds how far each output moves, without rounding: ``K_j delta``, or with `sensors` the smaller of
+            that and ``(G sensors)_j``, where G is `lipkit.certificates.gain_matrix`.
         constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up.
         output_constants: (d,) proved upper bounds ``K_j`` for each output alone, rounded up.
         prediction: (N, d) outputs at the samples.
@@ -79,7 +79,7 @@ class RegressionCertificate(Shown):
 
     @property
     def deviation(self) -> float:
-        """Largest l2 norm of the output deviation, ``L delta`` or that of `moved`, and twice the rounding error."""
+        """Largest l2 norm of the output deviation: ``min(L delta, |moved|)`` and twice the rounding error."""
         worst = float(size(self.rounding_error).amax()) if self.rounding == "sound" else 0.0
         most = product(self.constant, self.delta)
         return grow((most if self.sensors is None else min(most, float(size(self.moved[None])))) + 2 * worst)
@@ -156,7 +156,8 @@ def certify_regression(
             ``input_shape`` or ``(C,)`` for the channels of ``(C, ...)``, which tightens `RegressionCertificate.moved`.
 
     Raises:
-        NoRuleError, ShapeError, OptionError: as in `lipkit.certify`; targets that are not floating point or finite.
+        NoRuleError, ShapeError, OptionError: as in `lipkit.certify`; targets that are not floating point or finite; a
+            delta that is negative or of another shape.
 
     >>> net = Network([nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -168,9 +169,11 @@ def certify_regression(
     check_inputs(network, x, batch_size)
     sensors = None
     if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
-        if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
-            raise OptionError(f"expected delta as numbers >= 0, one for each input or channel, got {delta}")
-        sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
+        try:
+            sensors = box_ends((0.0, delta), network.input_shape, "delta")[1].clone()
+        except OptionError:
+            wanted = "numbers >= 0, one for each input or channel"
+            raise OptionError(f"expected delta as {wanted}, got {delta}") from None
         delta = float(size(sensors[None]))  # the ball around the box that the sensors reach
     delta = finite("delta", delta, least=0)
     _check_targets(x, y)
@@ -184,9 +187,8 @@ def certify_regression(
     constants, method = output_constants(measured.proof, target.shape[1])
     moved = reach(constants, delta)
     if sensors is not None:
-        with contextlib.suppress(NoRuleError):  # of a network that no matrix bounds
-            terms = gain_matrix(measured.proof.network) * sensors.flatten() * chain.slack
-            terms = known(grow(terms))
+        with contextlib.suppress(NoRuleError):  # gain_matrix takes only chains of dense layers
+            terms = known(grow(gain_matrix(measured.proof.network) * sensors.flatten() * chain.slack))
             moved = torch.minimum(moved, up(terms.sum(1), terms.shape[1]))  # a sum of that many terms, in any order
     centre, machine = (error.expand_as(prediction) for error in measured.errors(delta))
     return RegressionCertificate(
@@ -219,10 +221,10 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
     network, proof = proved.network, proved.chain
     modules = list(network)
     tail = modules[-1] if modules else None
-    scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
+    scaling = tail if type(tail) is Affine else None
     position = len(modules) - (1 if scaling is None else 2)  # of the last layer; a scaling may follow it
     last = modules[position] if position >= 0 else None
-    if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or len(last.weight) != outputs:
+    if type(last) is not nn.Linear or len(last.weight) != outputs:
         return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     runs = slope_runs(network) if outputs <= _MOST_LMI_OUTPUTS else []
@@ -238,19 +240,19 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
 
 
 def reach(constants: Tensor, distance: float) -> Tensor:
-    """How far outputs of these constants (d,) can move within a distance, rounded up."""
+    """How far outputs with these constants (d,) can move if the input moves by ``distance``, rounded up."""
     return torch.tensor([product(k, distance) for k in constants.tolist()], dtype=torch.float64)
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
-    """Gain of the run with one row of its last layer, proved with its multipliers, balanced for that row."""
+    """Proved gain of the run with one row of its last layer: its multipliers count as they are, or balanced."""
     weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))
 
 
 def columns(values: Tensor) -> Tensor:
-    """Outputs or targets (N, d); those of shape (N,) are vectors of one entry."""
+    """Outputs or targets as (N, d); those of shape (N,) become (N, 1)."""
     return values[:, None] if values.ndim == 1 else values
 
 

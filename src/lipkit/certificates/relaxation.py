@@ -28,18 +28,18 @@ from lipkit.modules.machine import local_error
 from lipkit.modules.registry import lipschitz
 from lipkit.proof.arithmetic import FLOAT64, grow
 
-# Absolute error of a slope in float64: derivatives are of size 1, by library functions of 16 units.
+# Absolute error of a slope in float64: derivatives have size 1, and library functions are off by at most 16 units.
 _SLOPE_ERROR = 2.0**-40
 _STEPS = 40  # halvings: touching points need not be exact, tangents hold anywhere
 
 
 class Curve(NamedTuple):
-    """The shape of a scalar activation.
+    """The shape of a scalar activation, piece by piece.
 
     Attributes:
         joints: maps a module to the points between its pieces, rising: numbers, or tensors of the shape of a sample.
         bends: of each piece: 1 convex, -1 concave, 0 straight.
-        slope: its derivative, if torch's own is not accurate enough.
+        slope: maps a module and points to derivatives, where torch's own are not accurate enough.
     """
 
     joints: Callable[[Any], tuple[float | Tensor, ...]]
@@ -85,7 +85,7 @@ class Lines(NamedTuple):
 
 
 def curve_of(module: Any) -> Curve | None:
-    """The curve of a scalar activation; None if only its slopes are known."""
+    """The curve of a scalar activation; None if only the range of its slopes is known."""
     if type(module) is nn.GELU and module.approximate == "none":
         return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
     if type(module) is nn.ELU:
@@ -96,11 +96,11 @@ def curve_of(module: Any) -> Curve | None:
 
 
 class Relaxation:
-    """Lines around one activation. Inputs are float64, ``(N, *shape)``."""
+    """Lines around one activation, by calls with the ends of intervals: float64, ``(N, *shape)``."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.curve = module, curve_of(module)
-        constant = float(lipschitz(module))  # s has slopes from -constant on
+        constant = float(lipschitz(module))  # slopes of s are at least -constant
         if not constant < math.inf:
             raise NoRuleError(f"expected an activation with a finite slope, got {module}")
         self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
@@ -115,7 +115,7 @@ class Relaxation:
     def __call__(self, low: Tensor, high: Tensor) -> Lines:
         """Lines on the finite intervals [low, high]."""
         largest = torch.maximum(low.abs(), high.abs())
-        wrong = grow(self.error[0] + self.error[1] * largest)  # values of torch's own function are off by this
+        wrong = grow(self.error[0] + self.error[1] * largest)  # the error of torch's values of s
         with torch.no_grad():
             return self._by_slopes(low, high, wrong) if self.curve is None else self._by_pieces(low, high, wrong)
 
@@ -148,11 +148,10 @@ class Relaxation:
                 slopes += [self._slope(c), self._slope(d), self._slope((c + d) / 2)]
         if any(self.curve.bends):
             slopes.append((self._slope(low) + self._slope(high)) / 2)
-        # All slopes at once, stacked in the batch; then the lines that are best in the middle are taken.
+        # All slopes at once, stacked along the batch; the lines that are best in the middle of the interval count.
         count, middle = len(slopes), (low + high) / 2
         a = torch.cat(slopes)
-        many = (part.repeat(count, *[1] * (low.ndim - 1)) for part in (wrong, *edges, *values))
-        wrong, *both = many
+        wrong, *both = (part.repeat(count, *[1] * (low.ndim - 1)) for part in (wrong, *edges, *values))
         below, above = self._intercepts(a, both[: len(edges)], both[len(edges) :], wrong)
         a, below, above = (part.unflatten(0, (count, -1)) for part in (a, below, above))
         # The highest of the lower lines and the lowest of the upper ones; NaN is never chosen.
@@ -163,7 +162,7 @@ class Relaxation:
         return Lines._make((*lines, below.select(0, 1), above.select(0, 1)))  # the second slope is flat
 
     def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of s(z) - a z on the interval."""
+        """Bounds of s(z) - a z from below and above on the interval."""
         assert self.curve is not None
         gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]
         # On straight pieces the extremes of the gap are at edges; a convex one can only dip lower, a concave one rise.

@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer: in float64 and in the machine, at the sample; the growth of the latter."""
+    """Errors (N, K) of the last layer itself: in float64 and in the machine at the sample; growth of the latter."""
 
     at64: Tensor
     at: Tensor
@@ -45,8 +45,8 @@ class Logits(NamedTuple):
 
     Attributes:
         values: (N, K) computed in float64.
-        walk: bounds before the last dense layer; of the whole network (but its outputs) if it does not end in one.
-        own: bounds of the last dense layer itself; None without one.
+        walk: error bounds before the last dense layer; after the whole network if it does not end in one.
+        own: errors of that last layer itself; None without one.
         peak: bounds every intermediate number.
     """
 
@@ -57,7 +57,7 @@ class Logits(NamedTuple):
 
 
 def merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
-    """Nested tuples, merged tensor by tensor; other values must be the same in all, and the first one's are kept."""
+    """One nested tuple from several, merged tensor by tensor; other values must be the same in all of them."""
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*(merged(each, merge) for each in zip(*parts, strict=True)))
@@ -100,12 +100,12 @@ class Evaluation:
             if len(rows):
                 near = self._logits(through(self.steps, x[rows]))
                 found = merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
-        outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # features are read no more
+        outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # frees the features
         on_cpu: Logits = outputs if x.device.type == "cpu" else merged([outputs], lambda tensors: tensors[0].cpu())
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
-        """(N,) errors of the features that move the difference of the two largest outputs by 2^-30 of itself."""
+        """(N,) errors of the features that change the difference of the two largest outputs by 2^-30 of it."""
         values = features if self.last is None else self.last(features)
         first, second = values.topk(2).values.unbind(1)
         return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))
@@ -142,7 +142,10 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
 def radii(
     logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Two radii (N,) from `pair_constants`: with rounding errors (see the module docstring) and without; 0: none."""
+    """Radii (N,) with rounding errors (see the module docstring), and without; 0 where nothing is certified.
+
+    ``constants`` and ``rows`` are those of `pair_constants`.
+    """
     values, constants = logits.values, constants[labels]
     difference = next_down(values.gather(1, labels[:, None]) - values)  # m, its subtraction rounded down
     at, slope = margin_errors(logits, labels, rows)
@@ -156,7 +159,7 @@ def radii(
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Errors of the label's margin over each class: (N, K) at the samples, and their growth per distance."""
+    """Error bounds (N, K) of the label's margin over each class: at the samples, and their growth per distance."""
     values, walk, own = logits.values, logits.walk, logits.own
     spread = walk.spread
     if own is None or rows is None:
@@ -168,7 +171,7 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
         apart = rows[labels]
         pair = _both(own.slope, labels)  # by how much both rows' own errors grow
         at = grow(_both(own.at64, labels) + _both(own.at, labels))
-        at = grow(at + pair * spread.at[:, None])  # the machine's features lie up to the spread away
+        at = grow(at + pair * spread.at[:, None])  # the machine's features are off by up to the spread
         # Features that are off move both logits, by the difference of their rows.
         at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
         slope = grown(grown(pair * spread.slope) + grown(apart * walk.error.slope))
@@ -178,7 +181,7 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
 def output_errors(
     logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Errors (N, 1 or K) of each output: of the float64 values at the samples, and of the machine within ``distance``.
+    """Error bounds (N, 1 or K) of outputs: of the float64 values at the samples; of the machine within ``distance``.
 
     ``weight`` is that of the last dense layer.
     """
@@ -195,10 +198,10 @@ def output_errors(
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
-    """The label's value plus that of every class."""
+    """``each_t + each_i`` for the label t and every class i."""
     return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:
-    """Values enlarged to cover one rounding; 0 stays 0."""
+    """`grow`, but a 0 in the tensor stays 0."""
     return torch.where(values > 0, grow(values), values)

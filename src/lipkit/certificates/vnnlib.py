@@ -1,7 +1,7 @@
 """VNN-LIB (version 1): properties of networks, as boxes of inputs with half-spaces of outputs that must not be met.
 
-A file asserts what a counterexample is: a formula of comparisons of linear terms. It is read as a disjunction of
-*cases*: a box, and half-spaces to be met together, in exact fractions. Source: https://www.vnnlib.org.
+A file describes a counterexample by a formula of comparisons of linear terms. It is read as a disjunction of *cases*: a
+box, and half-spaces to be met together, in exact fractions. Source: https://www.vnnlib.org.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_CASES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """``sum_i f_i v_i <= bound``, or ``<`` where it is strict; v are pairs such as ``("X", 3)``."""
+    """A condition ``sum_i f_i v_i <= bound``, or ``<`` if strict; variables v are pairs such as ``("X", 3)``."""
 
     factors: tuple[tuple[tuple[str, int], Fraction], ...]
     bound: Fraction
     strict: bool
 
     def met(self, values: dict[str, Sequence[float]]) -> bool:
-        """True if exactly these inputs and outputs meet it."""
+        """True if these inputs and outputs meet it, in exact arithmetic."""
         total = sum((f * Fraction(values[name][i]) for (name, i), f in self.factors), Fraction())
         return total < self.bound if self.strict else total <= self.bound
 
@@ -107,7 +107,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
         if math.prod(len(part) for part in parts) > _MOST_CASES:
             raise OptionError(f"expected a formula of at most {_MOST_CASES} cases, got more")
         return [list(itertools.chain(*chosen)) for chosen in itertools.product(*parts)]
-    if head not in _FLIPPED or len(rest) != 2:
+    if not isinstance(head, str) or head not in _FLIPPED or len(rest) != 2:
         raise OptionError(f"expected and, or, not or a comparison of two terms, got {str(term)[:80]}")
     sign = _FLIPPED[head] if negated else head
     apart = _linear(["-", *rest], sizes)
@@ -121,7 +121,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
 
 
 def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
-    """The factors of the variables, such as ("X", 3) for X_3, and the constant under None."""
+    """A linear term as the factors of its variables, such as ("X", 3) for X_3, and its constant under None."""
     if isinstance(term, str):
         name, _, place = term.partition("_")
         if _NUMBER.fullmatch(term):

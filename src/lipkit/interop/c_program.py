@@ -75,6 +75,7 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
 
 
 def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
+    """The errors and rates, as integers, from which the C program computes its radii."""
     classes = program.operations[-1][0].size
     constants, rows = pair_constants(proof, classes)
     zeros = torch.zeros(classes, *program.input_shape)

@@ -90,7 +90,7 @@ def model_card(
 
 
 def _rows(record: Record | RegressionRecord) -> list[tuple[str, str, float]]:
-    """Name, kind and value of each figure."""
+    """Name, kind and value of each figure of the card."""
     if isinstance(record, RegressionRecord):
         return [
             ("mean squared error", "mse", record.mse),
@@ -165,7 +165,7 @@ class RobustBenchModel(nn.Module):
 def robustbench_info(
     record: Record, *, authors: str = "", link: str = "", venue: str = "Unpublished"
 ) -> dict[str, Any]:
-    """The facts of a run under the names of RobustBench's model descriptions, in per cent, threat model l2.
+    """A run in the fields of RobustBench's model descriptions; accuracies in per cent, threat model l2.
 
     ``autoattack_acc``, ``reported`` and ``eps`` are None: those figures exist only after AutoAttack ran. The
     leaderboard has no column for certified accuracies: they stand in ``footnote``. ``additional_data`` says whether

@@ -29,7 +29,7 @@ class RuntimeCheck:
     Attributes:
         difference: largest absolute difference between an output of the runtime and of the float64 network.
         same: number of ``samples`` with the same prediction (all of them for a regression).
-        certified, runtime: accuracy certified at each l2 radius ``eps``, from the logits of each.
+        certified, runtime: accuracy certified at each l2 radius of ``eps``, from the float64 logits and the runtime's.
     """
 
     samples: int
@@ -75,6 +75,7 @@ def check_runtime(
 
     Raises:
         CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
+        ShapeError, OptionError: outputs of another shape, no sample, or ``y`` that `lipkit.certify` refuses.
     """
     x = random_inputs(network) if x is None else x.cpu()
     if len(x) == 0:
@@ -118,7 +119,10 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
-    """Write files of one folder if ``check`` accepts drafts, given the path of the first; return the first's path."""
+    """Write files of one folder once ``check`` has accepted drafts of them; it gets the path of the first draft.
+
+    Returns the path of the first file.
+    """
     first = next(iter(files))
     with tempfile.TemporaryDirectory() as folder:
         for path, content in files.items():

@@ -31,11 +31,12 @@ Numbers computed from it cannot be recognised; they are refused."""
 
 
 def holds_batch(tensor: Tensor) -> bool:
-    # Narrower formats do not hold it.
+    """True if a number is `BATCH`, which formats of less than four bytes cannot hold."""
     return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
 
 
 def _in_words(number: re.Match[str]) -> str:
+    """A number of a message, with multiples of `BATCH` in words."""
     times, rest = divmod(int(number[0]), BATCH)
     return number[0] if rest or not times else f"{times} * batch" if times > 1 else "batch"
 
@@ -52,7 +53,7 @@ class Node(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All that is known of an operator; ``rule`` makes the module, or computes the values, of a call."""
+    """An operator of ONNX: its ``rule`` makes the module of a `Call`, or computes its values."""
 
     rule: Callable[[Call], Any]
     versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
@@ -81,6 +82,7 @@ class Call:
         return replace(self, operands=operands, source=source, used=set(), read=set())
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
+        """The error, to be raised, for a call that its rule does not cover."""
         got = re.sub(r"\d{7,}", _in_words, got)
         return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
 
@@ -89,7 +91,7 @@ class Call:
         return index < len(self.operands) and self.operands[index] is not None
 
     def tensor(self, index: int) -> Any:
-        """An operand to compute with."""
+        """An operand to compute with, which may not hold the batch size."""
         if not self.has(index):
             raise self.refuse(f"operand {index}", "none")
         if index in self.sized:
@@ -99,6 +101,7 @@ class Call:
 
     @property
     def x(self) -> Any:
+        """The first operand, to compute with."""
         return self.tensor(0)
 
     @property
@@ -121,7 +124,7 @@ class Call:
         return found
 
     def repeated(self, row: Tensor, sizes: Sequence[int]) -> Any:
-        """A constant, repeated for each sample if the first of the ``sizes`` asked for is that of the batch."""
+        """A constant ``row``, repeated for each sample if the first of the wanted ``sizes`` is the batch's."""
         if BATCH not in sizes:
             return row
         if BATCH in sizes[1:] or row.dtype != self.dtype or row.ndim > len(sizes) or len(row) != 1:
@@ -130,7 +133,7 @@ class Call:
         return self.source.new_zeros((self.source.size(0), *row.shape[1:])) + row
 
     def weight(self, index: int) -> Tensor:
-        """A stored operand."""
+        """An operand that is stored in the file."""
         if index in self.moving:
             raise self.refuse(f"stored weights as operand {index}", "a tensor that is computed")
         found: Tensor = self.tensor(index)
@@ -146,7 +149,7 @@ class Call:
         return self.node.attributes.get(name, default)
 
     def numbers(self, name: str, index: int, batch: bool = False) -> Any:
-        """Numbers from an attribute (older versions) or an operand (newer ones); onnx has checked which applies."""
+        """Numbers that older versions of an operator have as an attribute, and newer ones as an operand; or None."""
         given = self.get(name, None)
         if not self.has(index):
             return given
@@ -168,7 +171,7 @@ class Call:
         return axis % rank
 
     def axes(self, index: int = 1, more: int = 0) -> list[int]:
-        """The sorted, distinct ``axes`` (attribute or operand) of a tensor with ``more`` extra dimensions per axis."""
+        """The sorted, distinct ``axes`` (attribute or operand) of a tensor that has ``more`` dimensions for each."""
         given = self.numbers("axes", index) or []
         rank = self.rank + more * len(given)
         found = sorted({self.axis(axis, rank) for axis in given})
@@ -238,6 +241,7 @@ def around(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 
 def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
+    """The module with these parameters and buffers, copied, in place of its own of the same shapes."""
     for name, tensor in tensors.items():
         value, place = None if tensor is None else tensor.clone(), getattr(module, name)
         if value is not None and value.shape != place.shape:

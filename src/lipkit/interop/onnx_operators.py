@@ -190,7 +190,7 @@ BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
 
 
 def pads_of(c: Call) -> tuple[list[int], list[int]]:
-    """Numbers of padded entries before and after each axis."""
+    """How many entries a Pad adds before and after each axis."""
     sizes, axes = list(c.numbers("pads", 1)), c.numbers("axes", 3)
     places = range(c.rank) if axes is None else [c.axis(axis) for axis in axes]
     if len(sizes) != 2 * len(places) or len(set(places)) != len(places):
@@ -350,7 +350,6 @@ def _constant(c: Call) -> Tensor:
 
 
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))
-# Versions above these are unknown; below version 7 operators have other meanings.
 OPERATORS: dict[str, Row] = {
     **LAYERS,
     "Ceil": Row(_each(torch.ceil), (6, 13), moves=False),

@@ -27,6 +27,7 @@ from lipkit.interop.reading import LARGEST, Budget, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
 from lipkit.lowering.written import ENDS, GATES, fits
 from lipkit.modules import Network
+from lipkit.modules.network import checked_shape
 
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
@@ -64,7 +65,8 @@ def load_onnx(
             cover; a graph that cannot be exported.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
-    return load(read_onnx(path, input_shape), path, input_shape, box)
+    shape = None if input_shape is None else checked_shape(input_shape)
+    return load(read_onnx(path, shape), path, shape, box)
 
 
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> ReadNetwork | Network:
@@ -119,7 +121,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
     batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
     if alone := not declared and batch > 0:
         batch, declared = 1, [batch]
-    given = tuple(declared) if input_shape is None else tuple(input_shape)
+    given = tuple(declared) if input_shape is None else input_shape
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
         if lacking := {node.kind for node in nodes if node.row is None}:
@@ -223,12 +225,12 @@ def _sorted(nodes: list[Node], given: set[str], path: str | Path) -> Iterator[No
 
 
 def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor]) -> list[Node]:
-    """The nodes, with those that write out an activation as one node: products of two values have no constant."""
+    """The nodes, with one for those that write out an activation: their products of two values have no constant."""
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
 
     def equals(name: str, wanted: float) -> bool:
-        """True if it is this scalar, as float32 stores it; more dimensions would change the product's shape."""
+        """True for the scalar ``wanted``, as float32 stores it. More dimensions would change the product's shape."""
         constant = made[name].attributes.get("value") if name in made and made[name].kind == "Constant" else None
         tensor = stored.get(name, constant)
         if not isinstance(tensor, Tensor) or tensor.shape not in ((), (1,)):
@@ -244,7 +246,7 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
 
     kept: list[Node] = []
     gone: set[str] = set()
-    for node in reversed(nodes):  # the largest pattern ends last
+    for node in reversed(nodes):  # from the end, so that the largest pattern is found first
         if gone.issuperset(node.output):
             continue
         for pattern, make in GATES if node.kind in ENDS else ():
@@ -295,6 +297,8 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
 
 
 class _Reader:
+    """Runs the nodes of a file in turn: on stored operands to get stored tensors, on others to make up the network."""
+
     def __init__(self, network: ReadNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
         self.network, self.stored, self.call = network, stored, partial(call, source=x)
         self.values = {network.source: x}  # without memory, for their sizes
@@ -305,7 +309,7 @@ class _Reader:
         self.bordered: dict[str, tuple[str, Any]] = {}
 
     def read(self, nodes: Iterable[Node]) -> None:
-        unknown: dict[str, bool] = {}  # True: may depend on the input
+        unknown: dict[str, bool] = {}  # values that were not made; True: may depend on the input
         for node in nodes:
             lost = [unknown[name] for name in node.input if name in unknown]
             moving = any(lost) or not self.values.keys().isdisjoint(node.input)
@@ -315,7 +319,7 @@ class _Reader:
                 try:
                     self._add(node, node.row)
                     continue
-                except NoRuleError as error:  # a later node without a rule is the better reason
+                except NoRuleError as error:  # told at the end, if no node lacks a rule altogether
                     self.refusal = self.refusal or error
             unknown.update(dict.fromkeys(node.output, moving and node.kind != "Shape"))
 

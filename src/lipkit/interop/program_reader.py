@@ -25,6 +25,7 @@ from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
 from lipkit.lowering.functions import FUNCTIONS
 from lipkit.lowering.written import KINDS
 from lipkit.modules import Network
+from lipkit.modules.network import checked_shape
 
 # Major version of the schema that defines the letters and numbers below.
 SCHEMA = 8
@@ -32,7 +33,7 @@ _DTYPES = {
     1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 6: torch.float16, 7: torch.float32,
     8: torch.float64, 12: torch.bool, 13: torch.bfloat16,
 }  # fmt: skip
-# Checks of sizes that torch puts between the operators; export looks at the sizes itself.
+# Checks of sizes that torch puts between the operators; the export of the network checks sizes itself.
 _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -138,7 +139,7 @@ def load_program(
             a program that changes its buffers (exported in training mode); a graph that cannot be exported.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
-    return load(read_program(path), path, input_shape, box)
+    return load(read_program(path), path, None if input_shape is None else checked_shape(input_shape), box)
 
 
 def read_program(path: str | Path) -> ReadNetwork | Network:
@@ -146,7 +147,7 @@ def read_program(path: str | Path) -> ReadNetwork | Network:
     try:
         with open_regular(path) as file:
             archive = zipfile.ZipFile(file)
-            program = _json(archive, r"models/", path)
+            program = _json(archive, "models/", path)
             if (major := program["schema_version"]["major"]) != SCHEMA:
                 raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
             state = _tensors(archive, "weights", path)
@@ -177,7 +178,7 @@ def _graph(program: Any) -> Any:
 def _written_alike(network: Network, program: Any, stored: Mapping[str, Tensor]) -> bool:
     """True if writing the network gives the graph of this file and exactly its numbers."""
     with zipfile.ZipFile(io.BytesIO(program_bytes(network))) as archive:
-        other = _json(archive, r"models/", "")
+        other = _json(archive, "models/", "")
         numbers = {**_tensors(archive, "weights", ""), **_tensors(archive, "constants", "")}
     same = numbers.keys() == stored.keys() and all(torch.equal(t, stored[name]) for name, t in numbers.items())
     return same and _graph(program) == _graph(other)
@@ -226,7 +227,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         (kind, made), *more = (next(iter(output.items())) for output in node["outputs"])
         if {kind, *(k for k, _ in more)} - {"as_tensor"} and (more or kind not in ("as_tensors", "as_sym_int")):
             raise NoRuleError(f"{path}: expected tensors or one size of {node['target']}, got {node['outputs']}")
-        several = bool(more) or kind == "as_tensors"  # as max along a dimension and split give them
+        several = bool(more) or kind == "as_tensors"  # from max along a dimension, or split
         made = [made, *(one for _, one in more)] if kind != "as_tensors" else made
         names = [one.get("name") or one["as_name"] for one in made]
         network.steps.append((_step(function, _bound(name, arguments, path)), names, several))
@@ -256,6 +257,7 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 
 
 def _json(archive: zipfile.ZipFile, folder: str, path: str | Path, end: str = ".json") -> dict[str, Any]:
+    """The content of the one file in a folder of the archive whose name ends so."""
     names = [name for name in archive.namelist() if f"/{folder}" in name and name.endswith(end)]
     if len(names) != 1:
         raise DataError(f"{path}: expected one file {folder}*{end} in the archive, got {len(names)}")
@@ -264,6 +266,7 @@ def _json(archive: zipfile.ZipFile, folder: str, path: str | Path, end: str = ".
 
 
 def _entry(archive: zipfile.ZipFile, name: str, path: str | Path) -> bytes:
+    """The bytes of a file in the archive; compressed ones, which could unpack to any size, are refused."""
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED or not info.compress_size == info.file_size <= 8 * LARGEST:
         raise DataError(f"{path}: expected entries that are not compressed, of at most {8 * LARGEST} bytes, got {name}")
@@ -271,7 +274,7 @@ def _entry(archive: zipfile.ZipFile, name: str, path: str | Path) -> bytes:
 
 
 def _tensors(archive: zipfile.ZipFile, kind: str, path: str | Path) -> dict[str, Tensor]:
-    """The numbers of the archive by name."""
+    """The tensors of a ``kind``, weights or constants, that the archive stores as bytes, by name."""
     found: dict[str, Tensor] = {}
     total = 0
     for name, entry in _json(archive, f"data/{kind}/", path, f"_{kind}_config.json")["config"].items():

@@ -1,4 +1,4 @@
-"""The last steps of reading a network from an ONNX or a .pt2 file: checks of its sizes, and its export."""
+"""Shared by the readers of ONNX and .pt2 files: the network that they make, checks of its sizes, and its export."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Budget(TorchFunctionMode):
         name = getattr(func, "__name__", "a function")
         try:
             first = func(*_without_memory(args), **_without_memory(kwargs if given else kwargs | {"device": "meta"}))
-        except Exception as error:  # the call needs the numbers, or fails
+        except Exception as error:  # the call reads numbers, which meta tensors lack, or fails
             if "overflow" in str(error):
                 raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got more") from None
             if moving:
@@ -96,10 +96,11 @@ class Budget(TorchFunctionMode):
                     raise NoRuleError(f"{name}: expected samples apart from each other, got values for pairs of them")
         if self.made > VALUES:
             raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
-        return value if moving or first is None else func(*args, **kwargs)  # the first run was without memory
+        return value if moving or first is None else func(*args, **kwargs)  # now with numbers
 
 
 def _without_memory(value: Any) -> Any:
+    """The arguments of a call with all their tensors on the meta device."""
     if isinstance(value, Tensor):
         return value if value.is_meta else torch.empty_like(value, device="meta")
     if isinstance(value, dict):
@@ -116,7 +117,6 @@ def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     try:
         with torch.no_grad(), Budget():
             network(torch.empty(1, *input_shape, device="meta", dtype=dtype))
-    except DataError:
-        raise
-    except Exception:  # reported when the network runs
-        return
+    except Exception as error:
+        if isinstance(error, DataError):  # the export will report all others
+            raise

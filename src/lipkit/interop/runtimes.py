@@ -40,8 +40,8 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
     outputs for random inputs in onnxruntime (where that lacks an operator, in the reference evaluator of onnx).
 
     Raises:
-        OptionError: onnx is not installed. NoRuleError: the network is not an exported one, or one of its modules calls
-        a function of torch that has no rule in `lipkit.interop.onnx_writer`.
+        OptionError: onnx is not installed, or the network has bfloat16. NoRuleError: it is not exported, or one of its
+        modules calls a function of torch that has no rule in `lipkit.interop.onnx_writer`.
         DataError, CertificateViolation: the file would not be valid, or another function.
     """
     check_network(network, "write")
@@ -75,7 +75,7 @@ def onnx_model(network: modules.Network) -> Any:
 
 
 def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
-    """The claim of a file as text: the network's configuration, and the tensors that the file itself does not hold."""
+    """A file's claim as text: the configuration of its network, and the tensors that the file does not hold itself."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     names = [n for n, t in tensors.items() if n in stored and t.dtype == stored[n].dtype and torch.equal(t, stored[n])]
     more = save_safetensors({name: t for name, t in tensors.items() if name not in names})
@@ -86,8 +86,8 @@ def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
 def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Network], bool]) -> modules.Network | None:
     """The network that a file written by lipkit claims to be; None without a claim, or if the claim is false.
 
-    A claim proves nothing. ``same`` writes the network again and compares: a graph that is written for a network
-    computes what the network does. Its multipliers are proved wherever they are used.
+    A claim proves nothing: ``same`` writes the network again and compares, since a graph that is written for a network
+    computes what it does. Its multipliers are proved wherever they are used.
     """
     try:
         config = parse_json(text)
@@ -102,6 +102,7 @@ def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Net
 
 
 def _evaluator(path: Path) -> Runtime:
+    """An ONNX file in onnxruntime, or in onnx's reference evaluator if that is missing or lacks an operator."""
     try:
         return onnx_runtime(path)
     except DataError as error:
@@ -188,7 +189,7 @@ def program_runtime(path: str | Path) -> Runtime:
 
 
 def _example(network: modules.Network) -> Tensor:
-    # Two samples: torch takes a batch of 1 for a constant.
+    """Two inputs: torch would take a batch of 1 for a constant."""
     return torch.zeros(2, *network.input_shape).to(first_floating(network))
 
 

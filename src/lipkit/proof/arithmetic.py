@@ -1,6 +1,6 @@
 r"""Machine arithmetic, and bounds that grow linearly with the distance from a sample.
 
-The model of arithmetic of the evaluator: for two numbers of its format and ``+ - * /``
+The model of an evaluator: for ``+ - * /`` of two numbers in its format
 
 .. math:: \mathrm{fl}(a \circ b) = (a \circ b)(1 + \delta) + \epsilon, \qquad |\delta| \le u,\ |\epsilon| \le \eta
 
@@ -103,11 +103,11 @@ class Line(NamedTuple):
         return Line(grow(self.at * factor), grow(max(self.slope * factor, 2.0**-1074)) if self.slope else 0.0)
 
     def below(self, inner: Line) -> Line:
-        """The bound at distances that the line ``inner`` bounds: ``at + slope * inner``."""
+        """This bound at a distance that is itself bounded by ``inner``: ``at + slope * inner``."""
         return inner.times(self.slope).plus(Line(self.at, 0.0))
 
     def most(self, other: Line) -> Line:
-        """A line that is above both."""
+        """A line above both."""
         return Line(torch.maximum(self.at, other.at), max(self.slope, other.slope))
 
 

@@ -41,7 +41,7 @@ def gram_matrix(a: Tensor) -> Tensor:
 def _level(a: Tensor, gram: Tensor, guess: Tensor, slacks: Sequence[float]) -> Tensor:
     """Proved upper bounds (F,) of the squared norms of a (F, m, n) with float64 Gram matrices (F, p, p).
 
-    The levels tried are the guess (F,) and each slack above it, relative.
+    It tries ``guess * (1 + slack)``, guess (F,), for one slack after the other.
     """
     p, inner = gram.shape[-1], max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + a.shape[-1] * a.shape[-2])
@@ -76,7 +76,7 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
 
 def _lanczos(a: Tensor, tolerance: float = 1e-10, *, factor: bool = False) -> tuple[Tensor, Tensor]:
     """Estimates of the largest eigenvalue and its vector of a symmetric ``a``, or of ``a a^T`` if a is a ``factor``."""
-    # A fixed start vector: equal matrices give equal bounds.
+    # The start vector is fixed, so that equal matrices give equal bounds.
     start = torch.linspace(0.5, 1.5, len(a), dtype=a.dtype, device="cpu").cos()
     matrix: Any = a.cpu().numpy()
     if factor:
@@ -230,7 +230,7 @@ _ABOVE = 2e-3
 
 
 def quick_norm_estimate(a: Tensor) -> Quick:
-    """The unproved estimate that `quick_spectral_norm` starts from, up to rounding; for a norm of about 1, or 0."""
+    """The estimate that `quick_spectral_norm` tries to prove, without the proof; for matrices of norm about 1, or 0."""
     wide = a.detach() if a.shape[0] <= a.shape[1] else a.detach().mT
     if not bool(torch.linalg.vector_norm(wide).isfinite()):
         return quick_spectral_norm(a)
@@ -249,7 +249,7 @@ def _by_lapack(gram: Tensor) -> bool:
 
 
 def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of one Hermitian matrix and its vector, as :func:`_lanczos` estimates them."""
+    """The largest eigenvalue of one Hermitian matrix and its vector, from a dense eigenvalue routine."""
     if not _by_lapack(gram):
         values, vectors = torch.linalg.eigh(gram)
         return values[-1], vectors[:, -1]
@@ -262,7 +262,7 @@ def spectral_norm(a: Tensor) -> Tensor:
     """Proved upper bound of the largest spectral norm in a batch ``(..., m, n)``: 0-d float64, differentiable.
 
     The value is that of :func:`spectral_norms`; the derivatives are those of the largest singular value, exact where
-    that value is simple.
+    that value is simple. Errors are those of :func:`spectral_norms`, and ``ShapeError`` for an empty batch.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
     >>> spectral_norm(a).backward()
@@ -271,6 +271,8 @@ def spectral_norm(a: Tensor) -> Tensor:
             [0., 0.]])
     """
     norms = spectral_norms(a).reshape(-1)
+    if not len(norms):
+        raise ShapeError(f"expected one matrix or more, got shape {tuple(a.shape)}")
     bound = norms.max()
     if not differentiated(a) or not torch.isfinite(bound):
         return bound

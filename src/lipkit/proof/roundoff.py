@@ -17,6 +17,7 @@ from lipkit.errors import OptionError
 from lipkit.linalg.precision import SERIAL, check_underflow
 
 UNIT = 2.0**-53
+# Formats whose numbers float64 holds exactly.
 WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 Values = TypeVar("Values", float, Tensor)
@@ -43,7 +44,7 @@ def grow(value: Values) -> Values:
 
 
 def known(bound: Tensor) -> Tensor:
-    """A bound, infinite where it is NaN: of an infinite factor times 0, say, nothing is known."""
+    """``bound`` with ``inf`` in place of NaN: infinity times 0, say, bounds nothing."""
     return bound.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
