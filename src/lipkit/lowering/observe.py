@@ -296,10 +296,10 @@ def check_outputs(
         )
     back = [*range(x.ndim)][::-1]
     # With gaps, which sums do not keep, and with the last dimension first in memory, which they do keep.
-    for other in (torch.stack((x, x), -1)[..., 0], x.permute(back).contiguous().permute(back)):
+    for laid in (torch.stack((x, x), -1)[..., 0], x.permute(back).contiguous().permute(back)):
         strided: Any = direct
         with torch.no_grad(), suppress(Exception):  # a view of a tensor that is not contiguous may fail
-            strided = root(other)
+            strided = root(laid)
         if not close(direct, strided):
             raise NoRuleError(
                 "analyze: expected the same output for an input that is not contiguous, got a forward pass that writes "
