@@ -349,6 +349,13 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
             verify_property(net, unsafe, **options)
 
 
+def test_of_weights_that_are_not_finite_nothing_is_known_at_once() -> None:
+    network = Network([nn.Linear(1, 2)], (1,))
+    network[0].weight.fill_(float("nan"))
+    found = verify_property(network, cases(box((0, 1)) + "(assert (<= Y_0 -9))", 1, 2), seconds=float("inf"))
+    assert (found.answer, found.boxes, found.proved) == ("unknown", 0, 0.0)
+
+
 def test_cases_of_another_network_are_refused() -> None:
     box = "(assert (>= X_0 0)) (assert (<= X_0 1))"
     one, two = (lipkit.export(nn.Linear(1, outputs), (1,)) for outputs in (1, 2))

@@ -28,10 +28,10 @@ from lipkit.certificates.local import Ball, Bounds, _norm
 from lipkit.certificates.measurement import check_network, exact_copy
 from lipkit.certificates.vnnlib import Case
 from lipkit.errors import OptionError, finite
-from lipkit.linalg.matrices import check_integer
+from lipkit.linalg.matrices import all_finite, check_integer
 from lipkit.modules import Network
 from lipkit.proof.arithmetic import FLOAT64, grow
-from lipkit.proof.roundoff import next_down, next_up
+from lipkit.proof.roundoff import next_down, next_up, up
 from lipkit.shown import Shown
 
 _STARTS, _STEPS = 256, 40
@@ -220,6 +220,8 @@ def verify_property(
         point, y = found or (None, None)
         return Answer(name, made_for, point, y, boxes, volume / len(groups))
 
+    if not all_finite(*network.parameters(), *network.buffers()):
+        return answer("unknown")
     with torch.no_grad():
         for group in groups:
             if (found := group.descend(bounds.network, end)) is not None:
@@ -236,7 +238,7 @@ def verify_property(
                 box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
                 base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shapes[out]))
                 base = next_down(base - next_up(box.radius[:, None] * norm))  # norm: leaves are bounded on balls
-                slack = base - grow(box.sizes[out].flatten(1) @ group.off.mT) - group.limits
+                slack = base - grow(up(box.sizes[out].flatten(1) @ group.off.mT, outputs)) - group.limits
                 fails = (slack > 0) & box.fits[:, None]
                 still = ~(fails[:, None] & group.has).any(2).all(1)  # boxes where some case has no condition that fails
                 volume += float(part[~still].sum())
