@@ -1,4 +1,4 @@
-r"""Rounding errors of modules that move, compare or transform single numbers.
+r"""Scalar activations, with the table of them; sorting and softmax; their rounding errors.
 
 A scalar function that the machine evaluates within :math:`u (a |h| + b) + j` of the exact one has an error of at most
 :math:`u (a \|h\| + b \sqrt{n}) + j \sqrt{n}` on n numbers. The coefficients follow from the formulas that torch
@@ -40,9 +40,9 @@ from lipkit.proof.roundoff import to_double
 
 
 class _MaxMinShift(torch.autograd.Function):
-    """``shift(maxmin(x), moved)``, or :func:`maxmin` for ``moved = 0``: halves are written where they end up.
+    """``shift(maxmin(x), moved)``, or :func:`maxmin` for ``moved = 0``, without copies between the two steps.
 
-    One mask makes the derivative: a permutation, even where both values are equal.
+    One mask gives the derivative, which is a permutation even where both values are equal.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
 
 
 class MaxMin(nn.Module):
-    """:func:`maxmin` as a module. 1-Lipschitz; not allowed inside sandwich, SLL or CPL layers.
+    """:func:`maxmin` as a module. 1-Lipschitz; not scalar, so not allowed inside sandwich, SLL or CPL layers.
 
     >>> MaxMin()(torch.tensor([[0.0, 1.0]])).tolist()
     [[1.0, 0.0]]
@@ -271,7 +271,7 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
 
 
 def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> float:
-    """1, the slope, if an option is positive, finite and at least ``least``."""
+    """The slope 1. Refuses an option that is not positive, finite and at least ``least``."""
     value = getattr(module, name)
     if not (math.isfinite(value) and value > 0 and value >= least):
         wanted = f"at least {least:g}" if least else "a positive finite number"
@@ -303,8 +303,8 @@ class Activation(NamedTuple):
         kind: its type, matched exactly.
         slope: largest modulus of its derivative, rounded up; a number, or a function of the module.
         rounding: (a, b), which bound the machine's error on a number h by ``u (a |h| + b)``; or a rounding rule.
-        arguments: those stored, and the values that they accept; None if an `export_rule` names an equal activation.
-        restricted: whether its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
+        arguments: the stored arguments, each with a test of its value; None if it exports as another type.
+        restricted: True if its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             bool, or a function of the module.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
         largest: bounds the modulus of its values.
@@ -323,7 +323,7 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {}
 """The scalar activations by type. A new activation is one row here; all code about activations reads this table."""
 
 BY_NAME: dict[str, type[nn.Module]] = {}
-"""Activations whose slope can lie in [0, 1], by their names in options and recipes."""
+"""Activations by their names in options and recipes: those that have a slope in [0, 1] for some arguments."""
 
 
 def add_activation(row: Activation) -> None:
@@ -430,9 +430,9 @@ add_plain(Plain(GroupSort, 1.0, comparing, {"group_size": either(INTEGER, None)}
 
 
 def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    # e^-d / sum, d >= 0 the distance to the largest entry: rounding d moves e^-d by at most u d e^-d <= 0.37 u, and
-    # the sum of n of them by at most 0.37 n u; the results have a norm of at most 1 in each group of n.
-    # The implicit dimension counts as the whole sample.
+    # The results are e^-d / sum, with the distances d >= 0 to the largest entry. Rounding d moves e^-d by at most
+    # u d e^-d <= 0.37 u, and the sum of n of them by at most 0.37 n u. Each group of n results has a norm of at most 1.
+    # Without a dimension, the whole sample counts as one group.
     dim = module.dim
     n = entries(input_shape)
     if isinstance(dim, int) and dim != 0 and -len(input_shape) <= dim <= len(input_shape):

@@ -32,7 +32,7 @@ from lipkit.proof.roundoff import gamma, multiply_up, product, to_double, up
 
 
 class SlopeRun(NamedTuple):
-    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them."""
+    """Modules ``start`` to ``stop - 1`` of a chain: linear layers with slope-restricted activations between them."""
 
     start: int
     stop: int
@@ -54,8 +54,8 @@ def in_runs(module: nn.Module) -> bool:
 def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Consecutive linear layers, and scalings between them, count as one layer. A run of linear layers alone is marked by
-    a multiplier, of any values, at its last layer. ``candidates``: also runs that could have multipliers or need none.
+    Consecutive linear layers, and scalings between them, count as one layer. A run without activations counts if its
+    last layer carries a multiplier, whose values have no meaning. ``candidates`` adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs: list[SlopeRun] = []
@@ -145,7 +145,7 @@ def whole(factors: Sequence[float]) -> float:
 
 
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
-    """The product of the factors; a run of linear layers with multipliers counts with the gain of its LMI."""
+    """The product of the factors, in which each run with multipliers counts by the gain that its LMI proves."""
     found, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
     for run in runs:
         norms = whole(found[run.start : run.stop])
@@ -161,8 +161,8 @@ class ChainProof:
 
     constant: float  # of the whole network, rounded up; inf if no bound follows
     prefixes: tuple[float, ...]  # constants of its first 0, 1, 2, ... modules, rounded up
-    last: nn.Linear | None  # its last module if that is exactly one of vectors, whose outputs are bounded one by one
-    steps: tuple[ProvedModule, ...]  # the modules before ``last`` with their rounding rules; empty if it is ignored
+    last: nn.Linear | None  # the last module, if it is an nn.Linear of vectors: each output is bounded alone
+    steps: tuple[ProvedModule, ...]  # the modules before ``last``; empty if rounding is ignored
     slack: float  # factor by which the exact transforms of Fourier layers can raise a constant
 
     @property

@@ -139,7 +139,7 @@ class FourierConv2d(nn.Module):
 
     @property
     def whole(self) -> bool:
-        """True if the symbol has every frequency of the image, and complex matrices: else it is in the phase form."""
+        """True if the symbol has every frequency of the image, and complex matrices; False in the phase form."""
         return self.complex_pairs and self.kernel_size == (self.height, self.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def schur(magnitude: Tensor) -> float:
 
 
 def spectral_blocks(module: FourierConv2d) -> float:
-    """Bound of the norm of the matrices of moduli of all frequencies."""
+    """Bound, over all frequencies, of the norm of the symbol's matrix with every entry replaced by its modulus."""
     real, pair = module.real.detach().double().abs(), module.pair.detach().double().abs()
     # For the block [[|R|, |S|], [|S|, |R|]] row and column sums are those of |R| + |S|.
     return max(schur(real), schur(pair.sum(1)))
@@ -219,7 +219,7 @@ def relative_to_input(
     arithmetic: Arithmetic,
     carried: float = 0.0,
 ) -> RoundingError:
-    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, then of adding a bias to each channel.
+    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of the bias added after it.
 
     ``carried`` is the relative error of the operations that the bias passes through after it is added.
     """

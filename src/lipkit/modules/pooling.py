@@ -33,7 +33,7 @@ def overlap(kernel: int, stride: int, dilation: int = 1) -> int:
 
 
 def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[int]) -> float:
-    """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often."""
+    """The root of the largest number of windows that hold one pixel, as each output is one pixel of its window."""
     return root(math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True)))
 
 
@@ -48,7 +48,7 @@ def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bo
 
 
 def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """Proved norm of :func:`average_matrix`; ``sqrt(row sum x column sum)``, for every size, if n is None."""
+    """Proved norm of :func:`average_matrix`; if n is None, ``sqrt(row sum x column sum)``, which holds for every n."""
     if n is not None:
         return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
     # Rows sum to at most 1. A window weighs pixels by 1 / kernel; at the border, if it counts fewer, by up to 1.
@@ -56,8 +56,17 @@ def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mod
     return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))  # three roundings of half a unit each
 
 
-def _pair(value: int | tuple[int, ...]) -> list[int]:
+def pair(value: int | tuple[int, ...]) -> list[int]:
+    """An option for both axes: (rows, columns)."""
     return [value, value] if isinstance(value, int) else list(value)
+
+
+def _sizes(module: nn.MaxPool2d | nn.AvgPool2d, *names: str) -> list[list[int]]:
+    """Options for both axes. Refuses sizes below 1, which torch refuses only in the forward pass."""
+    for name in names:
+        if min(pair(size := getattr(module, name))) < 1:
+            raise NoRuleError(f"nn.{type(module).__name__}: expected a {name} of at least 1, got {size}")
+    return [pair(getattr(module, name)) for name in names]
 
 
 def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
@@ -68,13 +77,15 @@ def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
 
 def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
     _refuse_indices(module)
-    return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
+    return max_pool_constant(*_sizes(module, "kernel_size", "stride", "dilation"))
 
 
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
-    kernels, strides, paddings = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
-    axes = list(zip(kernels, strides, paddings, strict=True))
+    kernels, strides = _sizes(module, "kernel_size", "stride")
+    axes = list(zip(kernels, strides, pair(module.padding), strict=True))
     if module.divisor_override is not None:
+        if not module.divisor_override:
+            raise NoRuleError(f"nn.{type(module).__name__}: expected a divisor_override other than 0, got 0")
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
         factor = math.prod(kernels) / abs(module.divisor_override)
         return factor * math.prod(average_norm(None, *a, False, True) for a in axes) * (1 + gamma(8))
@@ -86,14 +97,14 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
 
 
 def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> list[tuple[int, int]]:
-    """Pixels before and after, for each axis."""
+    """The number of pixels in front of an adaptive pooling and behind it, for each axis."""
     name = f"nn.{type(module).__name__}"
     if input_shape is None:
         raise ShapeError(
             f"{name}: expected an input_shape, because its constant depends on the image, got none: "
             "lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
-    sizes = _pair(module.output_size) if isinstance(module.output_size, int) else module.output_size or (None, None)
+    sizes = pair(module.output_size) if isinstance(module.output_size, int) else module.output_size or (None, None)
     axes = [(n, n if m is None else m) for n, m in zip(input_shape[-2:], sizes, strict=True)]
     if min(m for _, m in axes) < 1:
         raise NoRuleError(f"{name}: expected output sizes of at least 1, got {module.output_size}")
@@ -206,9 +217,9 @@ Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
 
 
 def window_terms(module: Average, input_shape: Shape) -> int:
-    """The most numbers in one window, and the most windows that hold one number."""
+    """A bound of both the numbers in one window and the windows that hold one number."""
     if isinstance(module, nn.AvgPool2d):
-        return math.prod(_pair(module.kernel_size))
+        return math.prod(pair(module.kernel_size))
     if isinstance(module, EnlargeBilinear):
         return 5  # four pixels, by two products each
     if isinstance(module, Mean):
