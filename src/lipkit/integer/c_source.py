@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
 from lipkit.integer.program import Fold, IntBlend, IntLinear, Move, Operation, Program, Sort
-from lipkit.modules.machine import entries
 
 RADIUS_FRACTION = 30
 """Radii of the C program are multiples of 2^-30."""
@@ -288,7 +287,7 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
         "guard": f"{prefix.upper()}_NETWORK_H",
         "sha": sha256,
         "shape": " x ".join(map(str, program.input_shape)),
-        "inputs": entries(program.input_shape),
+        "inputs": math.prod(program.input_shape),
         "program": program,
         "up": max(program.input_fraction, 0),
         "down": min(max(-program.input_fraction, 0), 30),  # the quotient is 0 from 2 on

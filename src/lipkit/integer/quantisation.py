@@ -31,7 +31,7 @@ from lipkit.integer.program import WORD, IntBlend, IntLinear, Move, Operation, P
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.graph import Wiring
 from lipkit.modules.guarding import type_name
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import enlarged
 from lipkit.modules.network import Network
 from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill, row_of
 from lipkit.modules.registry import lipschitz
@@ -223,7 +223,7 @@ class Builder:
                     f"{type_name(type(module))}: certify for float64 or float32, or register "
                     "a rule with lipkit.integer.integer_rule"
                 )
-            value = rule(self, module, value, gain_of(module, value.shape) if gain is None else gain)
+            value = rule(self, module, value, enlarged(lipschitz(module, value.shape)) if gain is None else gain)
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
@@ -246,11 +246,6 @@ def _bounded(value: IntValue) -> IntValue:
 def _places(number: float) -> int:
     """The most f for which ``number 2^f`` is below 2^31."""
     return min(31 - math.frexp(number)[1], 62) if number > 0 else 31  # number < 2^e, e = frexp(number)[1]
-
-
-def gain_of(module: nn.Module, shape: Shape) -> float:
-    """The proved constant of a module, enlarged for the stored transform of a Fourier layer."""
-    return grow(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
 
 
 def quantise(network: Network, proof: ChainProof) -> Program:
@@ -278,7 +273,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             "None: set network.input_range = (0.0, 1.0), for instance"
         )
     low, high = interval("input_range", network.input_range)
-    shape, n = network.input_shape, entries(network.input_shape)
+    shape, n = network.input_shape, math.prod(network.input_shape)
     fraction = _places(max(-low, high) * (1 + 2.0**-30))
     program = Program(shape, (low, high), fraction, 0, (), 0.0, None)
     middle = (low + high) / 2

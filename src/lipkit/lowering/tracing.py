@@ -51,13 +51,6 @@ _ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "
             operator.matmul, torch.matmul, F.linear)  # fmt: skip
 
 
-def reads_metadata_only(node: fx.Node) -> bool:
-    """True if the result of a call does not depend on the values of its first argument."""
-    if node.op == "call_function":
-        return (node.target is getattr and node.args[1] in METADATA) or node.target in LIKE
-    return node.op == "call_method" and node.target in (*METADATA_METHODS, *LIKE_METHODS)
-
-
 def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
     """How the value of each node depends on the input; nodes with constant values are left out."""
     found: dict[fx.Node, str] = {}
@@ -71,15 +64,17 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
     # Of a tensor y, x.to(y) and x.type_as(y) read the format.
     given = flat(node.args[:1] if node.target in ("to", "type_as") else (node.args, node.kwargs))
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
-    # x.new_tensor(y) holds the values of y.
-    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:  # True drops the first argument
+    read = node.args[1] if node.target is getattr else node.target
+    metadata = read in (METADATA if node.target is getattr else (*LIKE, *METADATA_METHODS, *LIKE_METHODS))
+    # A call that reads the metadata of its first argument ignores its values; x.new_tensor(y) holds those of y.
+    if node.op == "placeholder" or VALUES in hows[metadata:]:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
     elif (node.target in _ROWWISE or node.op == "call_module") and {*hows} <= {ROWS, None}:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
-        if (given[1] if node.target is getattr else node.target) not in (*_STATIC, *_STATIC_METHODS):
+        if read not in (*_STATIC, *_STATIC_METHODS):
             found[node] = SIZE if node.target == "size" else ROWS if node.target in LIKE[:-1] else BATCH
     else:
         made = [how for how in hows if how in (SIZE, BATCH)]

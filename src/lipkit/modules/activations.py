@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.plain import (
     Accepts,
     Plain,
@@ -211,7 +211,7 @@ def pointwise(
 
     ``largest`` bounds the moduli of the constants that it computes with.
     """
-    root = math.sqrt(entries(input_shape))  # the norm of an error of 1 in every entry
+    root = math.sqrt(math.prod(input_shape))  # the norm of an error of 1 in every entry
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
     factor = grow(a * arithmetic.unit * (1 + 2.0**-10))
     constant = grow(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
@@ -420,7 +420,7 @@ export_rule(nn.ReLU6)(lambda module, input_shape: nn.Hardtanh(0.0, 6.0))
 def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """Rounding rule of a module that only compares and moves numbers: it errs only below the normal range."""
     shape = output_shape(module, input_shape)
-    return pointwise(0.0, 0.0, 0.0, shape if entries(shape) > entries(input_shape) else input_shape, arithmetic)
+    return pointwise(0.0, 0.0, 0.0, shape if math.prod(shape) > math.prod(input_shape) else input_shape, arithmetic)
 
 
 # Not scalar: sorting and softmax.
@@ -434,12 +434,12 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     # u d e^-d <= 0.37 u, and the sum of n of them by at most 0.37 n u. Each group of n results has a norm of at most 1.
     # Without a dimension, the whole sample counts as one group.
     dim = module.dim
-    n = entries(input_shape)
+    n = math.prod(input_shape)
     if isinstance(dim, int) and dim != 0 and -len(input_shape) <= dim <= len(input_shape):
         n = input_shape[dim - 1] if dim > 0 else input_shape[dim]
-    groups = math.sqrt(entries(input_shape) / n)
+    groups = math.sqrt(math.prod(input_shape) / n)
     each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
-    constant = grow(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
+    constant = grow(groups * each + 8 * math.sqrt(math.prod(input_shape)) * arithmetic.tiny)
     return proportional(0.0, constant, 4.0, 4.0 * n)  # sums of n exponentials of at most 1
 
 

@@ -22,7 +22,7 @@ from lipkit.modules.activations import LIBRARY, slope_restricted
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Graph
-from lipkit.modules.machine import entries, local_error, proportional
+from lipkit.modules.machine import local_error, proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.ranges import within_one
 from lipkit.modules.registry import export_parts, lipschitz, output_shape
@@ -152,7 +152,7 @@ def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithm
     # A weight is made of differences, their squares, a sum of e squares and the root of 1 + it, all positive: its
     # relative error is at most gamma. |W/n| <= 1 in the l2 norm, so each of the two products adds gamma |u|.
     gamma = arithmetic.gamma(2 * features + 2 * tokens + LIBRARY + 24)
-    floor = math.sqrt(entries(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
+    floor = math.sqrt(math.prod(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
     # Squares of differences must not overflow: for inputs that large, this line puts the peak out of range.
     rising = grow(arithmetic.room / (math.sqrt(arithmetic.largest) / 16))
     return proportional(2 * gamma, floor, rising, 2.0)

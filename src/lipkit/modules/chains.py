@@ -191,14 +191,13 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
             steps.append(prove_module(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)
     products = [*itertools.accumulate(factors, multiply_up, initial=torch.ones((), dtype=torch.float64))]
-    whole = _with_multipliers(network, factors) if network.multipliers() else products[-1]
     symbols = sum(isinstance(module, FourierConv2d) for module in network.modules())
     return ChainProof(
-        constant=_rounded_up(whole),
+        constant=_rounded_up(_with_multipliers(network, factors)),
         prefixes=(1.0, *map(_rounded_up, products[1:])),
         last=last,
         steps=tuple(steps),
-        slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,  # each is enlarged by 2^-44, see `prove_module`
+        slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,  # each is enlarged by 2^-44, see `enlarged`
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
-from lipkit.modules.machine import Sizes, entries, norm_sizes
+from lipkit.modules.machine import Sizes, norm_sizes
 from lipkit.modules.parametrised import alike
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
@@ -173,7 +173,7 @@ def linear_error(module: Any, input_shape: Shape, arithmetic: Arithmetic, copies
         sums,
         weight,
         terms,
-        entries(output_shape(module, input_shape)),
+        math.prod(output_shape(module, input_shape)),
         arithmetic,
         copies=copies,
         blocked=not transposed and groups == 1,  # as `lipkit.modules.blocked` does
@@ -239,7 +239,7 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
     error = arithmetic.gamma(3 + 2 * arithmetic.stored)  # product and sum, of two numbers that may be rounded
     largest = grow(float(scale.amax()))
     lost = arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
-    floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 12)
+    floor = math.sqrt(math.prod(input_shape)) * arithmetic.tiny * (largest + 12)
 
     def measure(x: Tensor) -> RoundingBound:
         reached = Line(grow(size(x.abs() * scale + shift)), largest)

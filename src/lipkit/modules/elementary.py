@@ -59,7 +59,7 @@ class Elementary(Shown):
     """
 
     limits: Tensor
-    where = ""  # the call that messages name
+    where = ""  # how messages name the call in the network
 
     def __init__(self, function: str, limits: Tensor | None = None) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.conv.transform import is_dense, transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow, size
@@ -232,7 +232,7 @@ def relative_to_input(
 
 
 def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
+    outputs, cin = math.prod(output_shape(module, input_shape)), module.in_channels
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
     blocks = spectral_blocks(module)
     parts = module.pair.shape[1] if module.pair.numel() else 1
@@ -244,7 +244,7 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     # Back: the error so far, and that of the inverse transform on numbers of at most (gain + there) ||x||.
     relative = grow(there + transform * (gain + there))
     # Underflow: at most two for each operation, each carried on by a norm of at most sqrt(2) (1 + blocks) sqrt(terms).
-    steps = entries(input_shape) + outputs
+    steps = math.prod(input_shape) + outputs
     biggest = float(torch.cat([module.real.flatten(), module.pair.flatten()]).detach().abs().amax())
     carried = (sum(sizes) + terms + 8) * (2 + blocks) ** 2 * (1 + biggest)
     floor = 8 * math.sqrt(steps) * carried * arithmetic.tiny

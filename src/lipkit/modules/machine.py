@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,11 +53,6 @@ def nothing(x: Tensor) -> Line:
     return Line(x.new_zeros(len(x)).double(), 0.0)
 
 
-def entries(shape: Shape) -> int:
-    """Number of entries of one sample."""
-    return math.prod(shape)
-
-
 class ProvedModule(NamedTuple):
     """One module of a chain, with its proved constant and rounding rules."""
 
@@ -84,14 +78,15 @@ class ErrorBound(NamedTuple):
 
 
 def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> ProvedModule:
-    """The rounding rules of a module, given in float64, beside its ``constant``.
-
-    The constant is enlarged: the exact transform of a Fourier layer may have a larger norm than the stored one.
-    """
-    gain = grow(float(constant.detach()) * (1 + 2.0**-44))
+    """A module, given in float64, with its ``constant`` and its rounding rules."""
     machine = local_error(module, input_shape, arithmetic)
     double = machine if arithmetic == FLOAT64 else local_error(module, input_shape, FLOAT64)
-    return ProvedModule(module, gain, machine, double)
+    return ProvedModule(module, enlarged(constant), machine, double)
+
+
+def enlarged(constant: Tensor) -> float:
+    """A proved constant with room for the exact transform of a Fourier layer, which may exceed the stored one."""
+    return grow(float(constant.detach()) * (1 + 2.0**-44))
 
 
 def prepare(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> list[ProvedModule]:

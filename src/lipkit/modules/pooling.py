@@ -12,7 +12,7 @@ from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
@@ -204,8 +204,8 @@ class L2NormPool2d(Shown):
 
 
 def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    outputs = entries(output_shape(module, input_shape))
-    terms = entries(input_shape) // outputs
+    outputs = math.prod(output_shape(module, input_shape))
+    terms = math.prod(input_shape) // outputs
     # Half the relative error of the sum of squares, and that of the root; a square below the range loses its number.
     error = arithmetic.gamma(terms + 4)
     floor = grow(math.sqrt(outputs) * 2 * math.sqrt((terms + 2) * arithmetic.tiny))
@@ -223,13 +223,13 @@ def window_terms(module: Average, input_shape: Shape) -> int:
     if isinstance(module, EnlargeBilinear):
         return 5  # four pixels, by two products each
     if isinstance(module, Mean):
-        return entries(input_shape) // entries(output_shape(module, input_shape))
+        return math.prod(input_shape) // math.prod(output_shape(module, input_shape))
     axes = _axes(module, input_shape)
     return math.prod(n // m if n % m == 0 else max(n // m, m // n) + 2 for n, m in axes)
 
 
 def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    outputs = entries(output_shape(module, input_shape))
+    outputs = math.prod(output_shape(module, input_shape))
     terms = window_terms(module, input_shape)
     error = arithmetic.gamma(terms + 3)  # the sum, a rounded divisor, the quotient
     # All weights have one sign: the matrix of their moduli has the same norm.

@@ -22,9 +22,7 @@ from lipkit.proof.roundoff import root
 
 
 class Reshape(Shown):
-    """The numbers of each sample under another shape, in the same order.
-
-    Without sizes: outputs ``(N,)``.
+    """The numbers of each sample under another shape, in the same order; without sizes one number, outputs ``(N,)``.
 
     Raises:
         OptionError: sizes below 1. ShapeError: an input of another number of entries.
@@ -59,7 +57,7 @@ def reshaped(shape: Shape) -> nn.Module:
 
 
 class Together(Shown):
-    """The base of modules that act on several dimensions at once, counted with the batch as 0."""
+    """The base of modules that act on several dimensions ``dims`` at once; dimension 0 is the batch."""
 
     def __init__(self, *dims: int) -> None:
         super().__init__()
@@ -70,7 +68,7 @@ class Together(Shown):
 
 
 class Permute(Shown):
-    """The dimensions after the batch, 1, 2, ..., in another order.
+    """Dimensions 1, 2, ... in another order; 0, the batch, stays first.
 
     Raises:
         OptionError: not a permutation of 1, 2, ...
@@ -118,7 +116,7 @@ class Piece(Shown):
 
 
 class Roll(Shown):
-    """One dimension moved circularly.
+    """The entries of one dimension moved circularly, as by ``torch.roll``.
 
     >>> Roll(1, 1)(torch.arange(3.0)[None]).tolist()
     [[2.0, 0.0, 1.0]]
