@@ -1,4 +1,4 @@
-r"""A plain network in int32 and int64 alone: its integer program, with a proved error and overflow excluded by proof.
+r"""The integer program of a plain network, in int32 and int64 alone, with proofs of its error and of no overflow.
 
 An array q of integers with the fraction f stands for :math:`2^{-f} q`. A linear map with integer weights of fraction g
 sums exactly in int64 and rounds once, half up, to the fraction f' of its output:
@@ -40,13 +40,16 @@ from lipkit.proof.arithmetic import grow, size
 
 @dataclass(frozen=True, eq=False)
 class IntValue:
-    """One value of a program, with bounds on the whole box in real numbers, rounded up.
+    """One value of a program, with bounds that hold on the whole box: real numbers, rounded up.
 
     Attributes:
-        index: in the program. shape: as the network has it. fraction: f.
-        centre: (1, n) integers at the centre of the box.
-        error: E. reach: L R, largest distance of the exact value from its value at the centre.
-        largest, norm: bounds of the entries' moduli and of the l2 norm of the computed value.
+        index: its number in the program.
+        shape: its shape in the network.
+        fraction: f.
+        centre: (1, n) integers, the value at the centre of the box.
+        error: E.
+        reach: L R, the largest distance of the exact value from its value at the centre.
+        largest, norm: bounds of the entries' moduli, and of the l2 norm, of the computed value.
     """
 
     index: int
@@ -74,7 +77,7 @@ def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule
 
 
 class Builder:
-    """Writes the operations of a program; `rows` are the errors of the rows of the last linear operation."""
+    """Writes the operations of a program. ``rows`` bounds the errors of the outputs of the last linear operation."""
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []
@@ -96,8 +99,8 @@ class Builder:
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
 
-        Padding may copy entries for a convolution, if no window holds an entry twice. Norm, error and reach are then
-        those of the value before padding, as `linear` expects.
+        It may also pad by copies of entries, for a convolution in which no window holds an entry twice. Norm, error and
+        reach are then those before padding, as `linear` expects.
         """
         index = self.put(operation, value.index)
         assert not isinstance(operation, IntBlend)
@@ -227,7 +230,7 @@ class Builder:
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
-        """The value after a part of a module; its errors are those of this part alone, as if its input were exact."""
+        """The value after a part of a module, with the errors of this part alone, as if its input were exact."""
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 
@@ -244,7 +247,7 @@ def _bounded(value: IntValue) -> IntValue:
 
 
 def _places(number: float) -> int:
-    """The most f for which ``number 2^f`` is below 2^31."""
+    """The largest fraction f for which ``number 2^f`` is below 2^31."""
     return min(31 - math.frexp(number)[1], 62) if number > 0 else 31  # number < 2^e, e = frexp(number)[1]
 
 

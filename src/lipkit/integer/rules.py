@@ -1,8 +1,8 @@
 """The integer programs of single modules, which `lipkit.integer.quantisation` puts together.
 
-A convolution is a move, which pads and puts windows side by side, and a product. Fourier layers become
-circular convolutions with a kernel as large as the image, a Taylor polynomial a matrix: their numbers are responses to
-impulses in float64, whose distance from the exact ones is part of the error.
+A convolution is a move, which pads and puts windows side by side, and then a product. A Fourier layer becomes a
+circular convolution with a kernel as large as the image; a Taylor polynomial becomes a matrix. Their weights are
+responses to impulses in float64, and the distance of these from the exact responses is part of the error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
 
 
 def _indices(shape: Shape) -> Tensor:
-    """The numbers 1, 2, ... in this shape. After a module that moves entries they name the sources; 0 is padding."""
+    """The numbers 1, 2, ... in this shape. A module that moves entries shows by them what it moves; 0 is padding."""
     return torch.arange(1, math.prod(shape) + 1).double().view(1, *shape)
 
 
@@ -159,7 +159,7 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntVa
     response, off = _responses(module, impulses)
     padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")  # the response reaches one image back
     kernel = response.transpose(0, 1).flip(2, 3)  # a convolution of torch is a correlation
-    # The error of a kernel as a map: at each frequency at most the sum of its moduli, for each pair of channels.
+    # At each frequency, an error of the kernel counts by at most the sum of its moduli, for each pair of channels.
     inexact = grow(float(off.square().sum().sqrt()) * math.sqrt(h * w))
     return _convolve(
         builder, value, gain, padded, kernel, module.bias, lambda change: float(circular(change, h, w)), inexact=inexact
@@ -173,7 +173,7 @@ def _taylor(builder: Builder, module: TaylorConv2d, value: IntValue, gain: float
         raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * math.prod(shape))
     response, off = _responses(module, torch.eye(n).double().view(n, *value.shape))
     bias = None if module.bias is None else module.bias.repeat_interleave(math.prod(shape[1:]))  # one for each pixel
-    inexact = grow(float(off.square().sum().sqrt()))  # the Frobenius norm of an error by entry
+    inexact = grow(float(off.square().sum().sqrt()))  # the Frobenius norm of the matrix of errors
     return builder.linear(value, gain, shape, response.flatten(1).T, bias, _matrix_norm, inexact=inexact)
 
 
@@ -228,7 +228,7 @@ def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, ga
 
 @integer_rule(Graph)
 def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> IntValue:
-    """Errors count from the input that the program computes; every value moves by its own gain."""
+    """Inside, errors count from the input that the program computes, and each value moves by its own gain."""
     shapes = value_shapes(module, value.shape)
     wired = list(zip(module.nodes, module.sources, strict=True))
     constants = [None if isinstance(n, Join) else enlarged(lipschitz(n, shapes[read[0]])) for n, read in wired]
@@ -246,7 +246,7 @@ def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> Int
 
 
 def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: list[IntValue]) -> IntValue:
-    """The value of a join of ``parts``, which all start at ``start``; ``gain`` is the constant of the result."""
+    """The value of a join of ``parts``, branches from ``start``; ``gain`` is the constant of the result."""
     kind = type(join)
     if kind is Add:
         return builder.blend(start, gain, parts, join.signs)

@@ -122,7 +122,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 class Root(nn.Module):
-    """The network as the child of a module, so that it can be a leaf itself."""
+    """A module around the network, so that the network itself can be a leaf of the graph."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -235,9 +235,9 @@ def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor
 
 
 def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
-    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
+    """The graph of a network for inputs of this shape, and the name of a function that runs differently when traced.
 
-    Every node has the path of the module that made it in ``meta["where"]``.
+    That name is None if no function does. ``meta["where"]`` of a node is the path of the module that made it.
     """
     name = type(root.net).__qualname__
     x = sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])
@@ -341,7 +341,7 @@ class _Tracer(fx.Tracer):
         self._path: list[str] = []
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise an error that also counts if the forward pass catches it."""
+        """Raise an error, which `trace` raises again if the forward pass catches it."""
         self.refusal = fx.proxy.TraceError(why)
         raise self.refusal
 

@@ -278,8 +278,7 @@ def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> d
 def graph_constant(module: Graph, input_shape: Shape | None) -> Tensor:
     guard(module.nodes)
     refuse_inplace(module)
-    unknown = [None] * (len(module.nodes) + 1)
-    shapes = unknown if input_shape is None else value_shapes(module, input_shape)
+    shapes = [None] * (len(module.nodes) + 1) if input_shape is None else value_shapes(module, input_shape)
     return value_forms(module, _constants(module, shapes))[-1].total()
 
 
