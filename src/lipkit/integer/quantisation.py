@@ -77,7 +77,7 @@ def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule
 
 
 class Builder:
-    """Writes the operations of a program. ``rows`` bounds the errors of the outputs of the last linear operation."""
+    """Writes the operations of a program. ``rows`` bounds the errors that the last linear one adds to its outputs."""
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []

@@ -170,7 +170,7 @@ def batch_first(call: Build) -> Build:
 
 
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
-    """True if a module from x to y has the batch first, or acts on single numbers or dimensions after the batch."""
+    """True if a module from x to y has the batch first, or mixes only dimensions after the batch, if any."""
     kind, used = type(module), x.rank  # used: the last dimensions that the module mixes
     if kind in (nn.Identity, nn.Dropout) or (kind in ACTIVATIONS and ACTIVATIONS[kind].functions):
         used = 0

@@ -68,7 +68,7 @@ class Interpreter:
         self._known: dict[fx.Node, Any] = {}
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a network that is not the function of its graph: `lipkit.lowering.observe.check_outputs`."""
+        """Refuse a network that is not the function of its graph, by `lipkit.lowering.observe.check_outputs`."""
         check_outputs(self._root, self.observed, self._input_shape, model, self._other_way)
 
     def shapes(self) -> dict[int, Shape]:

@@ -246,11 +246,11 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             root(x[0].clone())
     except LipkitError:
         raise
-    except TypeError as error:
-        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        why = first_line(error) + direct.line(error)
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}") from error
+        why, line = first_line(error), direct.line(error)
+        if isinstance(error, TypeError) and not line:  # raised by the call itself
+            raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}{line}") from error
     try:
         with torch.no_grad(), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)

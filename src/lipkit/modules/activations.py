@@ -329,7 +329,8 @@ BY_NAME: dict[str, type[nn.Module]] = {}
 def add_activation(row: Activation) -> None:
     """Make an activation known everywhere: to ``lipschitz``, ``export``, certificates, storage, and options by name.
 
-    ``lipkit.analyze`` reads ``row.functions`` when first imported; later it takes `lipkit.analysis.function_rule`.
+    The lowering reads ``row.functions`` when it is first imported. Later, register them by
+    `lipkit.lowering.function_module`.
 
     Raises:
         NoRuleError: its type has rules already.

@@ -90,7 +90,7 @@ def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if no such layer exists.
 
-    ``shape`` is that of one sample in front of the normalisation. A reshape may stand between the two.
+    ``shape`` is that of one sample in front of the normalisation. A reshape may stand between layer and normalisation.
     """
     given: Any = layer
     if not foldable(layer, norm, shape):

@@ -97,7 +97,7 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
 
 
 def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> list[tuple[int, int]]:
-    """The number of pixels in front of an adaptive pooling and behind it, for each axis."""
+    """(input pixels, output pixels) of an adaptive pooling, for each axis."""
     name = f"nn.{type(module).__name__}"
     if input_shape is None:
         raise ShapeError(

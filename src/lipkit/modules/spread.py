@@ -171,7 +171,7 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
 
 
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """One inner product of all terms of ``F t + b - x`` with t from the first part, in any order."""
+    """Rounding rule: with t from the first part, each output is one inner product, ``F t + b - x`` in any order."""
     check_parts(module)
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     # Terms of one output: the kernel's, x and the bias.

@@ -88,7 +88,10 @@ def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
 
 
 def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    r"""Terms :math:`x_i = A x_{i-1} / i`: ``e_i = (a e_{i-1} + gamma |A| (n_{i-1} + e_{i-1})) / i``, relative to x."""
+    """The term A^i x / i! has an error e_i = (|A| e_{i-1} + gamma M (n_{i-1} + e_{i-1})) / i, relative to x.
+
+    Here n_i bounds the norm of the term, and M that of the moduli of A.
+    """
     kernel = module.kernel.detach().double()
     channels = len(kernel)
     terms = channels * math.prod(module.kernel_size)

@@ -325,7 +325,7 @@ class Shift2d(Shown):
     def __init__(self, channels: int, moved: int) -> None:
         super().__init__()
         if moved < 1 or channels < 4 * moved:
-            raise OptionError(f"Shift2d: expected at least 4 moved >= 4 channels, got {channels} with moved={moved}")
+            raise OptionError(f"Shift2d: expected channels >= 4 * moved >= 4, got channels={channels}, moved={moved}")
         self.channels, self.moved = channels, moved
 
     def forward(self, x: Tensor) -> Tensor:
