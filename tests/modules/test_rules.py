@@ -274,6 +274,7 @@ def test_a_network_that_mixes_samples_is_not_exported(module: nn.Module, shape: 
     [
         (lipkit.modules.LPReLU(5), (3,)),
         (nn.ZeroPad2d(-2), (2, 3, 3)),
+        (nn.ZeroPad2d((1, 1, 2, -2)), (1, 1, 2)),
         (lipkit.modules.MaxMinShift2d(16, 2), (15, 4, 4)),
     ],
 )

@@ -172,6 +172,9 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
         return call.elementwise(padded, shift=F.pad(call.like.expand(x.shape), sizes, value=value))
     made = x.number
     for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
+        kept = x.shape[at - 1] + min(pair)
+        defined = mode != "circular" or min(pair) >= 0 or max(pair) <= kept
+        call.require(defined, f"expected circular padding by the {kept} entries that are kept, got {pad!r}")
         made = _mapped(call, x, made, at, partial(lambda pair, units: F.pad(units[None], pair, mode)[0], pair))
     return made
 
@@ -179,8 +182,11 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
 def _mapped(call: Build, x: Operand, value: int, at: int, function: Callable[[Tensor], Tensor]) -> int:
     """A linear function along dimension ``at`` of a value like ``x``; its matrix is the response to unit vectors."""
     call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries in dimension {at}, got {n}")
-    units = torch.eye(n, dtype=x.dtype)  # weights as the network computes them
-    matrix = call.number(function(units).T, "matrix", axes=2)
+    units = torch.eye(n, dtype=x.dtype)
+    own, wide = function(units), function(units.to(call.like))
+    # A bound needs the exact weights of a resizing; but which of two pixels is nearer, the network's format decides.
+    chosen = wide if torch.allclose(own.to(wide), wide, rtol=0.0, atol=1e-3) else own
+    matrix = call.number(chosen.T, "matrix", axes=2)
     same = matrix.shape == units.shape and bool((matrix == units).all())
     return value if same else _along(call, linear(matrix), value, at, x.ndim, x.ndim - 1)
 

@@ -250,6 +250,11 @@ def _export_enlarge(module: Enlarge, input_shape: Shape) -> nn.Module:
     return nn.Sequential(Reshape(c, h, 1, w, 1), Expand(c, h, module.rows, w, module.cols), Reshape(*together))
 
 
+def _export_zeros(module: nn.ZeroPad2d, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)  # torch cuts before it pads, `Pad` after it
+    return Pad(*module.padding)
+
+
 def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
     if module.training:
         raise NoRuleError(
@@ -350,7 +355,7 @@ add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))
 for _kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
     add_plain(Plain(_kind, _dropout, export=_left_out))
 add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
-add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
+add_plain(Plain(nn.ZeroPad2d, 1.0, export=_export_zeros, dims=(2, 9)))
 add_plain(Plain(nn.Flatten, 1.0, exact, {"start_dim": _first, "end_dim": _last}, one_sign, export=_flat))
 add_plain(Plain(nn.Unflatten, 1.0, export=_flat))
 for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
