@@ -105,10 +105,9 @@ class Build:
 
     def constant(self, x: Any, name: str) -> Any:
         """``x`` if it is the same for every input and batch; refuses anything else."""
-        if any(isinstance(v, Operand) for v in flat(x)):
-            raise self.refuse(f"expected a constant {name}, got a tensor that depends on the input")
-        if any(isinstance(v, Varies) for v in flat(x)):
-            raise self.refuse(f"expected a constant {name}, got one that depends on the size of the batch")
+        moving, varying = (any(isinstance(v, kind) for v in flat(x)) for kind in (Operand, Varies))
+        self.require(not moving, f"expected a constant {name}, got a tensor that depends on the input")
+        self.require(not varying, f"expected a constant {name}, got one that depends on the size of the batch")
         return x
 
     def number(
@@ -118,22 +117,20 @@ class Build:
         axes = len(self.shape) if axes is None else axes
         value = self.constant(x, name)
         value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        if value.is_complex():
-            raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
+        self.require(not value.is_complex(), f"expected real numbers as {name}, got {value.dtype}")
         if value.ndim == axes + 1 and len(value) == 1:  # one row for all samples
             value = value[0]
-        if value.ndim > axes:
-            raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
+        self.require(value.ndim <= axes, f"expected a {name} without a batch, got shape {tuple(value.shape)}")
         return of(value).to(self.like)
 
     def dims(self, x: Operand, dims: Any) -> list[int]:
         """Dimensions counted from the front, 0 the batch, which must not be among them."""
         given = [dims] if isinstance(dims, int) else dims
-        if not isinstance(given, (tuple, list)) or not all(type(d) is int for d in given):
-            raise self.refuse(f"expected dimensions other than the batch, got {_kind(dims)}")
+        whole = isinstance(given, (tuple, list)) and all(type(d) is int for d in given)
+        self.require(whole, f"expected dimensions other than the batch, got {_kind(dims)}")
         counted = [d + x.ndim if d < 0 else d for d in given]
-        if not all(0 < d < x.ndim for d in counted):
-            raise self.refuse(f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples")
+        expected = f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples"
+        self.require(all(0 < d < x.ndim for d in counted), expected)
         return counted
 
     def moving(self, *values: Any) -> list[Operand]:

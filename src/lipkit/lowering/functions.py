@@ -62,8 +62,8 @@ def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
 @plain(torch.squeeze, "squeeze", place=viewed)
 def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     for dim in flat((dims, options)):
-        if dim % call.operand(x).rank == x.axis:
-            raise call.refuse(f"expected dimensions other than the batch, got {dim}: a batch of one would lose it")
+        expected = f"expected dimensions other than the batch, got {dim}: a batch of one would lose it"
+        call.require(dim % call.operand(x).rank != x.axis, expected)
     return _moved(call, x)
 
 
@@ -162,8 +162,8 @@ plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
 @plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
 def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
     sizes, value = call.constant(pad, "padding"), call.constant(value, "value")
-    if len(sizes) // 2 >= call.operand(x).ndim:
-        raise call.refuse(f"expected numbers around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
+    expected = f"expected numbers around dimensions other than the batch, got {mode!r} {value} by {pad!r}"
+    call.require(len(sizes) // 2 < call.operand(x).ndim, expected)
     if mode == "constant":
         padded = replace(call.results[0], number=call.add(Pad(*sizes), x))
         if not value or call.bounding:

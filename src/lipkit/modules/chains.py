@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.configuration import INTEGER, mapping, submodules
+from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
@@ -235,6 +235,6 @@ def _read(network: Network) -> dict[str, Any]:
     return {"modules": tuple(network), "input_shape": network.input_shape, "multipliers": sizes}
 
 
-_whole = Stored({"modules": submodules, "input_shape": INTEGER, "multipliers": mapping}, _read, _made)
+_arguments = {"modules": submodules, "input_shape": INTEGER, "multipliers": lambda value: isinstance(value, dict)}
 add_plain(Plain(nn.Sequential, chain_constant, chain_error, export=_export_sequential))
-add_plain(Plain(Network, _network, chain_error, _whole, export=_export_sequential))
+add_plain(Plain(Network, _network, chain_error, Stored(_arguments, _read, _made), export=_export_sequential))

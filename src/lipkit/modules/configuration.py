@@ -63,11 +63,6 @@ def submodules(value: Any) -> bool:
     return isinstance(value, tuple)
 
 
-def mapping(value: Any) -> bool:
-    """Accepts a mapping of names to numbers."""
-    return isinstance(value, dict)
-
-
 INTEGER, COUNT = whole(), whole(1)
 
 # How deep the modules of one network may be nested.
