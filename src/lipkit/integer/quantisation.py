@@ -1,4 +1,4 @@
-r"""The integer program of a plain network, in int32 and int64 alone, with proofs of its error and of no overflow.
+r"""A plain network in int32 and int64 alone: its program, a proof of its error, and one that nothing overflows.
 
 An array q of integers with the fraction f stands for :math:`2^{-f} q`. A linear map with integer weights of fraction g
 sums exactly in int64 and rounds once, half up, to the fraction f' of its output:
@@ -77,7 +77,7 @@ def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule
 
 
 class Builder:
-    """Writes the operations of a program. ``rows`` bounds the errors that the last linear one adds to its outputs."""
+    """Writes the operations of a program. ``rows`` bounds the error that the last linear map adds to each output."""
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []

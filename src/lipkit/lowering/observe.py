@@ -1,7 +1,7 @@
 """The values of a graph's nodes as it runs: sizes, constants, and which tensors are overwritten in place.
 
-A graph stands for values, but an in-place call changes every tensor that shares its memory. Two runs with batches of
-different size show these calls, whatever their name: they raise the version counters of tensors.
+The nodes of a graph stand for values, but an in-place call changes every tensor that shares its memory. Two runs with
+batches of different size show these calls, whatever their name: they raise the version counters of tensors.
 What runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 

@@ -1,4 +1,4 @@
-r"""Scalar activations, with the table of them; sorting and softmax; their rounding errors.
+r"""Scalar activations and their table, sorting and softmax, with their rounding errors.
 
 A scalar function that the machine evaluates within :math:`u (a |h| + b) + j` of the exact one has an error of at most
 :math:`u (a \|h\| + b \sqrt{n}) + j \sqrt{n}` on n numbers. The coefficients follow from the formulas that torch
@@ -420,8 +420,8 @@ export_rule(nn.ReLU6)(lambda module, input_shape: nn.Hardtanh(0.0, 6.0))
 
 def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """Rounding rule of a module that only compares and moves numbers: it errs only below the normal range."""
-    shape = output_shape(module, input_shape)
-    return pointwise(0.0, 0.0, 0.0, shape if math.prod(shape) > math.prod(input_shape) else input_shape, arithmetic)
+    larger = max(input_shape, output_shape(module, input_shape), key=math.prod)
+    return pointwise(0.0, 0.0, 0.0, larger, arithmetic)
 
 
 # Not scalar: sorting and softmax.

@@ -127,8 +127,7 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
-# Maps a batch x to two bounds (N,), from below and above, of the quantity that a module's own error is proportional to.
-# By default that is ||x||.
+# Maps a batch x to bounds (N,), from below and above, of what a module's own error is proportional to, such as ||x||.
 Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
