@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lipkit.lowering.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 
-# Tracing answers these itself.
+# Attributes and methods that are not recorded, because tracing answers them itself.
 _METADATA = {*METADATA, *METADATA_METHODS}
 _SIZES = ("shape", "size", "numel", "nelement")
 # Python's operations on whole numbers; `operator.index` cannot be recorded.

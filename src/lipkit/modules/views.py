@@ -237,8 +237,10 @@ class Expand(Shown):
 
 
 def _expand(module: Expand, input_shape: Shape | None) -> float:
-    # Without the shape: as if all of it were copies of one number.
-    return root(math.prod(module.shape) // (1 if input_shape is None else math.prod(input_shape)))
+    if input_shape is None:
+        return root(math.prod(module.shape))  # as if all of it were copies of one number
+    output_shape(module, input_shape)  # of another shape the quotient below could be 0
+    return root(math.prod(module.shape) // math.prod(input_shape))
 
 
 def enlarged(module: Enlarge, input_shape: Shape | None) -> float:
