@@ -124,8 +124,11 @@ class Builder:
         """The value after a linear map, rounded once.
 
         Args:
-            value: the input, already padded. gain: the constant of the exact map. shape: of the output.
-            weight: as in `IntLinear`, or a matrix (rows, channels), in float64. bias: (rows,).
+            value: the input, already padded.
+            gain: the constant of the exact map.
+            shape: of the output.
+            weight: as in `IntLinear`, or a matrix (rows, channels), in float64.
+            bias: (rows,).
             norm: maps a change of the weight to the norm of the change of the map.
             inexact: bound of the norm of (map with ``weight``) - (exact map).
         """
@@ -173,7 +176,8 @@ class Builder:
         """Round sums of fraction ``places`` to the largest fraction whose entries fit.
 
         Args:
-            own: error that the operation adds before it rounds. operation: maps a shift to the operation.
+            own: error that the operation adds before it rounds.
+            operation: maps a shift to the operation.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre
@@ -197,7 +201,8 @@ class Builder:
         """The value ``p u + q v + ...`` of branches u, v, ... that start at ``value`` and carry their own errors.
 
         Args:
-            gain: the constant of the sum. apart: True if at every entry at most one branch is nonzero.
+            gain: the constant of the sum.
+            apart: True if at every entry at most one branch is nonzero.
         """
         # The modulus of a product is below 2^62 / len(parts).
         room = (len(parts) - 1).bit_length()

@@ -157,9 +157,7 @@ def blend_of(share: Callable[[Any], Tensor]) -> Joining:
 
 
 class Graph(nn.Module):
-    """Modules in the order of computation. Value 0 is the input, value i + 1 the output of module i.
-
-    The last value is the output.
+    """Modules in order of computation: value 0 is the input, value i + 1 what module i returns, the last the output.
 
     Args:
         modules: each has one input or is a `Join`.

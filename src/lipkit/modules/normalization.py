@@ -212,7 +212,8 @@ class BatchLipNorm(Center):
     Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
 
     Raises:
-        OptionError: options out of range. ShapeError: an input with other channels, or one number of each in training.
+        OptionError: options out of range. ShapeError: an input with other channels, or in training with one number
+            of each.
 
     >>> layer = BatchLipNorm(2, momentum=1.0, eps=1e-9)
     >>> y = layer(torch.tensor([[1.0, 1.0], [3.0, 5.0]]))

@@ -170,7 +170,7 @@ def _mean(module: Mean, input_shape: Shape | None) -> float:
 
 
 class L2NormPool2d(Shown):
-    r"""The l2 norm of each window of each channel: a map of norm 1, which loses signs and places but no length.
+    r"""The l2 norm of each window of each channel: 1-Lipschitz. It keeps lengths, but neither signs nor places.
 
     Args:
         kernel_size: s of windows s x s that do not overlap; None for one window, the whole image.

@@ -46,11 +46,12 @@ class Recurrent(nn.Module):
     .. math:: (v_t,\, x_{t+1},\, y_t) = M\, (w_t,\, x_t,\, u_t) + b, \qquad w_t = \phi(v_t), \qquad x_0 = 0
 
     Args:
-        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers are ignored.
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``. In D11, its part from w to v, all on and above the diagonal blocks
+            is ignored.
         bias: b ``(nv + nx + ny,)``.
         metric: P ``(nx, nx)``; only its lower triangle is read.
         multiplier: diagonal of Lambda ``(nv,)``.
-        phi: a module on ``(B, nv)``: an activation, or any plain network with one block.
+        phi: a module on ``(B, nv)``: an activation or, if all units are one block, any plain network.
         states, units, block: nx, (nv, nw), and how many units are computed at once.
         gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
             wherever they are used, never trusted.

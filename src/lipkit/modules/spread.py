@@ -1,8 +1,8 @@
 r"""A convolution from few channels to many (`lipkit.conv.spread`): a small one in the Fourier basis, then a kernel.
 
-Minus the input, it has the symbol :math:`F S - E`, with the symbols S of the first part and F of the kernel, and E the
-identity on the channels of the input. The norm of this symbol is proved. The norms of the parts alone say little: in a
-Cayley layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
+The layer, which subtracts its input, has the symbol :math:`F S - E`, with the symbols S of the first part and F of the
+kernel, and E the identity on the channels of the input. The norm of this symbol is proved. The norms of the parts alone
+say little: in a Cayley layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class SpreadConv2d(nn.Module):
         ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
 
     Cost:
-        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images: convolutions by
-        fast algorithms round differently. On a CPU, in float32 and without gradients, oneDNN's direct convolution.
+        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images, because fast
+        convolutions round differently. On a CPU, in float32 and without gradients, oneDNN's direct convolution
+        replaces this product.
 
     Raises:
         OptionError: parts of another type or size. ShapeError: an input of another size.
