@@ -28,7 +28,7 @@ from lipkit.interop.check import Runtime, check_runtime, module_runtime, write_c
 from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
 from lipkit.modules.network import first_floating
-from lipkit.modules.pooling import pair
+from lipkit.modules.pooling import _pair
 
 # The first versions of ONNX with circular padding, and with torch's number of windows under ceil_mode.
 OPSET, CEIL_OPSET = 19, 22
@@ -137,7 +137,7 @@ def _evaluator(path: Path) -> Runtime:
 
 def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
     """The pooling as padding, plain average and factor, because torch.onnx drops ``divisor_override``."""
-    size, strides, paddings = (pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
+    size, strides, paddings = (_pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
     ends = [min(p + s - 1, k - 1) if pool.ceil_mode else p for k, s, p in zip(size, strides, paddings, strict=True)]
     pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))  # left, right, top, bottom
     factor = torch.tensor([math.prod(size) / (pool.divisor_override or 1)], dtype=dtype)
