@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipkit.analysis import analyze, function_rule
-from lipkit.errors import NoRuleError
+from lipkit.errors import NoRuleError, ShapeError
 from lipkit.lowering.build import FUNCTIONS
 
 
@@ -101,6 +101,17 @@ def test_refused(name: str) -> None:
 def test_modules_refused(module: nn.Module, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises((NoRuleError, ValueError), match=message):
         analyze(nn.Sequential(module), shape)
+
+
+def test_a_type_error_inside_of_the_forward_pass_is_not_taken_for_a_wrong_signature() -> None:
+    class OfTwo(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    with pytest.raises(NoRuleError, match=r"expected a forward pass of one tensor, got .*OfTwo.*argument: 'y'"):
+        analyze(OfTwo(), (4,))
+    with pytest.raises(ShapeError, match=r"does not accept inputs of shape \(4,\): .*\(test_refusals.py:\d+\)"):
+        analyze(Function(lambda s, x: x + "1"), (4,))
 
 
 def test_random_parametrizations_and_other_hooks_are_refused() -> None:

@@ -21,9 +21,9 @@ from lipkit.certificates.measurement import float64_copy
 from lipkit.certificates.sound import integer_logits
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.integer.program import WORD, Fold, IntBlend, IntLinear, Move, Operation, Program, Sort, rounded
-from lipkit.integer.quantisation import Builder, IntValue, gain_of
+from lipkit.integer.quantisation import Builder, IntValue
 from lipkit.interop import integer_program
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import enlarged
 
 # The largest ratio of the proved error to one that is seen on a few inputs: the bound adds norms of roundings that
 # point nowhere in particular, layer after layer.
@@ -428,9 +428,9 @@ def test_each_module_multiplies_the_error_before_it_and_adds_its_own(name: str) 
     for plain in (network, float64_copy(sandwich)):
         shape = plain.input_shape
         for module in plain:
-            n = entries(shape)
+            n = math.prod(shape)
             value = IntValue(0, shape, 28, torch.full((1, n), 1 << 26), 0.0, 0.1, 2.0, 4.0 * n)
-            gain = gain_of(module, shape)
+            gain = enlarged(lipkit.lipschitz(module, shape))
             writer = Builder(n)
             found = writer.chain([module], value, [None])
             off = Builder(n).chain([module], replace(value, error=0.01), [None])

@@ -133,3 +133,21 @@ def test_programs_have_the_functions_of_torch(name: str, tmp_path: Path) -> None
     found = load_program(tmp_path / "net.pt2")
     torch.testing.assert_close(found(x), net(x))
     assert float(lipschitz(found)) == pytest.approx(float(lipschitz(net, SHAPE).detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_a_resizing_is_bounded_by_its_exact_weights(mode: str) -> None:
+    resize = nn.Upsample(size=(8, 8), mode=mode, align_corners=True)
+    units = torch.eye(35, dtype=torch.float64).view(35, 1, 5, 7)
+    norm = float(torch.linalg.matrix_norm(resize(units).flatten(1), 2))
+    for bound in (lipschitz(resize, (1, 5, 7)), analyze(resize, (1, 5, 7)).upper):
+        assert norm * (1 - 1e-14) <= float(bound) <= norm * (1 + 1e-12)  # in float32 weights it was 5e-8 lower
+
+
+def test_circular_padding_by_entries_that_are_cut_off_is_refused() -> None:
+    # Torch then reads memory that nothing was written to: the module has no function.
+    for pad in ((-2, 3), (3, -1), (-3, 1)):
+        with pytest.raises(NoRuleError, match=r"expected circular padding by the -?\d+ entries that are kept, got"):
+            lipschitz(nn.CircularPad2d((0, 1, *pad)), (4, 3, 4))
+    layer, x = nn.CircularPad2d((2, -2, -1, 2)), torch.randn(2, 1, 3, 4)
+    assert torch.equal(export(layer, (1, 3, 4))(x), layer(x))

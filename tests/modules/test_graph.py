@@ -330,6 +330,11 @@ VIEWS: list[tuple[nn.Module, tuple[int, ...]]] = [
 ]
 
 
+def test_a_shape_that_cannot_be_expanded_gets_no_constant() -> None:
+    with pytest.raises(ShapeError, match="expected samples that can be repeated"):
+        lipschitz(Expand(2, 3), (7,))
+
+
 @pytest.mark.parametrize(("module", "shape"), VIEWS, ids=lambda v: str(v)[:30])
 def test_views_have_the_norm_of_their_matrix(module: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
     module = module.double()

@@ -167,7 +167,7 @@ def test_shift_moves_each_group_as_numpy_does() -> None:
     assert np.array_equal(Shift2d(9, 2)(x).numpy(), np.concatenate([n[:, :1], *moved], axis=1))
     with pytest.raises(ShapeError, match=r"expected images \(B, 9, H, W\), got \(2, 8, 3, 4\)"):
         Shift2d(9, 2)(x[:, 1:])
-    with pytest.raises(OptionError, match="expected at least 4 moved >= 4 channels, got 7 with moved=2"):
+    with pytest.raises(OptionError, match=r"expected channels >= 4 \* moved >= 4, got channels=7, moved=2"):
         Shift2d(7, 2)
 
 

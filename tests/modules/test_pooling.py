@@ -245,6 +245,21 @@ def test_a_shape_without_two_sides_is_refused(layer: nn.Module) -> None:
         lipschitz(layer, (8,))
 
 
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.MaxPool2d(2, stride=0), "nn.MaxPool2d: expected a stride of at least 1, got 0"),
+        (nn.MaxPool2d(2, dilation=(1, 0)), r"expected a dilation of at least 1, got \(1, 0\)"),
+        (nn.AvgPool2d((2, 0), 1), r"nn.AvgPool2d: expected a kernel_size of at least 1, got \(2, 0\)"),
+        (nn.AvgPool1d(2, stride=0), r"expected a stride of at least 1, got \(1, 0\)"),
+        (nn.AvgPool2d(2, divisor_override=0), "expected a divisor_override other than 0, got 0"),
+    ],
+)
+def test_windows_that_torch_cannot_run_are_refused(layer: nn.Module, expected: str) -> None:
+    with pytest.raises(NoRuleError, match=expected):
+        lipschitz(layer)
+
+
 def test_sizes_that_have_no_rule_are_refused() -> None:
     with pytest.raises(NoRuleError, match="output sizes of at least 1, got 0"):
         lipschitz(nn.AdaptiveAvgPool2d(0), (1, 4, 4))

@@ -269,6 +269,20 @@ def test_a_network_that_mixes_samples_is_not_exported(module: nn.Module, shape: 
         export(module, shape)
 
 
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (lipkit.modules.LPReLU(5), (3,)),
+        (nn.ZeroPad2d(-2), (2, 3, 3)),
+        (nn.ZeroPad2d((1, 1, 2, -2)), (1, 1, 2)),
+        (lipkit.modules.MaxMinShift2d(16, 2), (15, 4, 4)),
+    ],
+)
+def test_a_shape_that_the_module_does_not_accept_is_not_exported(module: nn.Module, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError):
+        export(module, shape)
+
+
 def test_unbatched_input_of_torch_is_not_taken_for_a_batch() -> None:
     # An nn.Conv2d reads a 3-D input as one image: the batch would become its channels.
     layer = nn.Conv2d(2, 2, 1)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
 from lipkit.integer.program import Fold, IntBlend, IntLinear, Move, Operation, Program, Sort
-from lipkit.modules.machine import entries
 
 RADIUS_FRACTION = 30
 """Radii of the C program are multiples of 2^-30."""
@@ -262,20 +261,17 @@ int main(int argc, char **argv)
 
 
 class Radii(NamedTuple):
-    """``radius = (margin - error) rate 2^-fraction`` for each pair of classes; margin and radius are integers.
-
-    Errors are rounded up, rates down; a rate of -1: no input changes the margin. ``error`` bounds that of each logit.
-    """
+    """``radius = (margin - error) rate 2^-fraction`` for each pair of classes; margin and radius are integers."""
 
     classes: int
-    errors: list[int]
-    rates: list[int]
+    errors: list[int]  # of each pair, rounded up
+    rates: list[int]  # of each pair, rounded down; -1 if no input changes the margin
     fraction: int
-    error: int
+    error: int  # bounds the error of every logit
 
 
 def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix: str) -> tuple[str, str]:
-    """The C file and its header; ``prefix`` starts the names that the header declares."""
+    """The texts of the C file and of its header, in which all declared names start with ``prefix``."""
     places, work = _memory(program)
     tables: list[str] = []
     calls: list[str] = []
@@ -288,7 +284,7 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
         "guard": f"{prefix.upper()}_NETWORK_H",
         "sha": sha256,
         "shape": " x ".join(map(str, program.input_shape)),
-        "inputs": entries(program.input_shape),
+        "inputs": math.prod(program.input_shape),
         "program": program,
         "up": max(program.input_fraction, 0),
         "down": min(max(-program.input_fraction, 0), 30),  # the quotient is 0 from 2 on
@@ -311,7 +307,7 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
 
 
 def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> str:
-    """The call of operation i from the places x to the place y; its constants are added to ``tables``."""
+    """The C call of operation i, from places x to place y; the tables of its constants are appended to ``tables``."""
     match operation:
         case Move():
             tables.append(_table("int32_t", f"index{i}", operation.index.tolist()))
@@ -339,7 +335,7 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
 def _memory(program: Program) -> tuple[list[str], int]:
     """The C expression of each value's place, and the size of ``work``, the memory of all values in between.
 
-    Places are reused after a value's last use.
+    A place is free again after the last use of its value.
     """
     last = {value: i for i, (_, reads) in enumerate(program.operations) for value in reads}
     places, most = ["x"], 0
@@ -381,7 +377,7 @@ def compiler() -> str | None:
 
 
 def compile_c(source: str | Path, target: str | Path, flags: Iterable[str] = ("-O3",), cc: str | None = None) -> Path:
-    """Compile a file of `write_c` to a program with ``main``; raises RunError where the compiler refuses it."""
+    """Compile a file of `write_c` to a program with ``main``; ``RunError`` if the compiler refuses it."""
     cc = cc or compiler()
     if cc is None:
         raise OptionError("expected a C compiler called cc, gcc or clang, found none")

@@ -1,4 +1,4 @@
-"""Integer programs: operations on arrays of int32 with sums in int64, evaluated here with the same bits as everywhere.
+"""Integer programs: operations on arrays of int32 with sums in int64. They give the same bits here as on any machine.
 
 An array q of integers with the fraction f stands for 2^-f q. `lipkit.integer.quantisation` makes the program of a
 network, with the proof of its error and that no sum overflows; `lipkit.interop.write_c` writes it in C.
@@ -38,7 +38,7 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Sort:
-    """Sorts in descending order along the middle dimension of the numbers seen as (outer, length, inner)."""
+    """Sorts in descending order along the middle dimension of the numbers in the shape (outer, length, inner)."""
 
     outer: int
     length: int
@@ -94,7 +94,7 @@ class IntLinear:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     shift: int  # right shift s >= 1 of the sums, see `quantisation`
-    window: int  # the largest l2 norm of the integers that one output reads, rounded up: the proof of its sums
+    window: int  # the largest l2 norm of the integers that one output reads, rounded up; it bounds the sums
 
     @property
     def places(self) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class IntLinear:
         return len(self.weight) * math.prod(self.places)
 
     def sums(self, x: Tensor) -> Tensor:
-        """The exact sums (N, rows, places): float64 products of digits small enough that nothing is rounded."""
+        """The exact sums (N, rows, places), by float64 products of digits that are small enough to round nothing."""
         n = len(x)
         bias = self.bias[None, :, None]
         # A scaling: output channel i reads input channel i alone, pixel by pixel.
@@ -140,7 +140,7 @@ class IntLinear:
 
     @property
     def most(self) -> int:
-        """Bounds the modulus of all partial sums, in exact integers."""
+        """A bound of the modulus of all partial sums, by exact integers."""
         high, low = self.weight.flatten(1) >> 16, self.weight.flatten(1) & 0xFFFF
         parts = [(a * b).sum(1).tolist() for a, b in ((high, high), (high, low), (low, low))]
         squares = [(hh << 32) + (hl << 17) + ll for hh, hl, ll in zip(*parts, strict=True)]  # (2^16 h + l)^2
@@ -148,7 +148,7 @@ class IntLinear:
         return max((math.isqrt(square) + 1) * self.window + abs(b) for square, b in rows)
 
     def fits(self) -> bool:
-        """True if weights fit into 32 bits and every sum is below 2^62, which leaves room to add half a unit."""
+        """True if weights fit into 32 bits and every sum is below 2^62, so that half a unit can be added."""
         return int(self.weight.abs().amax()) <= WORD and self.most < 2**62
 
 
@@ -166,8 +166,8 @@ class Program:
 
     Attributes:
         input_shape: of one input.
-        box: (low, high) of the inputs: what is outside is clamped.
-        input_fraction, fraction: of the integers that go in and come out.
+        box: (low, high) of the inputs, which are clamped to it.
+        input_fraction, fraction: of the integers that go in, and of those that come out.
         operations: each with the values that it reads.
         body_error: bound, on all inputs, of the l2 error of the last dense layer's input; of the outputs if the network
             does not end in a dense layer.

@@ -1,4 +1,4 @@
-r"""A plain network in int32 and int64 alone: its integer program, with a proved error and overflow excluded by proof.
+r"""A plain network in int32 and int64 alone: its program, a proof of its error, and one that nothing overflows.
 
 An array q of integers with the fraction f stands for :math:`2^{-f} q`. A linear map with integer weights of fraction g
 sums exactly in int64 and rounds once, half up, to the fraction f' of its output:
@@ -31,7 +31,7 @@ from lipkit.integer.program import WORD, IntBlend, IntLinear, Move, Operation, P
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.graph import Wiring
 from lipkit.modules.guarding import type_name
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import enlarged
 from lipkit.modules.network import Network
 from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill, row_of
 from lipkit.modules.registry import lipschitz
@@ -40,13 +40,16 @@ from lipkit.proof.arithmetic import grow, size
 
 @dataclass(frozen=True, eq=False)
 class IntValue:
-    """One value of a program, with bounds on the whole box in real numbers, rounded up.
+    """One value of a program, with bounds that hold on the whole box: real numbers, rounded up.
 
     Attributes:
-        index: in the program. shape: as the network has it. fraction: f.
-        centre: (1, n) integers at the centre of the box.
-        error: E. reach: L R, largest distance of the exact value from its value at the centre.
-        largest, norm: bounds of the entries' moduli and of the l2 norm of the computed value.
+        index: its number in the program.
+        shape: its shape in the network.
+        fraction: f.
+        centre: (1, n) integers, the value at the centre of the box.
+        error: E.
+        reach: L R, the largest distance of the exact value from its value at the centre.
+        largest, norm: bounds of the entries' moduli, and of the l2 norm, of the computed value.
     """
 
     index: int
@@ -74,7 +77,7 @@ def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule
 
 
 class Builder:
-    """Writes the operations of a program; `rows` are the errors of the rows of the last linear operation."""
+    """Writes the operations of a program. ``rows`` bounds the error that the last linear map adds to each output."""
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []
@@ -96,8 +99,8 @@ class Builder:
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
 
-        Padding may copy entries for a convolution, if no window holds an entry twice. Norm, error and reach are then
-        those of the value before padding, as `linear` expects.
+        It may also pad by copies of entries, for a convolution in which no window holds an entry twice. Norm, error and
+        reach are then those before padding, as `linear` expects.
         """
         index = self.put(operation, value.index)
         assert not isinstance(operation, IntBlend)
@@ -121,8 +124,11 @@ class Builder:
         """The value after a linear map, rounded once.
 
         Args:
-            value: the input, already padded. gain: the constant of the exact map. shape: of the output.
-            weight: as in `IntLinear`, or a matrix (rows, channels), in float64. bias: (rows,).
+            value: the input, already padded.
+            gain: the constant of the exact map.
+            shape: of the output.
+            weight: as in `IntLinear`, or a matrix (rows, channels), in float64.
+            bias: (rows,).
             norm: maps a change of the weight to the norm of the change of the map.
             inexact: bound of the norm of (map with ``weight``) - (exact map).
         """
@@ -170,7 +176,8 @@ class Builder:
         """Round sums of fraction ``places`` to the largest fraction whose entries fit.
 
         Args:
-            own: error that the operation adds before it rounds. operation: maps a shift to the operation.
+            own: error that the operation adds before it rounds.
+            operation: maps a shift to the operation.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre
@@ -194,7 +201,8 @@ class Builder:
         """The value ``p u + q v + ...`` of branches u, v, ... that start at ``value`` and carry their own errors.
 
         Args:
-            gain: the constant of the sum. apart: True if at every entry at most one branch is nonzero.
+            gain: the constant of the sum.
+            apart: True if at every entry at most one branch is nonzero.
         """
         # The modulus of a product is below 2^62 / len(parts).
         room = (len(parts) - 1).bit_length()
@@ -223,11 +231,11 @@ class Builder:
                     f"{type_name(type(module))}: certify for float64 or float32, or register "
                     "a rule with lipkit.integer.integer_rule"
                 )
-            value = rule(self, module, value, gain_of(module, value.shape) if gain is None else gain)
+            value = rule(self, module, value, enlarged(lipschitz(module, value.shape)) if gain is None else gain)
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
-        """The value after a part of a module; its errors are those of this part alone, as if its input were exact."""
+        """The value after a part of a module, with the errors of this part alone, as if its input were exact."""
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 
@@ -244,13 +252,8 @@ def _bounded(value: IntValue) -> IntValue:
 
 
 def _places(number: float) -> int:
-    """The most f for which ``number 2^f`` is below 2^31."""
+    """The largest fraction f for which ``number 2^f`` is below 2^31."""
     return min(31 - math.frexp(number)[1], 62) if number > 0 else 31  # number < 2^e, e = frexp(number)[1]
-
-
-def gain_of(module: nn.Module, shape: Shape) -> float:
-    """The proved constant of a module, enlarged for the stored transform of a Fourier layer."""
-    return grow(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
 
 
 def quantise(network: Network, proof: ChainProof) -> Program:
@@ -278,7 +281,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             "None: set network.input_range = (0.0, 1.0), for instance"
         )
     low, high = interval("input_range", network.input_range)
-    shape, n = network.input_shape, entries(network.input_shape)
+    shape, n = network.input_shape, math.prod(network.input_shape)
     fraction = _places(max(-low, high) * (1 + 2.0**-30))
     program = Program(shape, (low, high), fraction, 0, (), 0.0, None)
     middle = (low + high) / 2

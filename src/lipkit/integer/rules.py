@@ -1,8 +1,8 @@
 """The integer programs of single modules, which `lipkit.integer.quantisation` puts together.
 
-A convolution is a move, which pads and puts windows side by side, and a product. Fourier layers become
-circular convolutions with a kernel as large as the image, a Taylor polynomial a matrix: their numbers are responses to
-impulses in float64, whose distance from the exact ones is part of the error.
+A convolution is a move, which pads and puts windows side by side, and then a product. A Fourier layer becomes a
+circular convolution with a kernel as large as the image; a Taylor polynomial becomes a matrix. Their weights are
+responses to impulses in float64, and the distance of these from the exact responses is part of the error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from lipkit.bounds import circular
 from lipkit.errors import NoRuleError
 from lipkit.integer.program import Fold, Move, Sort
-from lipkit.integer.quantisation import Builder, IntValue, gain_of, integer_rule
+from lipkit.integer.quantisation import Builder, IntValue, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, with_numbers
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, value_forms, value_shapes
 from lipkit.modules.isometric import HalfAbs
-from lipkit.modules.machine import entries, local_error
+from lipkit.modules.machine import enlarged, local_error
 from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean, _pair
 from lipkit.modules.registry import lipschitz, output_shape
@@ -46,8 +46,8 @@ def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
 
 
 def _indices(shape: Shape) -> Tensor:
-    """The numbers 1, 2, ... in this shape. After a module that moves entries they name the sources; 0 is padding."""
-    return torch.arange(1, entries(shape) + 1).double().view(1, *shape)
+    """The numbers 1, 2, ... in this shape. A module that moves entries shows by them what it moves; 0 is padding."""
+    return torch.arange(1, math.prod(shape) + 1).double().view(1, *shape)
 
 
 def _move(moved: Tensor) -> Move:
@@ -63,12 +63,12 @@ def _moves(builder: Builder, module: nn.Module, value: IntValue, gain: float) ->
 def _sort(builder: Builder, module: MaxMin | GroupSort, value: IntValue, gain: float) -> IntValue:
     length = module.group_size or value.shape[0] if isinstance(module, GroupSort) else 2
     outer = value.shape[0] // length if isinstance(module, GroupSort) else 1  # MaxMin takes channels half of all apart
-    return builder.exact(Sort(outer, length, entries(value.shape) // (outer * length)), value, value.shape)
+    return builder.exact(Sort(outer, length, math.prod(value.shape) // (outer * length)), value, value.shape)
 
 
 @integer_rule(nn.ReLU, HalfAbs)
 def _fold(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
-    n, half = entries(value.shape), value.shape[0] // 2 * entries(value.shape[1:])
+    n, half = math.prod(value.shape), value.shape[0] // 2 * math.prod(value.shape[1:])
     fold = Fold("relu", n, n) if type(module) is nn.ReLU else Fold("abs", half, n)
     return builder.exact(fold, value, value.shape)
 
@@ -94,7 +94,7 @@ def _matrix_norm(change: Tensor) -> float:
 @integer_rule(Affine)
 def _scale(builder: Builder, module: Affine, value: IntValue, gain: float) -> IntValue:
     rows = value.shape[: module.scale.ndim]
-    n, rest = entries(rows), entries(value.shape) // entries(rows)
+    n, rest = math.prod(rows), math.prod(value.shape) // math.prod(rows)
     scale, shift = (t.expand(rows).reshape(n) for t in (module.scale, module.shift))
     return builder.linear(value, gain, value.shape, scale[:, None], shift, _largest, (n, 1, rest), groups=n)
 
@@ -159,7 +159,7 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntVa
     response, off = _responses(module, impulses)
     padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")  # the response reaches one image back
     kernel = response.transpose(0, 1).flip(2, 3)  # a convolution of torch is a correlation
-    # The error of a kernel as a map: at each frequency at most the sum of its moduli, for each pair of channels.
+    # At each frequency, an error of the kernel counts by at most the sum of its moduli, for each pair of channels.
     inexact = grow(float(off.square().sum().sqrt()) * math.sqrt(h * w))
     return _convolve(
         builder, value, gain, padded, kernel, module.bias, lambda change: float(circular(change, h, w)), inexact=inexact
@@ -168,12 +168,12 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntVa
 
 @integer_rule(TaylorConv2d)
 def _taylor(builder: Builder, module: TaylorConv2d, value: IntValue, gain: float) -> IntValue:
-    shape, n = output_shape(module, value.shape), entries(value.shape)
-    if n * entries(shape) > MAX_PRODUCTS:
-        raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * entries(shape))
+    shape, n = output_shape(module, value.shape), math.prod(value.shape)
+    if n * math.prod(shape) > MAX_PRODUCTS:
+        raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * math.prod(shape))
     response, off = _responses(module, torch.eye(n).double().view(n, *value.shape))
-    bias = None if module.bias is None else module.bias.repeat_interleave(entries(shape[1:]))  # one for each pixel
-    inexact = grow(float(off.square().sum().sqrt()))  # the Frobenius norm of an error by entry
+    bias = None if module.bias is None else module.bias.repeat_interleave(math.prod(shape[1:]))  # one for each pixel
+    inexact = grow(float(off.square().sum().sqrt()))  # the Frobenius norm of the matrix of errors
     return builder.linear(value, gain, shape, response.flatten(1).T, bias, _matrix_norm, inexact=inexact)
 
 
@@ -228,10 +228,10 @@ def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, ga
 
 @integer_rule(Graph)
 def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> IntValue:
-    """Errors count from the input that the program computes; every value moves by its own gain."""
+    """Inside, errors count from the input that the program computes, and each value moves by its own gain."""
     shapes = value_shapes(module, value.shape)
     wired = list(zip(module.nodes, module.sources, strict=True))
-    constants = [None if isinstance(node, Join) else gain_of(node, shapes[read[0]]) for node, read in wired]
+    constants = [None if isinstance(n, Join) else enlarged(lipschitz(n, shapes[read[0]])) for n, read in wired]
     moving = value_forms(module, [None if c is None else torch.tensor(c, dtype=torch.float64) for c in constants])
     start = builder.branch([], value)
     values = [start]
@@ -246,7 +246,7 @@ def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> Int
 
 
 def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: list[IntValue]) -> IntValue:
-    """The value of a join of ``parts``, which all start at ``start``; ``gain`` is the constant of the result."""
+    """The value of a join of ``parts``, branches from ``start``; ``gain`` is the constant of the result."""
     kind = type(join)
     if kind is Add:
         return builder.blend(start, gain, parts, join.signs)
@@ -264,6 +264,6 @@ def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: li
     found = builder.blend(start, gain, moved, [1.0] * len(parts), apart=True)
     if kind is Concatenate:
         return found
-    n = entries(parts[0].shape)
+    n = math.prod(parts[0].shape)
     largest = builder.exact(Sort(1, len(parts), n), found, shape)  # the largest of each entry comes first
     return builder.exact(Move(torch.arange(n)), largest, parts[0].shape)

@@ -1,6 +1,7 @@
-"""Attention of torch in operations that have rules: in copies that are traced, these classes stand for torch's own.
+"""Torch's attention written in operations that have rules: classes that replace torch's own in the copy that is traced.
 
-A copy keeps its numbers and changes its class alone; `lipkit.lowering.observe` compares its outputs with the network's.
+Only the class of a copied module changes, not its numbers. `lipkit.lowering.observe` compares the copy's outputs with
+those of the network.
 """
 
 from __future__ import annotations

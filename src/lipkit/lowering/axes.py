@@ -1,9 +1,10 @@
 """The dimension of the batch in a tensor, and calls rewritten for values whose batch comes first.
 
-A moving tensor has sizes (*before, B inner, *after): its batch is dimension ``axis``, merged with ``inner`` numbers of
-each sample. Modules and rules see the same numbers as (B, *before, inner, *after), or (B, *before, *after) where inner
-is 1. The place of the batch in a result is observed (`lipkit.lowering.observe`); here it must follow from those of the
-arguments, for every batch. In calls without a rule here the batch must come first throughout.
+A tensor that depends on the input has sizes (*before, B inner, *after): its batch is dimension ``axis``, merged with
+``inner`` numbers of each sample. Modules and rules see the same numbers as (B, *before, inner, *after), or
+(B, *before, *after) if inner is 1. The place of the batch in a result is observed (`lipkit.lowering.observe`). A rule
+here checks that it follows from the places in the arguments, for every batch. Calls of functions without such a rule
+must have the batch first in all arguments and results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lipkit.modules.activations import ACTIVATIONS
 
 
 def _beside(call: Build, value: Any) -> Any:
-    """An argument of an elementwise call: an operand with the result's batch, or a constant without that dimension."""
+    """An argument of an elementwise call: an operand whose batch is where the result's is, or a constant without it."""
     out = call.results[0]
     at = out.axis - out.rank  # from the end, where broadcasting aligns dimensions
     if isinstance(value, Operand):
@@ -39,7 +40,7 @@ def _beside(call: Build, value: Any) -> Any:
 
 
 def ordered(call: Build) -> Build:
-    """Rewrites a permutation of dimensions, found by calling the function on a tensor whose sizes all differ."""
+    """Rewrites a permutation of dimensions; calling the function on a tensor whose sizes all differ shows which."""
     x, *rest = call.args
     sizes = torch.empty(*range(2, 2 + x.rank), device="meta")  # from 2 on: no size is 1
     function = getattr(type(sizes), call.target) if isinstance(call.target, str) else call.target
@@ -63,7 +64,7 @@ def joined(call: Build) -> Build:
 
 
 def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
-    """Makes the rule for functions that act on the last ``used(arguments)`` dimensions; the batch must not be there."""
+    """Makes the rule for functions of the last ``used(*arguments)`` dimensions; the batch must not be among them."""
 
     def rule(call: Build) -> Build:
         _beside(call, call.args[0])
@@ -74,7 +75,7 @@ def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
 
 
 def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], Build]:
-    """Makes the rule for functions along the dimensions in argument ``at`` (or ``name``); the result may lack them."""
+    """Makes the rule for functions along the dimensions in argument ``at``, or ``name``; a result may lack these."""
 
     def rule(call: Build) -> Build:
         args, kwargs, out = list(call.args), dict(call.kwargs), call.results[0]
@@ -98,7 +99,7 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
 
 
 def indexed(call: Build) -> Build:
-    """Rewrites ``x.select(dim, index)``, or indexing by integers, slices and None that keeps the whole batch."""
+    """Rewrites ``x.select(dim, index)``, or an index of integers, slices, lists and None that keeps the whole batch."""
     x, *given = *call.args, *(call.kwargs[name] for name in ("dim", "index") if name in call.kwargs)
     index, out = given[-1], call.results[0]
     items = list(index) if isinstance(index, tuple) else [index]
@@ -122,7 +123,7 @@ def indexed(call: Build) -> Build:
 
 
 def contracted(call: Build) -> Build:
-    """``torch.einsum`` of two values: letters and their sizes, without the batch, which comes first."""
+    """Rewrites ``torch.einsum`` of two values as the letters and their sizes, without the batch."""
     equation, *values = call.args
     parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
     values = [*values[0]] if isinstance(values[0], (tuple, list)) else values
@@ -141,7 +142,7 @@ def contracted(call: Build) -> Build:
 
 
 def multiplied(call: Build) -> Build:
-    """Matrix products of two values, or of a value and one constant matrix. No sum can run over the batch."""
+    """Rewrites matrix products of two values, or of a value and one constant matrix. No sum can run over the batch."""
     (x, y), out = call.args, call.results[0]
     for v in (x, y):
         call.require(isinstance(v, Operand) or (isinstance(v, Tensor) and v.ndim == 2), "expected a constant matrix")
@@ -169,7 +170,7 @@ def batch_first(call: Build) -> Build:
 
 
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
-    """True if a module from x to y has the batch first, or acts on single numbers or dimensions after the batch."""
+    """True if a module from x to y has the batch first, or mixes only dimensions after the batch, if any."""
     kind, used = type(module), x.rank  # used: the last dimensions that the module mixes
     if kind in (nn.Identity, nn.Dropout) or (kind in ACTIVATIONS and ACTIVATIONS[kind].functions):
         used = 0

@@ -30,7 +30,7 @@ Rule = Callable[..., Value]
 class Bounded(nn.Module):
     """A map that can be bounded but not exported: only its Lipschitz constant, and the method that found it, are known.
 
-    ``shape`` of one sample of its output is needed where the same call goes on with it.
+    ``shape`` is that of one sample of its output, needed if the same call adds modules behind it.
     """
 
     def __init__(self, constant: float | Tensor, method: str, shape: Shape | None = None) -> None:
@@ -68,7 +68,7 @@ class Build:
         return self.results[0].shape
 
     def refuse(self, expected: str) -> NoRuleError:
-        """The error for arguments that the rule does not cover."""
+        """The error of this call, with what was expected."""
         return NoRuleError(f"analyze: {self.what}: {expected}")
 
     def require(self, condition: bool, expected: str = MIXED) -> None:
@@ -77,7 +77,7 @@ class Build:
             raise self.refuse(expected)
 
     def covered(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``rule(call, ...)``; refuses arguments that the rule does not cover."""
+        """``rule(call, ...)``. Whatever the rule raises becomes a refusal of the arguments."""
         try:
             inspect.signature(rule).bind(self, *args, **kwargs)
             return rule(self, *args, **kwargs)
@@ -97,7 +97,7 @@ class Build:
         return x
 
     def same_format(self, x: Any) -> Operand:
-        """``x`` if the result has its dtype. Other dtypes are refused: the same bits would be other numbers."""
+        """``x`` if the result has its dtype. Another dtype is refused: the same bits would be other numbers."""
         if self.operand(x).dtype not in (dtypes := [result.dtype for result in self.results]):
             why = "bits read in another format are other numbers; convert them with x.to(dtype)"
             raise self.refuse(f"expected a result of the input's dtype {x.dtype}, got {dtypes[0]}: {why}")
@@ -105,10 +105,9 @@ class Build:
 
     def constant(self, x: Any, name: str) -> Any:
         """``x`` if it is the same for every input and batch; refuses anything else."""
-        if any(isinstance(v, Operand) for v in flat(x)):
-            raise self.refuse(f"expected a constant {name}, got a tensor that depends on the input")
-        if any(isinstance(v, Varies) for v in flat(x)):
-            raise self.refuse(f"expected a constant {name}, got one that depends on the size of the batch")
+        moving, varying = (any(isinstance(v, kind) for v in flat(x)) for kind in (Operand, Varies))
+        self.require(not moving, f"expected a constant {name}, got a tensor that depends on the input")
+        self.require(not varying, f"expected a constant {name}, got one that depends on the size of the batch")
         return x
 
     def number(
@@ -118,26 +117,24 @@ class Build:
         axes = len(self.shape) if axes is None else axes
         value = self.constant(x, name)
         value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        if value.is_complex():
-            raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
+        self.require(not value.is_complex(), f"expected real numbers as {name}, got {value.dtype}")
         if value.ndim == axes + 1 and len(value) == 1:  # one row for all samples
             value = value[0]
-        if value.ndim > axes:
-            raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
+        self.require(value.ndim <= axes, f"expected a {name} without a batch, got shape {tuple(value.shape)}")
         return of(value).to(self.like)
 
     def dims(self, x: Operand, dims: Any) -> list[int]:
         """Dimensions counted from the front, 0 the batch, which must not be among them."""
         given = [dims] if isinstance(dims, int) else dims
-        if not isinstance(given, (tuple, list)) or not all(type(d) is int for d in given):
-            raise self.refuse(f"expected dimensions other than the batch, got {_kind(dims)}")
+        whole = isinstance(given, (tuple, list)) and all(type(d) is int for d in given)
+        self.require(whole, f"expected dimensions other than the batch, got {_kind(dims)}")
         counted = [d + x.ndim if d < 0 else d for d in given]
-        if not all(0 < d < x.ndim for d in counted):
-            raise self.refuse(f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples")
+        expected = f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples"
+        self.require(all(0 < d < x.ndim for d in counted), expected)
         return counted
 
     def moving(self, *values: Any) -> list[Operand]:
-        """The operands among ``values``. A bound ignores constants; an export has no plain form for them."""
+        """The operands among ``values``. Constants beside them are left out of bounds, and refused in exports."""
         return [self.operand(x) for x in values if not (self.bounding and isinstance(x, (Tensor, Varies)))]
 
     def add(self, module: nn.Module, *values: Operand | int) -> int:
@@ -167,7 +164,7 @@ class Build:
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
-        """A constant that is added. Bounds ignore it and get 1 instead; 0 would mean that nothing is added."""
+        """A constant that is added. A bound does not depend on it and gets 1; a 0 could be taken for no addition."""
         return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
@@ -182,7 +179,7 @@ class Build:
         return self.add(Affine(*full), given)
 
     def named(self, limited: ToLimit) -> ToLimit:
-        """The module, whose operands need limits, with this call as its name in messages."""
+        """``limited`` with this call as its name in messages; refused if only bounds are made, which have no limits."""
         if self.bounding:
             bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
             raise self.refuse(f"{limited.needs}; {bounds}")
@@ -202,20 +199,23 @@ class Build:
 class Function(NamedTuple):
     """The row of a function, or of a tensor method by its name.
 
-    ``place`` moves the batch of a call to the front (`lipkit.lowering.axes`); None: it must be there already.
+    Attributes:
+        rule: ``rule(call, *arguments)`` gives the number of the value, or a tuple for several.
+        place: rewrites a call whose batch is not first (`lipkit.lowering.axes`); None refuses such a call.
+        exported: True if the modules compute the same as the function; otherwise only their constant is right.
     """
 
-    rule: Rule | None = None  # rule(call, *arguments) -> number of the value; a tuple for several
+    rule: Rule | None = None
     place: Callable[[Build], Build] | None = None
-    exported: bool = True  # the modules compute the same; otherwise only their constant is right
+    exported: bool = True
 
 
 FUNCTIONS: dict[Any, Function] = {}
-"""Every function and tensor method that has a rule or a place of the batch."""
+"""The rows of all functions and, by name, of all tensor methods that have one."""
 
 
 def function_name(target: Any) -> str:
-    """How a person calls a function: ``torch.nn.functional.max_pool2d``, ``torch.add``, ``Tensor.view``."""
+    """A function's name as users write it: ``torch.nn.functional.max_pool2d``, ``torch.add``, ``Tensor.view``."""
     if isinstance(target, str):
         return f"Tensor.{target}"
     for home in (F, torch, torch.special, torch.linalg, torch.fft):
@@ -228,10 +228,10 @@ def function_name(target: Any) -> str:
 def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Rule], Rule]:
     """Register ``rule(call, *arguments) -> value`` for exactly these functions and tensor methods (by name).
 
-    For functions that have a Lipschitz constant but no module that computes the same: `lipkit.analyze` bounds them,
-    nothing exports them. The rule is called with the arguments of the function, tensors that change with the network's
-    input as `lipkit.analysis.Operand`, and vouches for the l2 Lipschitz constant of each sample's part of the result:
-    ``call.scale(x, factor)`` or ``call.keep(x)``.
+    This is for functions that have a Lipschitz constant but no module that computes the same: `lipkit.analyze` bounds
+    them, nothing exports them. The rule gets the arguments of the function, with a `lipkit.analysis.Operand` for each
+    tensor that changes with the network's input. By ``call.scale(x, factor)`` or ``call.keep(x)`` it states the l2
+    Lipschitz constant of the result, sample by sample.
 
     Raises:
         NoRuleError: a target already has a rule, or a module that computes the same.

@@ -1,8 +1,8 @@
 """Records the calls of a forward pass: every function that reads a value computed from the input.
 
 A traced graph is the network only if both call the same functions with the same constants. The outputs for one batch do
-not show that: code that asks for the type of its argument, or catches the error of the tracing, may do nothing unusual
-for the values of that batch.
+not show that: code that asks for the type of its argument, or catches an error of the tracing, may go another way only
+for the values of other batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lipkit.lowering.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 
-# Tracing answers these itself.
+# Attributes and methods that are not recorded, because tracing answers them itself.
 _METADATA = {*METADATA, *METADATA_METHODS}
 _SIZES = ("shape", "size", "numel", "nelement")
 # Python's operations on whole numbers; `operator.index` cannot be recorded.
@@ -32,7 +32,7 @@ class Calls(TorchFunctionMode):
     """The calls with an argument that depends on the input ``x``, while the mode is on: ``made``, in order.
 
     Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls. ``axes`` gives for
-    each call the dimension of the batch in each tensor of its result; without it every size is taken for the batch's.
+    each call the dimension of the batch in each tensor of its result; without it any size may be that of the batch.
     """
 
     def __init__(self, x: Tensor, axes: Sequence[Sequence[int | None]] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The copy of a network that is traced: its weights are constant, parametrised and normalised ones plain numbers."""
+"""The copy of a network that is traced: all its weights, even computed ones, are constant numbers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _at(name: str) -> str:
 def constant_copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the CPU whose parametrised weights are the numbers that its forward pass uses now.
 
-    Hook-based spectral and weight normalisation are carried out, too; wrappers, other hooks, replaced methods and
-    weights that each forward pass changes are refused.
+    So are the weights of hook-based spectral and weight normalisation. Wrappers, other hooks, replaced methods and
+    weights that change in each forward pass are refused.
     """
     if not isinstance(model, nn.Module):
         raise NoRuleError(f"analyze: expected an nn.Module, got {type(model).__qualname__}")
@@ -91,7 +91,10 @@ _PLAIN = vars(nn.Module()).keys() - {"training"}
 
 
 def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """The attributes of all modules, by name, and the globals their code reads; only the types of modules ``known``."""
+    """The `contents` of all attributes of all modules and their classes, by path.
+
+    Modules inside of an attribute, and those in ``known``, count by their type alone.
+    """
     found: dict[str, Any] = {}
     seen = {id(module): (module, type(module)) for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
@@ -142,7 +145,7 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def equal(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
-    """True if two contents are equal; lists that were compared before are ``known``."""
+    """True if two `contents` are equal; ``known`` holds the pairs of lists that were compared before."""
     known = set() if known is None else known
     if isinstance(a, list) and isinstance(b, list):
         if (id(a), id(b)) not in known:

@@ -28,11 +28,11 @@ def function_module(
     """Register ``make(call, operand, *constants) -> module`` for exactly these functions and tensor methods (by name).
 
     The module must compute the same as the function. Networks that call the function can then be bounded, exported and
-    certified. It replaces a rule of `lipkit.analysis.function_rule`, which serves bounds alone.
+    certified. The registration replaces one by `lipkit.analysis.function_rule`, which serves bounds alone.
 
     Args:
         targets: the functions.
-        place: rule for a batch in another dimension than the first (`lipkit.lowering.axes`); None refuses one.
+        place: rewrites a call whose batch is not first (`lipkit.lowering.axes`); None refuses such a call.
 
     Raises:
         NoRuleError: a target already has a module.
@@ -60,8 +60,8 @@ def function_module(
     return put
 
 
-def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | str, place: Any = None) -> None:
-    """Register functions whose arguments are those of the module's constructor."""
+def _constructed(make: Callable[..., nn.Module], *targets: Callable[..., Any] | str, place: Any = None) -> None:
+    """Register functions whose arguments after the input are those of ``make``, which constructs the module."""
 
     @function_module(*targets, place=place)
     def made(call: Build, input: Operand, *args: Any, inplace: bool = False, **kwargs: Any) -> nn.Module:
@@ -70,15 +70,15 @@ def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | s
 
 
 for _row in ACTIVATIONS.values():
-    _activation(_row.kind, *_row.functions, place=viewed)
-_activation(nn.PixelShuffle, F.pixel_shuffle)
-_activation(nn.PixelUnshuffle, F.pixel_unshuffle)
-_activation(nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)
-_activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
-_activation(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)
-_activation(nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
+    _constructed(_row.kind, *_row.functions, place=viewed)
+_constructed(nn.PixelShuffle, F.pixel_shuffle)
+_constructed(nn.PixelUnshuffle, F.pixel_unshuffle)
+_constructed(nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)
+_constructed(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
+_constructed(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)
+_constructed(nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
 _log = (F.log_softmax, torch.log_softmax, "log_softmax")  # refused by name, as the module is
-_activation(lambda dim=None, _stacklevel=3, dtype=None: nn.LogSoftmax(dim), *_log)
+_constructed(lambda dim=None, _stacklevel=3, dtype=None: nn.LogSoftmax(dim), *_log)
 
 
 def _average_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -92,10 +92,10 @@ def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     )
 
 
-_activation(_average_pool(nn.AvgPool1d), F.avg_pool1d)
-_activation(_average_pool(nn.AvgPool2d), F.avg_pool2d)
-_activation(_max_pool(nn.MaxPool1d), F.max_pool1d, torch.max_pool1d)
-_activation(_max_pool(nn.MaxPool2d), F.max_pool2d, torch.max_pool2d)
+_constructed(_average_pool(nn.AvgPool1d), F.avg_pool1d)
+_constructed(_average_pool(nn.AvgPool2d), F.avg_pool2d)
+_constructed(_max_pool(nn.MaxPool1d), F.max_pool1d, torch.max_pool1d)
+_constructed(_max_pool(nn.MaxPool2d), F.max_pool2d, torch.max_pool2d)
 
 
 @function_module(F.normalize, place=along(2, default=1))

@@ -32,7 +32,7 @@ from lipkit.proof.roundoff import reciprocal_up, root
 
 
 def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | None = None) -> Callable[[Rule], Rule]:
-    """Register a rule that makes modules for these functions; ``place`` finds the batch in their results."""
+    """Register a rule that makes modules for these functions; ``place`` as in `Function`."""
 
     def put(rule: Rule) -> Rule:
         FUNCTIONS.update(dict.fromkeys(targets, Function(rule, place)))
@@ -62,8 +62,8 @@ def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
 @plain(torch.squeeze, "squeeze", place=viewed)
 def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     for dim in flat((dims, options)):
-        if dim % call.operand(x).rank == x.axis:
-            raise call.refuse(f"expected dimensions other than the batch, got {dim}: a batch of one would lose it")
+        expected = f"expected dimensions other than the batch, got {dim}: a batch of one would lose it"
+        call.require(dim % call.operand(x).rank != x.axis, expected)
     return _moved(call, x)
 
 
@@ -142,7 +142,7 @@ def _narrow(call: Build, x: Operand, dim: int, start: int, length: int) -> int:
 
 
 def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None, **named: Any) -> Value:
-    # The dimension is the last argument, if it is given; the sizes of the results say the rest.
+    # The dimension is the last argument, if it is given. The sizes of the results tell where to cut.
     single = "unbind" in call.name
     at = dim if dim is not None else parts[-1] if len(parts) > (0 if single else 1) else 0
     (cut_at,) = call.dims(call.same_format(x), at)
@@ -162,8 +162,8 @@ plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
 @plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
 def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
     sizes, value = call.constant(pad, "padding"), call.constant(value, "value")
-    if len(sizes) // 2 >= call.operand(x).ndim:
-        raise call.refuse(f"expected numbers around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
+    expected = f"expected numbers around dimensions other than the batch, got {mode!r} {value} by {pad!r}"
+    call.require(len(sizes) // 2 < call.operand(x).ndim, expected)
     if mode == "constant":
         padded = replace(call.results[0], number=call.add(Pad(*sizes), x))
         if not value or call.bounding:
@@ -172,15 +172,21 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
         return call.elementwise(padded, shift=F.pad(call.like.expand(x.shape), sizes, value=value))
     made = x.number
     for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
+        kept = x.shape[at - 1] + min(pair)
+        defined = mode != "circular" or min(pair) >= 0 or max(pair) <= kept
+        call.require(defined, f"expected circular padding by the {kept} entries that are kept, got {pad!r}")
         made = _mapped(call, x, made, at, partial(lambda pair, units: F.pad(units[None], pair, mode)[0], pair))
     return made
 
 
 def _mapped(call: Build, x: Operand, value: int, at: int, function: Callable[[Tensor], Tensor]) -> int:
-    """A linear function along dimension ``at`` of ``x``, by the matrix of its responses to unit vectors (rows)."""
+    """A linear function along dimension ``at`` of a value like ``x``; its matrix is the response to unit vectors."""
     call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries in dimension {at}, got {n}")
-    units = torch.eye(n, dtype=x.dtype)  # weights as the network computes them
-    matrix = call.number(function(units).T, "matrix", axes=2)
+    units = torch.eye(n, dtype=x.dtype)
+    own, wide = function(units), function(units.to(call.like))
+    # A bound needs the exact weights of a resizing; but which of two pixels is nearer, the network's format decides.
+    chosen = wide if torch.allclose(own.to(wide), wide, rtol=0.0, atol=1e-3) else own
+    matrix = call.number(chosen.T, "matrix", axes=2)
     same = matrix.shape == units.shape and bool((matrix == units).all())
     return value if same else _along(call, linear(matrix), value, at, x.ndim, x.ndim - 1)
 
@@ -198,7 +204,7 @@ def _interleaved(call: Build, x: Operand, repeats: Any, dim: int) -> int:
 
 
 def _windows(call: Build, x: Operand, value: int, at: int, count: int, size: int, by: int, d: int, p: int) -> int:
-    """Windows along dimension ``at`` as ``size * count`` entries: the first entry of each, then the second, ..."""
+    """``count`` windows of ``size`` along dimension ``at``: the first entries of all, then the second ones, ..."""
     taken = (d * torch.arange(size)[:, None] + by * torch.arange(count)).flatten()
     return _mapped(call, x, value, at, lambda units: F.pad(units, (p, p))[:, taken])
 
@@ -388,7 +394,7 @@ def _power(call: Build, x: Operand, exponent: Any = 2) -> int:
 
 
 def _steep(call: Build, value: int, names: Sequence[str]) -> int:
-    """`Elementary` functions of these names, one after the other."""
+    """Apply the `Elementary` functions of these names, one after the other."""
     for name in names:
         value = call.add(call.named(Elementary(name)), value)
     return value
@@ -490,7 +496,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
-    """(Maximum, a, b) if the value is max(a, b), (Affine, a, b) if it is min(a, b) from `_larger`; else None."""
+    """(Maximum, a, b) if the value is max(a, b); (Affine, a, b) if `_larger` made it as min(a, b); else None."""
 
     def negated(value: int) -> int:
         """a, if the value is -a; else -1."""
@@ -509,7 +515,7 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
-    """The concatenation in dimension ``at`` of values that have the shape of ``one`` in the other dimensions."""
+    """Concatenate values along dimension ``at``; elsewhere they have the shape of ``one``."""
     # max(a, b) with min(a, b) is a permutation of the entries of (a, b): a `MaxMin`, not sqrt(2) times as large.
     first, second = (_compared(call, value) for value in values) if len(values) == 2 else (None, None)
     if not first or not second or first[0] is second[0] or {*first[1:]} != {*second[1:]}:
@@ -519,7 +525,7 @@ def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
 
 
 def _along(call: Build, module: nn.Module, value: int, at: int, axes: int, own: int = 1) -> int:
-    """A module that acts along dimension ``own``, moved to dimension ``at`` of a value of rank ``axes`` with batch."""
+    """Apply a module that acts along dimension ``own`` to dimension ``at`` of a value with ``axes`` dimensions."""
     if at == own:
         return call.add(module, value)
     swap = list(range(1, axes))
@@ -585,7 +591,7 @@ def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
 
 
 def _pooled(call: Build, pool: nn.Module, x: Operand, value: int, dim: Any) -> int:
-    """A pool of all entries along dimensions, moved to the end, each group as an image of one column."""
+    """Pool all entries along ``dim``: these dimensions go to the end, and each group becomes an image of one column."""
     dims = sorted(set(call.dims(call.same_format(x), dim)))
     order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
     sizes, kept = [x.shape[d - 1] for d in order], x.ndim - 1 - len(dims)
@@ -618,7 +624,7 @@ def _of_two(call: Build) -> bool:
 
 
 def _max(sign: int, call: Build, x: Any, *given: Any, **named: Any) -> Value:
-    """Of two values, or of one along dimensions; the indices of torch.max, which are whole numbers, get no value."""
+    """The maximum (sign 1) or minimum (-1) of two values, or of one along dimensions; indices get the number -1."""
     found = (_larger if _of_two(call) else _largest)(call, sign, x, *given, **named)
     return found if len(call.results) == 1 else (found, -1)
 
@@ -633,7 +639,7 @@ plain(torch.min, torch.amin, torch.minimum, torch.fmin, "min", "amin", "minimum"
 
 @plain(torch.sort, "sort", place=along(1, default=-1))
 def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
-    """GroupSort of all entries along a dimension; the indices, which are whole numbers, get no value."""
+    """`GroupSort` of all entries along a dimension; the indices get the number -1, which stands for no value."""
     (at,) = call.dims(call.operand(x), dim)
     if descending:
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1
@@ -679,5 +685,4 @@ def _logsumexp(call: Build, x: Operand, dim: Any, keepdim: bool = False) -> int:
     return call.keep(x)  # its gradient is a softmax, of norm at most 1
 
 
-# A slope of at most 1.
-function_rule(torch.atan, "atan")(lambda call, x: call.keep(x))
+function_rule(torch.atan, "atan")(lambda call, x: call.keep(x))  # its slope is at most 1

@@ -46,13 +46,13 @@ class Label:
 
 
 class Interpreter:
-    """A network as a wiring of modules (``wiring``, with ``labels``): every operand is the number of a value in it.
+    """Turns a network into a wiring of modules: ``wiring``, with a label for each module in ``labels``.
 
     Args:
         root: an independent copy with constant weights, which is traced and run.
         input_shape: of one sample.
         bound_to: holds the modules that are wired, ``root`` or the network itself.
-        exact: True if bounds are computed from it: constants are float64, not rounded to the network's format.
+        exact: True if bounds are computed from the wiring: constants are float64, not in the network's format.
         bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
     """
 
@@ -68,7 +68,7 @@ class Interpreter:
         self._known: dict[fx.Node, Any] = {}
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a network that is not the function of its graph: `lipkit.lowering.observe.check_outputs`."""
+        """Refuse a network that is not the function of its graph, by `lipkit.lowering.observe.check_outputs`."""
         check_outputs(self._root, self.observed, self._input_shape, model, self._other_way)
 
     def shapes(self) -> dict[int, Shape]:
@@ -77,7 +77,7 @@ class Interpreter:
         return {x.number: x.shape or (1,) for x in operands}
 
     def output(self) -> Operand | None:
-        """The network's output; None if it does not depend on the input. Refuses by name whatever has no rule."""
+        """Wire all calls and return the output, or None if it is constant. Refuses by name whatever has no rule."""
         for node in self.graph.nodes:
             if node.target is operator.getitem and not node.users and isinstance(self._known[node.args[0]], tuple):
                 continue  # one of several results that nobody reads; a slice is checked, read or not
@@ -228,7 +228,7 @@ class Interpreter:
 
 
 def _called(node: fx.Node) -> str:
-    """How a person calls the function of a node; attributes such as ``x.T`` are calls of getattr."""
+    """The name of the function that a node calls, as users write it; reading ``x.T`` is a call of getattr."""
     return function_name(str(node.args[1]) if node.target is getattr else node.target)
 
 
@@ -238,7 +238,7 @@ def _path_of(node: fx.Node) -> str:
 
 
 def _unread(node: fx.Node, piece: int, count: int) -> bool:
-    """True if one of ``count`` results is read by no one, as the indices of torch.max."""
+    """True if nothing reads result ``piece`` of ``count``, such as the indices of torch.max."""
     for user in (user for user in node.users if user.users):
         index = {"values": 0}.get(str(user.args[1])) if user.target is getattr else user.args[1]
         if user.target not in (operator.getitem, getattr) or type(index) is not int or index % count == piece:

@@ -1,7 +1,7 @@
 """The values of a graph's nodes as it runs: sizes, constants, and which tensors are overwritten in place.
 
-A graph records values, but an in-place call changes every tensor that shares its memory. Two runs with batches of
-different size show which: the version counters of the tensors reveal calls that overwrite, whatever their name.
+The nodes of a graph stand for values, but an in-place call changes every tensor that shares its memory. Two runs with
+batches of different size show these calls, whatever their name: they raise the version counters of tensors.
 What runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 
@@ -28,7 +28,7 @@ from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.copies import contents, contents_of, equal
 from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Root, batch_axis, dependence, evaluate, flat, sample, where
 
-# The network itself runs for all of these batch sizes, its graph for `BATCHES` only.
+# The network itself runs for all of these batch sizes, its graph only for `BATCHES`.
 SAMPLES = (1, 2, 3, 8, 65)
 # The largest batch is left out if its inputs have more numbers than this.
 LARGEST = 2**14
@@ -46,7 +46,7 @@ VARIES = Varies()
 
 @dataclass(frozen=True)
 class Rows(Varies):
-    """A constant that is repeated for each sample along dimension ``axis``: one ``row``, of size 1 there."""
+    """A constant tensor that repeats ``row`` for each sample along dimension ``axis``, where ``row`` has size 1."""
 
     row: Tensor
     axis: int
@@ -94,12 +94,13 @@ class Operand:
 class Observed:
     """Values and outputs of a graph, merged from the runs for both batch sizes.
 
-    A value that depends on the input is an :class:`Operand` without number, a tuple of them, or the name of another
-    type; any other is its value, :class:`Rows` or :data:`VARIES`.
+    In ``values``, a tensor that depends on the input is an :class:`Operand` without number, several are a tuple, and
+    anything else that depends on it is the name of its type. Values that depend on the batch size alone are
+    :class:`Rows` or :data:`VARIES`. All others are constants, as they are.
     """
 
     values: dict[fx.Node, Any]
-    how: dict[fx.Node, str]  # of `dependence`
+    how: dict[fx.Node, str]  # as `dependence` gives it
     outputs: tuple[Any, Any]  # of both runs
     calls: list[tuple[Any, ...]]  # of the second run
     axes: list[list[int | None]]  # for each call, the dimension of the batch in each tensor of its result
@@ -188,7 +189,7 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
 def _overwritten(
     node: fx.Node, changed: fx.Node, live: dict[fx.Node, Any], last: dict[fx.Node, int], now: int
 ) -> Iterator[fx.Node]:
-    """The nodes read later that are, in whole, the tensor that ``node`` changed and returned."""
+    """The nodes that are read later and are the same tensor, in whole, that ``node`` changed and returned."""
     result = live[node]
     memory = {t.untyped_storage().data_ptr() for t in tensors(live[changed])}
     for other, value in live.items():
@@ -242,9 +243,9 @@ def check_outputs(
 ) -> None:
     """Compare the runs of the graph with the network itself, for other batches and in the other modes of torch.
 
-    Refused are networks that draw random numbers, change what they keep, mix samples, ask for the size of the batch or
-    the mode, or are not the function of the graph. The original ``model`` runs once, after everything that could change
-    it was refused.
+    Refused are networks that draw random numbers, change their own state, mix samples, ask for the size of the batch or
+    the mode, or are not the function of the graph. The original ``model`` runs once, at the end, when everything that
+    could change it has been refused.
     """
     x = sample(root, input_shape, BATCHES[1])
     more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])  # its first rows are x, whose outputs are known
@@ -274,7 +275,7 @@ def check_outputs(
             "its forward pass depends on the values or the type of its argument, or changes from call to call"
         )
     for few, many in pairwise(sizes):
-        # The output of one sample may lack dimensions.
+        # Flat, because the output of a single sample may lack dimensions.
         if not close(batches[many][:few].flatten(), batches[few].flatten()):
             raise NoRuleError(
                 "analyze: expected an output for each sample alone, got one that depends on the whole batch: "

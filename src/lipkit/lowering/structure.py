@@ -24,7 +24,7 @@ from lipkit.modules.views import Reshape
 
 
 def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tuple[nn.Sequential, Tensor]:
-    """The forward pass of ``model`` as a chain of modules, and its outputs at `tracing.sample` of ``BATCHES[1]``.
+    """The forward pass of ``model`` as a chain of modules, and its outputs for a `tracing.sample` of ``BATCHES[1]``.
 
     Args:
         model: traced in the mode that it is in, on the CPU.
@@ -62,7 +62,10 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
 
 
 def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected: Tensor | None = None) -> None:
-    """Raise ``NoRuleError`` if two networks differ on a batch. This proves nothing, but reveals wrong rules."""
+    """Raise ``NoRuleError`` if two networks differ on one batch. This proves nothing, but reveals wrong rules.
+
+    ``expected`` are the outputs of ``model``, if they are known.
+    """
     x = sample(model, input_shape, BATCHES[1])
     with torch.no_grad():
         own = x.to(sample(plain, input_shape, 1).dtype)  # wider than that of halves with constrained layers
@@ -87,13 +90,12 @@ def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
 
 def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
     chain, expected = structure(module, input_shape)
-    known: Tensor | None = expected
-    if any(part.training for part in module.modules()):
-        # An export is in evaluation mode, in which other outputs may be right.
+    training = any(part.training for part in module.modules())
+    if training:
         check_same(chain, module, input_shape, expected)
-        known = None
     network = export_plain(chain, input_shape)
-    check_same(network, chain.eval(), input_shape, known)  # the chain holds copies
+    # The chain holds copies. An export is in evaluation mode, whose outputs may differ from those in training mode.
+    check_same(network, chain.eval(), input_shape, None if training else expected)
     return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 

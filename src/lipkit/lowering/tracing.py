@@ -51,13 +51,6 @@ _ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "
             operator.matmul, torch.matmul, F.linear)  # fmt: skip
 
 
-def reads_metadata_only(node: fx.Node) -> bool:
-    """True if the result of a call does not depend on the values of its first argument."""
-    if node.op == "call_function":
-        return (node.target is getattr and node.args[1] in METADATA) or node.target in LIKE
-    return node.op == "call_method" and node.target in (*METADATA_METHODS, *LIKE_METHODS)
-
-
 def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
     """How the value of each node depends on the input; nodes with constant values are left out."""
     found: dict[fx.Node, str] = {}
@@ -71,15 +64,17 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
     # Of a tensor y, x.to(y) and x.type_as(y) read the format.
     given = flat(node.args[:1] if node.target in ("to", "type_as") else (node.args, node.kwargs))
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
-    # x.new_tensor(y) holds the values of y.
-    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:  # True drops the first argument
+    read = node.args[1] if node.target is getattr else node.target
+    metadata = read in (METADATA if node.target is getattr else (*LIKE, *METADATA_METHODS, *LIKE_METHODS))
+    # A call that reads the metadata of its first argument ignores its values; x.new_tensor(y) holds those of y.
+    if node.op == "placeholder" or VALUES in hows[metadata:]:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
     elif (node.target in _ROWWISE or node.op == "call_module") and {*hows} <= {ROWS, None}:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
-        if (given[1] if node.target is getattr else node.target) not in (*_STATIC, *_STATIC_METHODS):
+        if read not in (*_STATIC, *_STATIC_METHODS):
             found[node] = SIZE if node.target == "size" else ROWS if node.target in LIKE[:-1] else BATCH
     else:
         made = [how for how in hows if how in (SIZE, BATCH)]
@@ -127,7 +122,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 class Root(nn.Module):
-    """The network as the child of a module, so that it can be a leaf itself."""
+    """A module around the network, so that the network itself can be a leaf of the graph."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -240,9 +235,9 @@ def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor
 
 
 def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
-    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
+    """The graph of a network for inputs of this shape, and the name of a function that runs differently when traced.
 
-    Every node has the path of the module that made it in ``meta["where"]``.
+    That name is None if no function does. ``meta["where"]`` of a node is the path of the module that made it.
     """
     name = type(root.net).__qualname__
     x = sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])
@@ -251,11 +246,11 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             root(x[0].clone())
     except LipkitError:
         raise
-    except TypeError as error:
-        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        why = first_line(error) + direct.line(error)
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}") from error
+        why, line = first_line(error), direct.line(error)
+        if isinstance(error, TypeError) and not line:  # raised by the call itself
+            raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}{line}") from error
     try:
         with torch.no_grad(), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)
@@ -346,7 +341,7 @@ class _Tracer(fx.Tracer):
         self._path: list[str] = []
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise an error that also counts if the forward pass catches it."""
+        """Raise an error, which `trace` raises again if the forward pass catches it."""
         self.refusal = fx.proxy.TraceError(why)
         raise self.refusal
 

@@ -120,7 +120,7 @@ for _kind, _words in _WORDS.items():
         KINDS.update(dict.fromkeys([_word, f"{_word}_", *filter(None, _found)], _kind))
 # Operands that may be given by name, in their order.
 _OPERANDS = ("input", "other", "exponent", "dim", "min", "max")
-# Numbers that nobody can write exactly; with these digits the function's values and slopes are those of its module.
+# Irrational numbers, which no program holds exactly. Correct to these digits, they give the module's values and slopes.
 _ROOTS, _DIGITS = (math.sqrt(2), math.sqrt(0.5), math.sqrt(2 / math.pi)), 1e-11
 
 

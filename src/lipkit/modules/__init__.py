@@ -1,4 +1,4 @@
-"""Modules of certified networks, and what each must answer: constant, export, rounding, storage."""
+"""Modules of certified networks. The file of a module holds all its rules: constant, export, rounding, storage."""
 
 from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
 from lipkit.modules.activations import (

@@ -1,4 +1,4 @@
-r"""Rounding errors of modules that move, compare or transform single numbers.
+r"""Scalar activations and their table, sorting and softmax, with their rounding errors.
 
 A scalar function that the machine evaluates within :math:`u (a |h| + b) + j` of the exact one has an error of at most
 :math:`u (a \|h\| + b \sqrt{n}) + j \sqrt{n}` on n numbers. The coefficients follow from the formulas that torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.plain import (
     Accepts,
     Plain,
@@ -40,9 +40,9 @@ from lipkit.proof.roundoff import to_double
 
 
 class _MaxMinShift(torch.autograd.Function):
-    """``shift(maxmin(x), moved)``, or :func:`maxmin` for ``moved = 0``: halves are written where they end up.
+    """``shift(maxmin(x), moved)``, or :func:`maxmin` for ``moved = 0``, without copies between the two steps.
 
-    One mask makes the derivative: a permutation, even where both values are equal.
+    One mask gives the derivative, which is a permutation even where both values are equal.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
 
 
 class MaxMin(nn.Module):
-    """:func:`maxmin` as a module. 1-Lipschitz; not allowed inside sandwich, SLL or CPL layers.
+    """:func:`maxmin` as a module. 1-Lipschitz; not scalar, so not allowed inside sandwich, SLL or CPL layers.
 
     >>> MaxMin()(torch.tensor([[0.0, 1.0]])).tolist()
     [[1.0, 0.0]]
@@ -211,7 +211,7 @@ def pointwise(
 
     ``largest`` bounds the moduli of the constants that it computes with.
     """
-    root = math.sqrt(entries(input_shape))  # the norm of an error of 1 in every entry
+    root = math.sqrt(math.prod(input_shape))  # the norm of an error of 1 in every entry
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
     factor = grow(a * arithmetic.unit * (1 + 2.0**-10))
     constant = grow(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
@@ -271,7 +271,7 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
 
 
 def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> float:
-    """1, the slope, if an option is positive, finite and at least ``least``."""
+    """The slope 1. Refuses an option that is not positive, finite and at least ``least``."""
     value = getattr(module, name)
     if not (math.isfinite(value) and value > 0 and value >= least):
         wanted = f"at least {least:g}" if least else "a positive finite number"
@@ -303,8 +303,8 @@ class Activation(NamedTuple):
         kind: its type, matched exactly.
         slope: largest modulus of its derivative, rounded up; a number, or a function of the module.
         rounding: (a, b), which bound the machine's error on a number h by ``u (a |h| + b)``; or a rounding rule.
-        arguments: those stored, and the values that they accept; None if an `export_rule` names an equal activation.
-        restricted: whether its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
+        arguments: the stored arguments, each with a test of its value; None if it exports as another type.
+        restricted: True if its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             bool, or a function of the module.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
         largest: bounds the modulus of its values.
@@ -323,13 +323,14 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {}
 """The scalar activations by type. A new activation is one row here; all code about activations reads this table."""
 
 BY_NAME: dict[str, type[nn.Module]] = {}
-"""Activations whose slope can lie in [0, 1], by their names in options and recipes."""
+"""Activations by their names in options and recipes: those that have a slope in [0, 1] for some arguments."""
 
 
 def add_activation(row: Activation) -> None:
     """Make an activation known everywhere: to ``lipschitz``, ``export``, certificates, storage, and options by name.
 
-    ``lipkit.analyze`` reads ``row.functions`` when first imported; later it takes `lipkit.analysis.function_rule`.
+    The lowering reads ``row.functions`` when it is first imported. Later, register them by
+    `lipkit.lowering.function_module`.
 
     Raises:
         NoRuleError: its type has rules already.
@@ -419,8 +420,8 @@ export_rule(nn.ReLU6)(lambda module, input_shape: nn.Hardtanh(0.0, 6.0))
 
 def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """Rounding rule of a module that only compares and moves numbers: it errs only below the normal range."""
-    shape = output_shape(module, input_shape)
-    return pointwise(0.0, 0.0, 0.0, shape if entries(shape) > entries(input_shape) else input_shape, arithmetic)
+    larger = max(input_shape, output_shape(module, input_shape), key=math.prod)
+    return pointwise(0.0, 0.0, 0.0, larger, arithmetic)
 
 
 # Not scalar: sorting and softmax.
@@ -430,16 +431,16 @@ add_plain(Plain(GroupSort, 1.0, comparing, {"group_size": either(INTEGER, None)}
 
 
 def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    # e^-d / sum, d >= 0 the distance to the largest entry: rounding d moves e^-d by at most u d e^-d <= 0.37 u, and
-    # the sum of n of them by at most 0.37 n u; the results have a norm of at most 1 in each group of n.
-    # The implicit dimension counts as the whole sample.
+    # The results are e^-d / sum, with the distances d >= 0 to the largest entry. Rounding d moves e^-d by at most
+    # u d e^-d <= 0.37 u, and the sum of n of them by at most 0.37 n u. Each group of n results has a norm of at most 1.
+    # Without a dimension, the whole sample counts as one group.
     dim = module.dim
-    n = entries(input_shape)
+    n = math.prod(input_shape)
     if isinstance(dim, int) and dim != 0 and -len(input_shape) <= dim <= len(input_shape):
         n = input_shape[dim - 1] if dim > 0 else input_shape[dim]
-    groups = math.sqrt(entries(input_shape) / n)
+    groups = math.sqrt(math.prod(input_shape) / n)
     each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
-    constant = grow(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
+    constant = grow(groups * each + 8 * math.sqrt(math.prod(input_shape)) * arithmetic.tiny)
     return proportional(0.0, constant, 4.0, 4.0 * n)  # sums of n exponentials of at most 1
 
 

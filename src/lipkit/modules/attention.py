@@ -1,10 +1,10 @@
 r"""Attention as a gradient step, so that it never expands: :math:`y = x - s\, A^\top F(A x + c)` for every token.
 
 Let F be the gradient of a convex function, with Lipschitz constant :math:`\ell`. Its Jacobian H is symmetric with
-:math:`0 \preceq H \preceq \ell I`, so that of y, :math:`I - s A^\top H A`, has its eigenvalues in
-:math:`[1 - s \ell \|A\|^2, 1]`, and the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`: 1 for all
-:math:`s \le 2 / (\ell \|A\|^2)`. Softmax has :math:`\ell = \tfrac12`, `attraction` 1: see
-`docs/mathematics/attention.md`, also for the sources.
+:math:`0 \preceq H \preceq \ell I`, so the Jacobian :math:`I - s A^\top H A` of y has its eigenvalues in
+:math:`[1 - s \ell \|A\|^2, 1]`. The constant of y is therefore :math:`\max(1, s \ell \|A\|^2 - 1)`, which is 1 for all
+:math:`s \le 2 / (\ell \|A\|^2)`. Softmax has :math:`\ell = \tfrac12`, `attraction` has :math:`\ell = 1`
+(`docs/mathematics/attention.md`, with sources).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lipkit.modules.activations import LIBRARY, slope_restricted
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Graph
-from lipkit.modules.machine import entries, local_error, proportional
+from lipkit.modules.machine import local_error, proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.ranges import within_one
 from lipkit.modules.registry import export_parts, lipschitz, output_shape
@@ -31,7 +31,7 @@ from lipkit.proof.roundoff import to_double, up
 
 
 class _Distances(torch.autograd.Function):
-    """Squared distances, differentiated by products: torch.cdist's derivative is wrong under vmap and has none."""
+    """Squared distances, differentiated by products: torch.cdist's is wrong under vmap, and not differentiable."""
 
     generate_vmap_rule = True
 
@@ -58,7 +58,7 @@ class _Distances(torch.autograd.Function):
 
 
 def distances(u: Tensor) -> Tensor:
-    """Squared distances of tokens (..., n, e) from each other, by differences: products would cancel."""
+    """Squared distances (..., n, n) between tokens (..., n, e), computed from differences: products would cancel."""
     if torch.compiler.is_compiling():  # other runtimes have no cdist
         return (u[..., :, None, :] - u[..., None, :, :]).square().sum(-1)
     found: Tensor = _Distances.apply(u)
@@ -66,7 +66,7 @@ def distances(u: Tensor) -> Tensor:
 
 
 def attraction(u: Tensor, heads: int) -> Tensor:
-    r"""For tokens u (..., n, heads e), head by head: :math:`\frac1n \sum_j (u_i - u_j) / \sqrt{1 + |u_i - u_j|^2}`."""
+    r""":math:`\frac1n \sum_j (u_i - u_j) / \sqrt{1 + |u_i - u_j|^2}` for tokens u (..., n, heads e), in each head."""
     parts = u.unflatten(-1, (heads, -1)).movedim(-2, -3)  # (..., heads, n, e)
     weights = (1 + distances(parts)).rsqrt()
     moved = parts * weights.mean(-1, keepdim=True) - weights @ parts / u.shape[-2]
@@ -152,8 +152,8 @@ def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithm
     # A weight is made of differences, their squares, a sum of e squares and the root of 1 + it, all positive: its
     # relative error is at most gamma. |W/n| <= 1 in the l2 norm, so each of the two products adds gamma |u|.
     gamma = arithmetic.gamma(2 * features + 2 * tokens + LIBRARY + 24)
-    floor = math.sqrt(entries(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
-    # Squares of differences must not overflow: beyond the cap, the peak leaves the range.
+    floor = math.sqrt(math.prod(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
+    # Squares of differences must not overflow: for inputs that large, this line puts the peak out of range.
     rising = grow(arithmetic.room / (math.sqrt(arithmetic.largest) / 16))
     return proportional(2 * gamma, floor, rising, 2.0)
 

@@ -58,7 +58,7 @@ class BlockedConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         zeros, border = self.padding_mode == "zeros", list(self._reversed_padding_repeated_twice)
-        if zeros and not isinstance(self.padding, str):  # then torch does not pad as it noted when it made the module
+        if zeros and not isinstance(self.padding, str):  # torch then pads by ``padding``
             border = [n for n in reversed(self.padding) for _ in (0, 1)]
         padded = F.pad(x, border, mode="constant" if zeros else self.padding_mode)
         kernel, dilation, stride = (tuple(v) for v in (self.weight.shape[2:], self.dilation, self.stride))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.configuration import INTEGER, mapping, submodules
+from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
@@ -32,7 +32,7 @@ from lipkit.proof.roundoff import gamma, multiply_up, product, to_double, up
 
 
 class SlopeRun(NamedTuple):
-    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them."""
+    """Modules ``start`` to ``stop - 1`` of a chain: linear layers with slope-restricted activations between them."""
 
     start: int
     stop: int
@@ -54,8 +54,8 @@ def in_runs(module: nn.Module) -> bool:
 def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Consecutive linear layers, and scalings between them, count as one layer. A run of linear layers alone is marked by
-    a multiplier, of any values, at its last layer. ``candidates``: also runs that could have multipliers or need none.
+    Consecutive linear layers, and scalings between them, count as one layer. A run without activations counts if its
+    last layer carries a multiplier, whose values have no meaning. ``candidates`` adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs: list[SlopeRun] = []
@@ -145,7 +145,7 @@ def whole(factors: Sequence[float]) -> float:
 
 
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
-    """The product of the factors; a run of linear layers with multipliers counts with the gain of its LMI."""
+    """The product of the factors, in which each run with multipliers counts by the gain that its LMI proves."""
     found, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
     for run in runs:
         norms = whole(found[run.start : run.stop])
@@ -161,8 +161,8 @@ class ChainProof:
 
     constant: float  # of the whole network, rounded up; inf if no bound follows
     prefixes: tuple[float, ...]  # constants of its first 0, 1, 2, ... modules, rounded up
-    last: nn.Linear | None  # its last module if that is exactly one of vectors, whose outputs are bounded one by one
-    steps: tuple[ProvedModule, ...]  # the modules before ``last`` with their rounding rules; empty if it is ignored
+    last: nn.Linear | None  # the last module, if it is an nn.Linear of vectors: each output is bounded alone
+    steps: tuple[ProvedModule, ...]  # the modules before ``last``; empty if rounding is ignored
     slack: float  # factor by which the exact transforms of Fourier layers can raise a constant
 
     @property
@@ -191,14 +191,13 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
             steps.append(prove_module(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)
     products = [*itertools.accumulate(factors, multiply_up, initial=torch.ones((), dtype=torch.float64))]
-    whole = _with_multipliers(network, factors) if network.multipliers() else products[-1]
     symbols = sum(isinstance(module, FourierConv2d) for module in network.modules())
     return ChainProof(
-        constant=_rounded_up(whole),
+        constant=_rounded_up(_with_multipliers(network, factors)),
         prefixes=(1.0, *map(_rounded_up, products[1:])),
         last=last,
         steps=tuple(steps),
-        slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,  # each is enlarged by 2^-44, see `prove_module`
+        slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,  # each is enlarged by 2^-44, see `enlarged`
     )
 
 
@@ -236,6 +235,6 @@ def _read(network: Network) -> dict[str, Any]:
     return {"modules": tuple(network), "input_shape": network.input_shape, "multipliers": sizes}
 
 
-_whole = Stored({"modules": submodules, "input_shape": INTEGER, "multipliers": mapping}, _read, _made)
+_arguments = {"modules": submodules, "input_shape": INTEGER, "multipliers": lambda value: isinstance(value, dict)}
 add_plain(Plain(nn.Sequential, chain_constant, chain_error, export=_export_sequential))
-add_plain(Plain(Network, _network, chain_error, _whole, export=_export_sequential))
+add_plain(Plain(Network, _network, chain_error, Stored(_arguments, _read, _made), export=_export_sequential))

@@ -63,11 +63,6 @@ def submodules(value: Any) -> bool:
     return isinstance(value, tuple)
 
 
-def mapping(value: Any) -> bool:
-    """Accepts a mapping of names to numbers."""
-    return isinstance(value, dict)
-
-
 INTEGER, COUNT = whole(), whole(1)
 
 # How deep the modules of one network may be nested.
@@ -75,7 +70,10 @@ MAX_DEPTH = 50
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """The configuration of one plain module, as JSON values; ``OptionError`` for another module or kind of option.
+    """The configuration of one plain module, as JSON values.
+
+    Raises:
+        OptionError: the module is not plain, or an argument is neither a number of Python nor a word.
 
     >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
     ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))
@@ -99,16 +97,12 @@ def describe(module: nn.Module) -> dict[str, Any]:
     return config
 
 
-def build(config: Any) -> nn.Module:
-    """The module of a configuration made by `describe`, its tensors unset; ``DataError`` for what is unknown in it.
+def build(config: Any, depth: int = 0) -> nn.Module:
+    """The module of a configuration made by `describe`, its tensors unset; ``depth`` modules enclose it.
 
     Raises:
         DataError: the configuration names an unknown module or unknown arguments.
     """
-    return _build(config, 0)
-
-
-def _build(config: Any, depth: int) -> nn.Module:
     if depth > MAX_DEPTH:
         raise DataError(f"network configuration: expected at most {MAX_DEPTH} levels of nesting, got more")
     if not isinstance(config, dict) or not isinstance(config.get("type"), str):
@@ -125,9 +119,9 @@ def _build(config: Any, depth: int) -> nn.Module:
         if not accepts(given[key]):
             raise DataError(f"{name}: expected a value that {key} accepts, got {str(given[key])[:80]!r}")
         if accepts is submodule:
-            given[key] = _build(given[key], depth + 1)
+            given[key] = build(given[key], depth + 1)
         elif accepts is submodules:
-            given[key] = tuple(_build(part, depth + 1) for part in given[key])
+            given[key] = tuple(build(part, depth + 1) for part in given[key])
     try:
         make = entry.make or kind
         starred = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.VAR_POSITIONAL]

@@ -38,7 +38,7 @@ _OF_A_ROW = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output
 
 
 def on_row(module: Any) -> Any:
-    """A convolution or pooling of signals as the module of images with one row, with the same numbers."""
+    """The 2-D module that does to images of one row what a 1-D convolution or pooling does to signals."""
     kind = getattr(nn, type(module).__name__.replace("1d", "2d"))
     row, own = kind.__new__(kind), vars(module)
     vars(row).update({"divisor_override": None, **own})  # nn.AvgPool1d lacks it
@@ -65,7 +65,7 @@ def export_on_row(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 
 def copies(mode: str, before: int, after: int, size: int | None) -> int:
-    """Largest number of copies of a pixel along an axis of ``size`` pixels (None: any) padded by ``before, after``."""
+    """Largest number of copies of a pixel on an axis of ``size`` pixels (None: any) that is padded at both ends."""
     before, after = max(before, 0), max(after, 0)
     if mode == "circular":
         return 1 + before + after if size is None else math.ceil((before + size + after) / size)
@@ -93,11 +93,11 @@ def padded_copies(module: Any, input_shape: Shape | None) -> int:
 
 
 def kernel_with_stride(module: Any) -> Tensor:
-    """A kernel whose convolution of stride 1 has at least the norm of the module on the plane, mostly the same norm."""
+    """A kernel whose convolution of stride 1 has at least the module's norm on the plane; the same, if not dilated."""
     if module.weight.ndim == 3:
         module = on_row(module)
     kernel: Tensor = module.weight
-    # Dilated taps meet the phases of the stride in another pattern: there the bound of stride 1 is taken.
+    # Dilated taps meet the phases of the stride in another pattern: their bound is that of stride 1.
     plain = all(d == 1 or k == 1 for d, k in zip(module.dilation, kernel.shape[2:], strict=True))
     return polyphase(kernel, module.stride) if plain else kernel
 
@@ -151,7 +151,7 @@ def _three(module: nn.Module, input_shape: Shape | None) -> NoReturn:
 def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
     """True if some pixel lies in two windows of the convolution: its kernel reaches further than its stride.
 
-    Where none does, the layer is a product of matrices, and no fast algorithm has anything to share between windows.
+    Without overlap the layer is a product of matrices, and no fast algorithm can share work between windows.
     """
     reach = (d * (k - 1) for d, k in zip(conv.dilation, conv.weight.shape[2:], strict=True))
     return any(one >= step for one, step in zip(reach, conv.stride, strict=True))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag
-from lipkit.modules.machine import Sizes, entries, norm_sizes
+from lipkit.modules.machine import Sizes, norm_sizes
 from lipkit.modules.parametrised import alike
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range, around
@@ -118,8 +118,8 @@ def inner_products(
     """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
 
     ``absolute`` maps |x| to ``|W| |x| + |b|``; ``sums`` maps |W| to its largest row sum and its largest column sum.
-    ``copies`` bounds how often padding repeats an input. ``blocked`` is False where even an evaluator that sums in
-    blocks does not.
+    ``copies`` bounds how often padding repeats an input. ``blocked`` is False if even the evaluator that sums in blocks
+    sums this module in any order.
     """
     magnitude = weight.detach().abs().double()
     depth = arithmetic.depth(terms) if blocked else terms
@@ -145,7 +145,7 @@ def inner_products(
 
 
 def with_numbers(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
-    """A layer with these numbers for use at once: the options, and all else, are shared with the module."""
+    """A layer with these weights, for use at once: it shares everything else with ``module``."""
     numbers = {"weight": weight, "bias": bias}
     made = {name: None if t is None else nn.Parameter(t, requires_grad=False) for name, t in numbers.items()}
     return alike(module, _parameters=made)
@@ -173,7 +173,7 @@ def linear_error(module: Any, input_shape: Shape, arithmetic: Arithmetic, copies
         sums,
         weight,
         terms,
-        entries(output_shape(module, input_shape)),
+        math.prod(output_shape(module, input_shape)),
         arithmetic,
         copies=copies,
         blocked=not transposed and groups == 1,  # as `lipkit.modules.blocked` does
@@ -185,7 +185,7 @@ add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), linear_erro
 
 
 def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
-    r"""Bounds of :math:`\| |W| |x| \|` as functions of x, for a dense layer, over the norm of |W| in `inner_products`.
+    r"""For a dense layer, bounds of :math:`\| |W| |x| \|`, divided by the norm of |W| that `inner_products` uses.
 
     .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \|
 
@@ -211,7 +211,7 @@ def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
 
 
 def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor]:
-    """The rounding error of each output of a dense layer alone: (measure, slope).
+    """The rounding error of each single output of a dense layer, as (measure, slope).
 
     ``measure`` maps inputs (N, n) to the error (N, K) there, which grows by ``slope`` (K,) per unit of l2 distance, and
     to bounds (N, K) of the moduli of intermediate numbers.
@@ -223,7 +223,6 @@ def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Ten
     up = 1 + FLOAT64.gamma(n + 16)  # for the sums that are taken here
     tiny = ((weight < arithmetic.tiny) & (weight > 0)).double()
     norms = size(weight)
-    zero = weight.amax(1) == 0  # the error of a row of zeros does not grow
     slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
     floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
 
@@ -231,7 +230,7 @@ def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Ten
         peak = grow(F.linear(x.abs(), weight, bias) * up)  # partial sums of moduli are below
         return grow(peak * error + F.linear(x.abs(), tiny) * arithmetic.tiny * up + floor), peak
 
-    return measure, torch.where(zero, 0.0, slope)
+    return measure, torch.where(weight.amax(1) == 0, 0.0, slope)  # the error of a row of zeros does not grow
 
 
 def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
@@ -240,7 +239,7 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
     error = arithmetic.gamma(3 + 2 * arithmetic.stored)  # product and sum, of two numbers that may be rounded
     largest = grow(float(scale.amax()))
     lost = arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
-    floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 12)
+    floor = math.sqrt(math.prod(input_shape)) * arithmetic.tiny * (largest + 12)
 
     def measure(x: Tensor) -> RoundingBound:
         reached = Line(grow(size(x.abs() * scale + shift)), largest)

@@ -1,8 +1,8 @@
 r"""Functions of one number that are steep without bound, limited to an interval: :math:`y = f(\mathrm{clip}(x, l, h))`.
 
-The exponential, logarithm, root and reciprocal have no Lipschitz constant on all of space, but on a bounded set of
-inputs that keeps away from their poles they have one. Of each the modulus of the slope is monotone, so the largest one
-is at an end of the interval. As with products (`lipkit.modules.products`), the limits need no proof.
+The exponential, logarithm, root and reciprocal have no Lipschitz constant on all of space, but they have one on a
+bounded set of inputs that keeps away from their poles. The modulus of each slope is monotone, so its maximum is at an
+end of the interval. As with products (`lipkit.modules.products`), the limits need no proof.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double
 
 REMEDY = "give the range of the inputs, such as box=(0, 1), which limits its operands to what they can reach"
-# What a pole must be away from, so that no slope and no square of a limit leaves the range of any format's proof.
+# The least distance of limits from a pole: no slope and no square of a limit then leaves the range of a proof.
 _LEAST = 2.0**-100
 
 
 class Curve(NamedTuple):
-    """A monotone function, its slope's modulus, and where both are finite: of the ends of an interval, and in words."""
+    """A monotone function that is steep without bound."""
 
     function: Callable[[Tensor], Tensor]
-    slope: Callable[[float], float]
-    holds: Callable[[float, float], bool]
-    where: str
+    slope: Callable[[float], float]  # the modulus of its derivative
+    holds: Callable[[float, float], bool]  # True if both are finite from the lower to the upper end of an interval
+    where: str  # the same in words, for messages
 
 
 CURVES = {
@@ -49,7 +49,7 @@ CURVES = {
 
 
 class Elementary(Shown):
-    """One of `CURVES`, of numbers within two limits ``(2,)``: the lower and the upper one, infinite until known.
+    """A function of `CURVES`, of numbers clipped to ``limits`` (2,), a lower and an upper one; infinite until known.
 
     Raises:
         OptionError: another function. NoRuleError (of its constant): limits between which the slope is not bounded.
@@ -59,7 +59,7 @@ class Elementary(Shown):
     """
 
     limits: Tensor
-    where = ""  # the call that messages name
+    where = ""  # how messages name the call in the network
 
     def __init__(self, function: str, limits: Tensor | None = None) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Elementary(Shown):
 
     @property
     def needs(self) -> str:
-        """The words of a message where the limits are unknown."""
+        """The message for unknown limits."""
         if self.function == "reciprocal":
             expected = "expected a constant divisor, got one that depends on the input"
             return f"{expected}: such a quotient has no Lipschitz constant on all of space"
@@ -96,10 +96,10 @@ class Elementary(Shown):
         return low, high
 
     def within(self, x: Range) -> Self:
-        """A copy that is equal for inputs in a range, with limits as narrow as possible."""
+        """A copy with limits as narrow as inputs in a range allow."""
         made = copy.deepcopy(self)
         info, low, high = torch.finfo(self.limits.dtype), float(x.low.min()), float(x.high.max())
-        # What rounding the limits takes, below the normal range too.
+        # Room for the rounding of the limits, also below the normal range.
         down, up = (max(1e-6, info.eps) * max(abs(end), info.tiny * (end != 0)) for end in (low, high))
         found = self.limits.new_tensor([low - down, high + up], dtype=torch.float64)
         old = self.limits.double()  # narrower ones stay

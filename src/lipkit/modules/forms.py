@@ -20,7 +20,7 @@ from lipkit.proof.roundoff import known, to_double, up
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The sources that gains refer to: the ``pieces`` of the value ``whole`` (None: the network's input alone)."""
+    """The sources that gains refer to: the pieces of a value ``whole``; if that is None, the network's input alone."""
 
     pieces: int = 1
     whole: Form | None = None
@@ -124,10 +124,7 @@ def _times(gains: Tensor, factor: Tensor) -> Tensor:
 
 
 def _common(forms: Sequence[Form]) -> tuple[Frame, Tensor]:
-    """The forms in the deepest frame that all of them can be expressed in: gains ``(len(forms), pieces)``.
-
-    All come from one :func:`source`.
-    """
+    """Forms of one :func:`source` in the deepest frame that can express all: the frame, and gains (forms, pieces)."""
     work = list(forms)
     while any(form.frame is not work[0].frame for form in work):
         deepest = max(form.frame.depth for form in work)  # no other frame can express its gains

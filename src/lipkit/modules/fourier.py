@@ -28,7 +28,7 @@ from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.conv.transform import is_dense, transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow, size
@@ -139,7 +139,7 @@ class FourierConv2d(nn.Module):
 
     @property
     def whole(self) -> bool:
-        """True if the symbol has every frequency of the image, and complex matrices: else it is in the phase form."""
+        """True if the symbol has every frequency of the image, and complex matrices; False in the phase form."""
         return self.complex_pairs and self.kernel_size == (self.height, self.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def schur(magnitude: Tensor) -> float:
 
 
 def spectral_blocks(module: FourierConv2d) -> float:
-    """Bound of the norm of the matrices of moduli of all frequencies."""
+    """Bound, over all frequencies, of the norm of the symbol's matrix with every entry replaced by its modulus."""
     real, pair = module.real.detach().double().abs(), module.pair.detach().double().abs()
     # For the block [[|R|, |S|], [|S|, |R|]] row and column sums are those of |R| + |S|.
     return max(schur(real), schur(pair.sum(1)))
@@ -219,7 +219,7 @@ def relative_to_input(
     arithmetic: Arithmetic,
     carried: float = 0.0,
 ) -> RoundingError:
-    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, then of adding a bias to each channel.
+    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of the bias added after it.
 
     ``carried`` is the relative error of the operations that the bias passes through after it is added.
     """
@@ -232,7 +232,7 @@ def relative_to_input(
 
 
 def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
+    outputs, cin = math.prod(output_shape(module, input_shape)), module.in_channels
     gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
     blocks = spectral_blocks(module)
     parts = module.pair.shape[1] if module.pair.numel() else 1
@@ -244,7 +244,7 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     # Back: the error so far, and that of the inverse transform on numbers of at most (gain + there) ||x||.
     relative = grow(there + transform * (gain + there))
     # Underflow: at most two for each operation, each carried on by a norm of at most sqrt(2) (1 + blocks) sqrt(terms).
-    steps = entries(input_shape) + outputs
+    steps = math.prod(input_shape) + outputs
     biggest = float(torch.cat([module.real.flatten(), module.pair.flatten()]).detach().abs().amax())
     carried = (sum(sizes) + terms + 8) * (2 + blocks) ** 2 * (1 + biggest)
     floor = 8 * math.sqrt(steps) * carried * arithmetic.tiny

@@ -4,9 +4,9 @@ r"""Networks that branch: modules that read earlier values, and joins that bring
 products along chains, sums at `Add`, roots of sums of squares at `Concatenate` and `Maximum`, and the maximum over
 branches that read disjoint pieces.
 
-**Rounding.** The machine's value is within E(s) of the exact one, the exact one moves by at most D(s) = G s, where G is
-the proved gain of that value. At a sum the errors of its terms add up; in a concatenation they count by the root of
-the sum of their squares.
+**Rounding.** For inputs within s of the sample, the machine's value is within E(s) of the exact one, and the exact one
+moves by at most D(s) = G s, where G is the proved gain of that value. Errors of the terms of a sum add up; those of the
+parts of a concatenation count by the root of the sum of their squares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
+from lipkit.modules.machine import ErrorBound, ProvedModule, advance, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import ROWS, Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain, row_of
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
@@ -95,7 +95,7 @@ class Maximum(Join):
 
 
 class Blend(Join):
-    """``y = s x_1 + (1 - s) x_2`` with a constant share s in [0, 1]: a residual connection that stays 1-Lipschitz.
+    """``y = s x_1 + (1 - s) x_2`` with a constant share s; for s in [0, 1] a residual connection stays 1-Lipschitz.
 
     Raises:
         ShapeError: ``share`` is not 0-d, or values of different shapes.
@@ -124,13 +124,13 @@ def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
 
 
 class Joining(NamedTuple):
-    """The functions by which a type of join is bounded, exported and checked for rounding."""
+    """The rules of one type of join; each takes the join first."""
 
-    form: Callable[[Any, Sequence[Form]], Form]  # the bound of the result from those of the values
-    error: Callable[[Any, Sequence[Line]], Line]  # how far the exact result moves, from how far the values move
-    operations: Callable[[Any], int]  # chained roundings in one entry of the result
-    plain: Callable[[Any], Join] = copy.deepcopy  # the join with constant numbers
-    number: Callable[[Any], float] = lambda join: 0.0  # largest modulus that it stores, rounded for each value
+    form: Callable[[Any, Sequence[Form]], Form]  # Lipschitz bound of the result, from the bounds of the values
+    error: Callable[[Any, Sequence[Line]], Line]  # bounds the move of the exact result, from the moves of the values
+    operations: Callable[[Any], int]  # number of chained roundings in one entry of the result
+    plain: Callable[[Any], Join] = copy.deepcopy  # its export: the join with constant numbers
+    number: Callable[[Any], float] = lambda join: 0.0  # largest modulus of its stored numbers, which the machine rounds
 
 
 def beside(lines: Sequence[Line]) -> Line:
@@ -157,9 +157,7 @@ def blend_of(share: Callable[[Any], Tensor]) -> Joining:
 
 
 class Graph(nn.Module):
-    """Modules in the order of computation. Value 0 is the input, value i + 1 the output of module i.
-
-    The last value is the output.
+    """Modules in order of computation: value 0 is the input, value i + 1 what module i returns, the last the output.
 
     Args:
         modules: each has one input or is a `Join`.
@@ -214,7 +212,7 @@ def refuse_inplace(module: nn.Module) -> None:
 
 
 def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
-    """Shapes of the values of one sample, module by module."""
+    """The shape of every value of one sample: the input, then the output of each module."""
     shapes = [input_shape]
     for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
         try:
@@ -278,8 +276,7 @@ def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> d
 def graph_constant(module: Graph, input_shape: Shape | None) -> Tensor:
     guard(module.nodes)
     refuse_inplace(module)
-    unknown = [None] * (len(module.nodes) + 1)
-    shapes = unknown if input_shape is None else value_shapes(module, input_shape)
+    shapes = [None] * (len(module.nodes) + 1) if input_shape is None else value_shapes(module, input_shape)
     return value_forms(module, _constants(module, shapes))[-1].total()
 
 
@@ -347,7 +344,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     refuse_inplace(module)
     shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]
     readers = collections.Counter(value for read in module.sources for value in read)
-    # Number of readers of each value in the wiring. An identity adds no value, so several values here can share one.
+    # Readers of each value of the wiring. An identity adds no value there: several values of the graph share one.
     waiting = {0: readers[0]}
     for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
         given = [place[value] for value in read]
@@ -389,7 +386,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> R
             for i, ((node, read), step) in enumerate(zip(nodes, steps, strict=True)):
                 given = [bounds[value] for value in read]
                 bound = _advanced(node, step, given, shapes[i + 1], arithmetic)
-                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))  # its gain over all paths
+                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))  # by its gain over all paths
                 peak = peak.most(bound.peak)
                 for value in set(read):
                     if last[value] == i:
@@ -402,13 +399,13 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> R
 def _advanced(
     node: nn.Module, step: ProvedModule | None, given: list[ErrorBound], shape: Shape, arithmetic: Arithmetic
 ) -> ErrorBound:
-    """The bounds after one more module or join. The caller sets ``move``."""
+    """The bounds after one more module or join, but for ``move``, which the caller sets."""
     if step is not None:
         return advance(given[0], step)
     joining = _joining(node)
     reaches = [reach(bound) for bound in given]
     reached, number, operations = joining.error(node, reaches), joining.number(node), joining.operations(node)
-    floor = 4 * (operations + 1) * math.sqrt(entries(shape))  # units below the normal range, in every entry
+    floor = 4 * (operations + 1) * math.sqrt(math.prod(shape))  # units below the normal range, in every entry
 
     def own(machine: Arithmetic) -> Line:
         # A number that is rounded is off by u of it, and one below the normal range by all of it.

@@ -45,9 +45,9 @@ def _methods(kind: type) -> dict[str, object]:
 
 
 def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The module and all its submodules with their paths; one used in two places comes twice.
+    """The module and all its submodules with their paths; a module in two places comes twice.
 
-    ``named_modules`` is not used: an instance could hide it. Parts of a chain are named by their places.
+    ``named_modules`` is not used, because an instance could hide it. Parts of a chain are named by their places.
     """
     yield path, module
     for place, (name, part) in enumerate(vars(module)["_modules"].items()):

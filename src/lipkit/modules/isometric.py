@@ -135,14 +135,14 @@ def _export_lprelu(module: LPReLU, input_shape: Shape) -> nn.Module:
 
 
 def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    # One difference; a threshold off by a rounding moves the kink, where both pieces meet, by as much.
+    # One difference. A threshold that is off by a rounding moves the kink, where both pieces meet, by as much.
     largest = float(module.thresholds.detach().abs().amax())
     return pointwise(2.0, 8 * largest, 0.0, input_shape, arithmetic, 2 * largest)
 
 
 def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair taken for the wrong
-    # side is as near to the line as the comparison's rounding; the reflection moves it by twice that distance.
+    # Sine and cosine by the library, of an angle that is off by a rounding; two products and a sum. A pair that the
+    # comparison puts on the wrong side is within its rounding of the line, and reflection moves it by twice that.
     largest = float(module.angles.detach().abs().amax())
     each = 4 * (LIBRARY + 8 + 2 * largest) * arithmetic.unit
     together = grow(math.expm1(module.order * math.log1p(each))) / arithmetic.unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,27 +53,22 @@ def nothing(x: Tensor) -> Line:
     return Line(x.new_zeros(len(x)).double(), 0.0)
 
 
-def entries(shape: Shape) -> int:
-    """Number of entries of one sample."""
-    return math.prod(shape)
-
-
 class ProvedModule(NamedTuple):
-    """One module of a chain: its proved constant, and its own error in the evaluator's arithmetic and in float64."""
+    """One module of a chain, with its proved constant and rounding rules."""
 
     module: Callable[[Tensor], Tensor]
     gain: float
-    machine: RoundingError
-    double: RoundingError
+    machine: RoundingError  # in the arithmetic of the evaluator
+    double: RoundingError  # in float64
 
 
 class ErrorBound(NamedTuple):
     """Error bounds after the first modules of a chain, for inputs within s of each of N samples."""
 
     centre: Tensor  # the output at the sample, computed in float64
-    centre_error: Tensor  # (N,) bounds its distance from the exact one, C
+    centre_error: Tensor  # (N,) bounds the distance of ``centre`` from the exact output, C
     error: Line  # bounds the machine's error, E
-    move: Line  # bounds the distance of the exact outputs at an input and at its sample, D
+    move: Line  # bounds the distance between the exact outputs at an input and at its sample, D
     peak: Line  # bounds the modulus of every intermediate number
 
     @property
@@ -84,14 +78,15 @@ class ErrorBound(NamedTuple):
 
 
 def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> ProvedModule:
-    """A module (float64) of a chain with its constant, and its rounding rules in ``arithmetic`` and in float64.
-
-    The constant is enlarged: the exact transform of a Fourier layer may have a larger norm than the stored one.
-    """
-    gain = grow(float(constant.detach()) * (1 + 2.0**-44))
+    """A module, given in float64, with its ``constant`` and its rounding rules."""
     machine = local_error(module, input_shape, arithmetic)
     double = machine if arithmetic == FLOAT64 else local_error(module, input_shape, FLOAT64)
-    return ProvedModule(module, gain, machine, double)
+    return ProvedModule(module, enlarged(constant), machine, double)
+
+
+def enlarged(constant: Tensor) -> float:
+    """A proved constant with room for the exact transform of a Fourier layer, which may exceed the stored one."""
+    return grow(float(constant.detach()) * (1 + 2.0**-44))
 
 
 def prepare(
@@ -134,7 +129,7 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
-# Maps a batch x to bounds (N,) from below and above of what takes the place of ||x|| in a module's own error.
+# Maps a batch x to bounds (N,), from below and above, of what a module's own error is proportional to, such as ||x||.
 Sizes = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -144,16 +139,16 @@ def norm_sizes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NormFactors(NamedTuple):
-    """The bounds of a chain of K modules that `by_norms` only scales by norms."""
+    """Numbers of a chain of K modules that are the same for all samples, for `by_norms`."""
 
-    errors: Tensor  # (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``
+    errors: Tensor  # (K + 1, 2): factors of 1 and of the norms of the K inputs, in ``error.at`` and ``centre_error``
     slopes: list[float]  # of the modules' own errors
     sizes: Sequence[Sizes]  # what counts as the norm of each module's input
     origin: ErrorBound  # the bounds around the input 0
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:
-    """Factors of a chain: a module's error, at most ``own(0) + slope ||h||`` for every h, grows by the later gains."""
+    """The factors of a chain. A module's error, at most ``own(0) + slope ||h||``, is multiplied by all later gains."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):
@@ -170,10 +165,11 @@ def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Si
 def by_norms(
     steps: Sequence[ProvedModule], factors: NormFactors, x: Tensor, spare: Callable[[Tensor], Tensor]
 ) -> tuple[ErrorBound, Tensor]:
-    """`through` in float64 arithmetic, but the errors of modules are bounded from the norms of their inputs.
+    """The bounds of `through` in float64 arithmetic, faster: modules' errors follow from the norms of their inputs.
 
-    ``spare`` maps outputs to the error (N,) that does no harm. Where bounding by norms could cost more, the modules
-    with the largest errors are measured. The second result is True where `through` could gain more than that.
+    ``spare`` maps outputs to an error (N,) that would change no decision. Where norms may overestimate the error by
+    more than that, the modules with the largest errors are measured. The second result (N,) is True where `through`
+    could still find an error that is smaller by more.
     """
     errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error

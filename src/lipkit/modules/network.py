@@ -51,7 +51,7 @@ class Network(nn.Sequential):
     """A constant network of plain modules: what is evaluated, certified, attacked and shipped.
 
     Chains inside are flattened and identities dropped, so the last module of a classifier is its last linear layer.
-    It is in evaluation mode, nothing in it asks for a gradient, and options that are numbers of numpy become Python's.
+    It is in evaluation mode, nothing in it asks for a gradient, and options that are scalars of numpy become Python's.
 
     Args:
         modules: plain modules, applied in order.
@@ -89,7 +89,7 @@ class Network(nn.Sequential):
         self.eval()
 
     def carry(self, index: int, values: Tensor) -> None:
-        """Set the multiplier of the activation at ``index``; numbers that are no tensor count as float64."""
+        """Set the multiplier of the activation at ``index``. A list of numbers becomes float64."""
         values = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
         if not 0 <= index < len(self) or values.ndim != 1:
             shape = tuple(values.shape)
@@ -124,7 +124,7 @@ class Network(nn.Sequential):
         return f"input_shape={self.input_shape}"
 
     def __str__(self) -> str:
-        """The modules one below the other, at most a screen (``repr`` has all), and which multipliers are claimed."""
+        """The modules one below the other, at most a screen of them, and where multipliers are claimed."""
         rows = []
         for i, module in enumerate(self):
             first, *rest = repr(module).splitlines()

@@ -1,4 +1,4 @@
-"""Normalisations: by running statistics they are affine; by the sample's own statistics their constant is large."""
+"""Normalisations. By running statistics they are affine; by the sample's own statistics their constant is large."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import Range, around, within_one
@@ -64,13 +64,13 @@ LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
-    """True if both act on the same dimension of channels; ``shape`` is that of one sample in front of either."""
+    """True if both act on the same dimension of channels, for samples of ``shape`` in front of either."""
     both = type(layer) in LINEAR and type(norm) in NORMS and norm.running_var is not None
     return both and (type(layer) is not nn.Linear or len(shape) == 1)
 
 
 def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> nn.Module:
-    """A layer and the normalisation after it as one, in float64; with ``inputs`` that before it, without any bias."""
+    """The layer that equals ``norm(layer(x))``, in float64; with ``inputs``, ``layer(norm(x))`` without any bias."""
     assert isinstance(norm, _BatchNorm)
     scale, shift = running_affine(norm)
     folded: Any = copy.deepcopy(layer)
@@ -88,9 +88,9 @@ def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> 
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
-    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if no such layer does.
+    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if no such layer exists.
 
-    ``shape`` is that of one sample in front of the normalisation; a reshape may stand between it and the layer.
+    ``shape`` is that of one sample in front of the normalisation. A reshape may stand between layer and normalisation.
     """
     given: Any = layer
     if not foldable(layer, norm, shape):
@@ -212,7 +212,8 @@ class BatchLipNorm(Center):
     Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
 
     Raises:
-        OptionError: options out of range. ShapeError: an input with other channels, or one number of each in training.
+        OptionError: options out of range. ShapeError: an input with other channels, or in training with one number
+            of each.
 
     >>> layer = BatchLipNorm(2, momentum=1.0, eps=1e-9)
     >>> y = layer(torch.tensor([[1.0, 1.0], [3.0, 5.0]]))
@@ -292,7 +293,7 @@ class UnitNorm(Together):
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
 
     def within(self, x: Range) -> UnitNorm:
-        """A module that computes the same for inputs in a range, with eps as large as possible."""
+        """The module with the largest eps that changes nothing for inputs in a range."""
         nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))
@@ -304,7 +305,7 @@ def _together(module: UnitNorm | LayerCenter, input_shape: Shape | None) -> floa
 
 
 def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    numbers, terms = entries(input_shape), math.prod(input_shape[dim - 1] for dim in module.dims)
+    numbers, terms = math.prod(input_shape), math.prod(input_shape[dim - 1] for dim in module.dims)
     # The norm is wrong by gamma of itself and by what squares lose below the range; results have norm 1 at most.
     wrong = arithmetic.gamma(terms + 8) + 2 * math.sqrt((terms + 2) * arithmetic.tiny) / module.eps
     lost = 2 * wrong * math.sqrt(numbers / terms) + math.sqrt(numbers) * arithmetic.tiny
@@ -316,7 +317,7 @@ def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Ari
     terms = math.prod(input_shape[dim - 1] for dim in module.dims)
     # The mean of n numbers is wrong by gamma(n + 2) of the mean of their moduli, n times, and the difference by a unit:
     # together gamma(n + 5) |x| in the l2 norm, since |mean| sqrt(n) <= |x|.
-    error, floor = arithmetic.gamma(terms + 5), math.sqrt(entries(input_shape)) * (terms + 4) * arithmetic.tiny
+    error, floor = arithmetic.gamma(terms + 5), math.sqrt(math.prod(input_shape)) * (terms + 4) * arithmetic.tiny
     return proportional(error, floor, float(terms + 2))
 
 
@@ -340,7 +341,7 @@ def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> n
 
 def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     terms = math.prod(module.normalized_shape)
-    eps, numbers, up = module.eps, entries(input_shape), 1 + 2.0**-40
+    eps, numbers, up = module.eps, math.prod(input_shape), 1 + 2.0**-40
     gain = float(own_constant(module).detach())
     weight, bias = (0.0 if t is None else float(t.detach().abs().amax()) for t in (module.weight, module.bias))
     weight = 1.0 if module.weight is None else weight
@@ -380,7 +381,7 @@ def _layer_norm_range(module: nn.LayerNorm, x: Range) -> Range:
     return around(centre, weight)
 
 
-for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+for _batch in NORMS:
     add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
 for _centring in (Center, BatchLipNorm):
     add_plain(Plain(_centring, _center, export=_export_center))

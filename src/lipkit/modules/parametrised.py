@@ -1,4 +1,4 @@
-"""Modules as those of the numbers that they use now: weights of parametrizations and hooks, options of numpy."""
+"""Modules with computed weights, from parametrizations or hooks, as modules that hold the present values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lipkit.modules.guarding import type_name
 
 
 def settled(module: nn.Module) -> nn.Module:
-    """The module with its parametrised tensors, not those of its children, as plain parameters of their present values.
+    """The module with its computed weights as plain parameters of their present values; children stay as they are.
 
-    So are the weights that the hooks of ``nn.utils.weight_norm`` and ``nn.utils.spectral_norm`` make. The values have
-    the derivatives of the parametrizations. Options that are numbers of numpy become Python's. All else is shared with
-    the module, which stays as it is and is returned itself if it has none of these.
+    Computed weights are parametrised tensors and what the hooks of ``nn.utils.weight_norm`` and ``spectral_norm`` make.
+    The values keep their derivatives. Options that are scalars of numpy become Python's. All else is shared with the
+    module, which does not change; if it has none of these, it is returned itself.
 
     Raises:
         NoRuleError: a value that changes between evaluations, as by spectral normalisation in training mode; a
@@ -69,7 +69,7 @@ def _parameter(value: Tensor) -> Tensor:
 
 
 def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
-    """The module with the weight that its hook makes in evaluation mode as a parameter."""
+    """The module without this hook, with the weight that the hook computes in evaluation mode as a parameter."""
     ends: tuple[str, ...]
     if type(hook) is WeightNorm:
         value, ends = hook.compute_weight(module), ("_g", "_v")
@@ -95,7 +95,7 @@ def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
 
 
 def options_of_python(module: nn.Module) -> dict[str, Any]:
-    """The attributes that hold numbers of numpy, in Python's types: numpy computes in float32 or int8 where they do.
+    """The attributes that hold scalars of numpy, as Python's numbers: numpy would compute in float32 or int8 with them.
 
     >>> options_of_python(nn.LeakyReLU(np.float32(0.5)))
     {'negative_slope': 0.5}
@@ -110,7 +110,7 @@ def options_of_python(module: nn.Module) -> dict[str, Any]:
 
 
 def _check_still(module: nn.Module, name: str) -> None:
-    """Raise ``NoRuleError`` unless the values, and the tensors that they are made from, stay as they are."""
+    """Raise ``NoRuleError`` if an evaluation changes the parametrised values, or the tensors they are made from."""
     seen: list[dict[str, Tensor]] = []
     with torch.inference_mode(False):
         # Not the module: an nn.RNN keeps the values of its last run, which cannot be copied.

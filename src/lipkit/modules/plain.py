@@ -1,8 +1,9 @@
-"""One row for each module: all that it answers, in one table by exact type.
+"""The table of modules: for each exact type one row with all its rules.
 
-A layer that is trained joins by two rules, `lipschitz_rule` and `export_rule`; a module of exported networks by a row,
-`add_plain`. Nothing is ever assumed to be 1-Lipschitz: a module without a rule, and one whose forward pass is not the
-one its type names (hooks, an instance-level ``forward``), is refused. Parametrised modules count with present weights.
+A layer for training adds two rules, `lipschitz_rule` and `export_rule`; a module of exported networks adds a whole row,
+`add_plain`. Nothing is ever assumed to be 1-Lipschitz. A module without a rule is refused, and so is one whose forward
+pass may differ from that of its type (hooks, an instance-level ``forward``). Parametrised modules count with their
+present weights.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ Shape = tuple[int, ...]
 """The shape of one sample, without the batch."""
 
 Accepts = Callable[[Any], bool]
-"""True for a value of a configuration that the argument takes."""
+"""A test of one value in a configuration: True if the constructor's argument may have it."""
 
 
 class RoundingBound(NamedTuple):
-    r"""The error that one module adds, as a function of the distance s of its input from the given one.
+    r"""Bounds of the rounding error of one module m near an input x, as functions of a distance s.
+
+    They hold for every h of the machine's format with :math:`\|h - x\|_2 \le s`.
 
     Attributes:
-        error: ``error(s)`` bounds :math:`\|\hat m(h) - m(h)\|_2` for every h of the machine's format with
-            :math:`\|h - x\|_2 \le s`: :math:`\hat m` in machine arithmetic, m in real arithmetic on the stored numbers.
-        peak: bounds the modulus of every number that occurs on the way.
+        error: bounds :math:`\|\hat m(h) - m(h)\|_2`: :math:`\hat m` in machine arithmetic, m in real arithmetic on the
+            stored numbers.
+        peak: bounds the modulus of every intermediate number.
     """
 
     error: Line
     peak: Line
 
 
-# At a batch x (N, *input_shape) in float64: bounds for all inputs near each of its samples.
+# Maps a batch x (N, *input_shape) in float64 to bounds for all inputs near each of its samples.
 RoundingError = Callable[[Tensor], RoundingBound]
 
 
@@ -56,7 +59,7 @@ class Stored(NamedTuple):
     make: Callable[..., nn.Module] | None = None
 
 
-# The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
+# Any: a rule takes modules of exactly the type it is registered for, which the type of a table cannot express.
 LipschitzRule = Callable[[Any, Shape | None], Tensor | float] | float
 ExportRule = Callable[[Any, Shape], nn.Module]
 RoundingRule = Callable[[Any, Shape, Arithmetic], RoundingError]
@@ -67,7 +70,7 @@ Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
 
 
 class Shown(nn.Module):
-    """A module whose repr shows the constructor's arguments, read from attributes of the same names; no tensors."""
+    """A module whose repr shows the constructor's arguments, read from attributes of the same names, but no tensors."""
 
     def extra_repr(self) -> str:
         own, shown = vars(self), list[str]()
@@ -84,16 +87,17 @@ class Plain(NamedTuple):
     """One row of the table of modules. A question that the row leaves open is refused; the message names the module.
 
     Attributes:
-        kind: its type, matched exactly.
-        constant: its proved l2 Lipschitz bound, a number or ``constant(module, input_shape)``.
-        rounding: ``rounding(module, input_shape, arithmetic)`` bounds its error in a machine, a `RoundingError`.
+        kind: the type of the module, matched exactly.
+        constant: proved l2 Lipschitz bound, a number or ``constant(module, input_shape)``.
+        rounding: ``rounding(module, input_shape, arithmetic)`` bounds the error in a machine, as a `RoundingError`.
             The module is given in float64, with exactly the numbers that are stored.
-        stored: what its constructor takes, by name, or a `Stored`; a module that is stored exports as a copy.
-        range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
-        integer: ``integer(builder, module, value, gain)``, its program in int32 (`lipkit.integer.Builder`).
-        export: ``export(module, input_shape)``, plain modules that compute the same, if it is not plain itself.
-        join: how several values that it reads are bounded, a `lipkit.modules.graph.Joining`.
-        dims: least and most dimensions of a sample: with fewer, torch takes the batch for channels or pixels.
+        stored: the constructor's arguments by name, with tests; or a `Stored`. A stored module exports as a copy.
+        range: ``range(module, x)`` encloses the outputs for inputs in the `Range` x; by default a ball around the
+            output at the centre, of the constant times the half diagonal of x.
+        integer: ``integer(builder, module, value, gain)`` writes the program in int32 (`lipkit.integer.Builder`).
+        export: for a module that is not plain, ``export(module, input_shape)`` makes plain ones that compute the same.
+        join: the rules of a module that reads several values, a `lipkit.modules.graph.Joining`.
+        dims: least and most dimensions of a sample. With fewer, torch takes the batch for channels or pixels.
     """
 
     kind: type[nn.Module]
@@ -147,7 +151,7 @@ def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
 
 
 def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Rule]:
-    """Register a rule as field ``column`` in the rows of exactly these types."""
+    """Make a decorator that enters a rule as field ``column`` in the rows of exactly these types."""
 
     def filled(rule: Rule) -> Rule:
         for kind in types:
@@ -163,7 +167,7 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
 
 
 def row_of(kind: type[nn.Module]) -> Plain:
-    """The row of exactly this type; one that answers nothing if it has none."""
+    """The row of exactly this type; an empty row if it has none."""
     return ROWS.get(kind, Plain(kind))
 
 
@@ -178,7 +182,7 @@ def stored_types() -> tuple[type[nn.Module], ...]:
 
 
 def stored_type(name: str) -> type[nn.Module] | None:
-    """The type that is saved under this name; None if no type is."""
+    """The type that is saved under this name, or None."""
     return next((kind for kind in stored_types() if kind.__name__ == name), None)
 
 

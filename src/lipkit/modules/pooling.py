@@ -12,7 +12,7 @@ from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
-from lipkit.modules.machine import entries, proportional
+from lipkit.modules.machine import proportional
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
@@ -33,7 +33,7 @@ def overlap(kernel: int, stride: int, dilation: int = 1) -> int:
 
 
 def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[int]) -> float:
-    """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often."""
+    """The root of the largest number of windows that hold one pixel, as each output is one pixel of its window."""
     return root(math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True)))
 
 
@@ -48,7 +48,7 @@ def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bo
 
 
 def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """Proved norm of :func:`average_matrix`; ``sqrt(row sum x column sum)``, for every size, if n is None."""
+    """Proved norm of :func:`average_matrix`; if n is None, ``sqrt(row sum x column sum)``, which holds for every n."""
     if n is not None:
         return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
     # Rows sum to at most 1. A window weighs pixels by 1 / kernel; at the border, if it counts fewer, by up to 1.
@@ -57,7 +57,16 @@ def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mod
 
 
 def _pair(value: int | tuple[int, ...]) -> list[int]:
+    """An option for both axes: (rows, columns)."""
     return [value, value] if isinstance(value, int) else list(value)
+
+
+def _sizes(module: nn.MaxPool2d | nn.AvgPool2d, *names: str) -> list[list[int]]:
+    """Options for both axes. Refuses sizes below 1, which torch refuses only in the forward pass."""
+    for name in names:
+        if min(_pair(size := getattr(module, name))) < 1:
+            raise NoRuleError(f"nn.{type(module).__name__}: expected a {name} of at least 1, got {size}")
+    return [_pair(getattr(module, name)) for name in names]
 
 
 def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
@@ -68,13 +77,15 @@ def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
 
 def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
     _refuse_indices(module)
-    return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
+    return max_pool_constant(*_sizes(module, "kernel_size", "stride", "dilation"))
 
 
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
-    kernels, strides, paddings = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
-    axes = list(zip(kernels, strides, paddings, strict=True))
+    kernels, strides = _sizes(module, "kernel_size", "stride")
+    axes = list(zip(kernels, strides, _pair(module.padding), strict=True))
     if module.divisor_override is not None:
+        if not module.divisor_override:
+            raise NoRuleError(f"nn.{type(module).__name__}: expected a divisor_override other than 0, got 0")
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
         factor = math.prod(kernels) / abs(module.divisor_override)
         return factor * math.prod(average_norm(None, *a, False, True) for a in axes) * (1 + gamma(8))
@@ -86,7 +97,7 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
 
 
 def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> list[tuple[int, int]]:
-    """Pixels before and after, for each axis."""
+    """(input pixels, output pixels) of an adaptive pooling, for each axis."""
     name = f"nn.{type(module).__name__}"
     if input_shape is None:
         raise ShapeError(
@@ -159,7 +170,7 @@ def _mean(module: Mean, input_shape: Shape | None) -> float:
 
 
 class L2NormPool2d(Shown):
-    r"""The l2 norm of each window of each channel: a map of norm 1, which loses signs and places but no length.
+    r"""The l2 norm of each window of each channel: 1-Lipschitz. It keeps lengths, but neither signs nor places.
 
     Args:
         kernel_size: s of windows s x s that do not overlap; None for one window, the whole image.
@@ -193,8 +204,8 @@ class L2NormPool2d(Shown):
 
 
 def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    outputs = entries(output_shape(module, input_shape))
-    terms = entries(input_shape) // outputs
+    outputs = math.prod(output_shape(module, input_shape))
+    terms = math.prod(input_shape) // outputs
     # Half the relative error of the sum of squares, and that of the root; a square below the range loses its number.
     error = arithmetic.gamma(terms + 4)
     floor = grow(math.sqrt(outputs) * 2 * math.sqrt((terms + 2) * arithmetic.tiny))
@@ -206,19 +217,19 @@ Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
 
 
 def window_terms(module: Average, input_shape: Shape) -> int:
-    """The most numbers in one window, and the most windows that hold one number."""
+    """A bound of both the numbers in one window and the windows that hold one number."""
     if isinstance(module, nn.AvgPool2d):
         return math.prod(_pair(module.kernel_size))
     if isinstance(module, EnlargeBilinear):
         return 5  # four pixels, by two products each
     if isinstance(module, Mean):
-        return entries(input_shape) // entries(output_shape(module, input_shape))
+        return math.prod(input_shape) // math.prod(output_shape(module, input_shape))
     axes = _axes(module, input_shape)
     return math.prod(n // m if n % m == 0 else max(n // m, m // n) + 2 for n, m in axes)
 
 
 def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    outputs = entries(output_shape(module, input_shape))
+    outputs = math.prod(output_shape(module, input_shape))
     terms = window_terms(module, input_shape)
     error = arithmetic.gamma(terms + 3)  # the sum, a rounded divisor, the quotient
     # All weights have one sign: the matrix of their moduli has the same norm.

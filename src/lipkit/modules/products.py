@@ -35,10 +35,10 @@ from lipkit.proof.roundoff import gamma, root, to_double
 
 
 class Limited(Join):
-    """The base of products: two limits ``(2,)``, non-negative, infinite until they are known."""
+    """The base of products: two factors with ``limits`` (2,) for their moduli, infinite until they are known."""
 
     limits: Tensor
-    where = ""  # the call that messages name
+    where = ""  # how messages name the call in the network
     needs = (
         "expected one factor to be constant, got two that depend on the input: such a product has no Lipschitz "
         "constant on all of space"
@@ -58,7 +58,7 @@ class Limited(Join):
         return torch.maximum(torch.minimum(values[0], a), -a), torch.maximum(torch.minimum(values[1], b), -b)
 
     def norms(self) -> tuple[float, float]:
-        """Bounds of the norms of the first and of the second factor, as multipliers of the other."""
+        """Bounds of the norm of each factor, seen as a linear map of the other factor."""
         a, b = to_double(self.limits).abs().tolist()  # a file may hold negative ones: then the factor is constant
         return a, b
 
@@ -115,7 +115,7 @@ class MatrixProduct(Limited):
 
 
 ToLimit = Limited | Elementary
-"""Modules that have a constant within limits alone."""
+"""Modules that have a Lipschitz constant only within limits."""
 
 
 def refuse_unlimited(network: nn.Module) -> None:
@@ -151,7 +151,7 @@ _SLACK, _LEAST = 1e-6, 2.0**-100
 
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
-    """The network with limits on its products and `Elementary` functions that no input with entries in the box reaches.
+    """The network with limits on its products and `Elementary` functions that change nothing for inputs in the box.
 
     >>> from lipkit.lowering import export
     >>> from lipkit.modules import Graph
@@ -202,7 +202,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
 
 
 def _rounded(module: nn.Module, parts: list[Range]) -> Range:
-    """The range of a module's output, with room for rounding: of its computation, and of the next centre and radius."""
+    """The range of a module's output, with room for its rounding errors and those of the next centre and radius."""
     if isinstance(module, Join):
         found, joining = _joined(module, parts), row_of(type(module)).join
         most = [Line(size(torch.maximum(part.low.abs(), part.high.abs())), 0.0) for part in parts]

@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
     @property
     def radius(self) -> Tensor:
-        """The largest distance from the `centre` as it is rounded."""
+        """The largest distance of an entry from the `centre`, whose own rounding is covered."""
         return next_up(torch.maximum(self.high - self.centre, self.centre - self.low))
 
     @property
@@ -43,7 +43,7 @@ def around(centre: Tensor, radius: Tensor) -> Range:
 
 
 def one_sign(module: Any, x: Range) -> Range:
-    """Range ``W c +- |W r|`` of a linear map W; the weights of a row all have the same sign."""
+    """Range ``W c +- |W r|`` of a linear map W whose rows each have weights of one sign."""
     return around(module(x.centre), module(x.radius).abs())
 
 

@@ -46,11 +46,12 @@ class Recurrent(nn.Module):
     .. math:: (v_t,\, x_{t+1},\, y_t) = M\, (w_t,\, x_t,\, u_t) + b, \qquad w_t = \phi(v_t), \qquad x_0 = 0
 
     Args:
-        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers are ignored.
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``. In D11, its part from w to v, all on and above the diagonal blocks
+            is ignored.
         bias: b ``(nv + nx + ny,)``.
         metric: P ``(nx, nx)``; only its lower triangle is read.
         multiplier: diagonal of Lambda ``(nv,)``.
-        phi: a module on ``(B, nv)``: an activation, or any plain network with one block.
+        phi: a module on ``(B, nv)``: an activation or, if all units are one block, any plain network.
         states, units, block: nx, (nv, nw), and how many units are computed at once.
         gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
             wherever they are used, never trusted.
@@ -162,7 +163,7 @@ class Recurrent(nn.Module):
 
 
 def unitwise(phi: nn.Module) -> bool:
-    """True if phi acts on each unit alone and on all alike; also for `HalfAbs`, which acts on half of a block."""
+    """True if phi acts on each unit alone and on all alike, or is `HalfAbs`, which acts on half of each block."""
     return type(phi) is HalfAbs or (type(phi) in ACTIVATIONS and not list(phi.parameters()))
 
 
@@ -177,7 +178,7 @@ def contraction(module: Recurrent) -> float:
 
 
 def _gain(module: Recurrent) -> float:
-    """The smallest gain near the claimed one that is proved; infinity if none is."""
+    """The first gain that is proved, of candidates from the claimed one up to twice that; infinity if none is."""
     if not bool(module.bias.isfinite().all()):
         return math.inf
     candidates = (module.gain, *(up(module.gain, 2) * (1 + 10.0**-k) for k in range(9, -1, -1)))
@@ -185,7 +186,7 @@ def _gain(module: Recurrent) -> float:
 
 
 def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
-    """The gain over all steps, which grows with their number where the rate is above 1."""
+    """The gain over all steps; a rate above 1 multiplies it once for each step after the first."""
     if rate <= 1 or not math.isfinite(gain):
         return gain
     if input_shape is None:
@@ -197,15 +198,15 @@ def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
 
 
 class _Numbers(NamedTuple):
-    """Bounds of norms: ||x|| / ||x||_P and its inverse; (x, u) to v; D11; r to w = phi(r + D11 w); B1 and D21."""
+    """Bounds of the norms of parts of a system."""
 
-    state: float
-    metric: float
-    read: float
-    within: float
-    solve: float
-    write: float
-    show: float
+    state: float  # ||x|| / ||x||_P
+    metric: float  # ||x||_P / ||x||
+    read: float  # of the map from (x, u) to v
+    within: float  # D11
+    solve: float  # of the map from r to w = phi(r + D11 w)
+    write: float  # B1, from w to the next x
+    show: float  # D21, from w to y
 
 
 def _numbers(module: Recurrent) -> _Numbers:
@@ -245,8 +246,8 @@ class _Locals(NamedTuple):
 
     v: RoundingBound
     phi: RoundingBound
-    s: RoundingBound
-    o: RoundingBound
+    s: RoundingBound  # of the next states
+    o: RoundingBound  # of the outputs
 
 
 def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
@@ -349,7 +350,7 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
 
 
 def _of_torch(module: Any) -> tuple[Any, Tensor, System]:
-    """A network of torch, and its b and system in float64: the states are the units of the step before."""
+    """An ``nn.RNN``, with its b and system in float64: the states are the units of the step before."""
     rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
     guard(rnn)
     if (kind := type(rnn)) is not nn.RNN:

@@ -29,7 +29,7 @@ TRACED = (
 
 
 def what_is_missing(module: nn.Module) -> str | None:
-    """Why a module of torch has no rule and what to write instead, where that is known."""
+    """Why a module of torch has no rule, and what to write instead; None if neither is known."""
     kind = type_name(type(module))
     if bounded(type(module)):
         return None
@@ -82,7 +82,7 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is already plain; raises as `lipschitz` for options that have no rule."""
+    """A copy of a module that is already plain. Options without a rule raise the errors of `lipschitz`."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):  # the proof of a matrix's norm takes long and is made where it is needed
         lipschitz(module, input_shape)
@@ -93,14 +93,16 @@ def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
     return plain
 
 
-# Filled in by modules that import this one. "lipschitz" and "export" of a module with its own forward pass
-# (`lipkit.lowering.structure`); "limited" of a network and its box, "refused" without one (`products`); "tight", the
-# multipliers of LipSDP (`lipkit.certificates.gains`); "constant", a copy whose weights are numbers (`lowering.copies`).
+# Functions that are registered later, by modules that import this one:
+# "lipschitz", "export": of a module with its own forward pass (`lipkit.lowering.structure`);
+# "limited": limits products to what a box can reach; "refused": refuses products without limits (`products`);
+# "tight": adds the multipliers of LipSDP (`lipkit.certificates.gains`);
+# "constant": copies a module with constant weights (`lipkit.lowering.copies`).
 LATER: dict[str, Callable[..., Any]] = {}
 
 
 def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
-    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
+    """``ShapeError`` unless samples have ``least`` to ``most`` dimensions: torch may take the batch for channels."""
     if input_shape is not None and not least <= len(input_shape) <= most:
         dims = f"{least}" if least == most else f"at least {least}"
         name = "nn." * type(module).__module__.startswith("torch.nn.") + type(module).__name__
@@ -165,8 +167,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
     if bool(bound < 0):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
-    # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
-    # Blocks are bounded through their children; what else they hold may be a claim that proves nothing.
+    # Comparisons with NaN are all false, so NaN must not leave this function: it becomes an infinite bound.
+    # A module with children is bounded through them. Its own buffers may be mere claims, which need not be finite.
     own = () if module._modules else (*module.parameters(), *module.buffers())
     known = all_finite(*own) and not bool(bound.isnan())
     return bound if known else torch.full_like(bound, math.inf)
@@ -203,6 +205,8 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     """
     limits = None if box is None else interval("box", box)
     network = export_plain(module, input_shape)
+    with without_autocast():
+        output_shape(network, network.input_shape)  # a rule may not have run what it made
     if limits is None:
         LATER["refused"](network)
         return network
@@ -211,23 +215,24 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
 
 
 def export_plain(module: nn.Module, input_shape: Shape) -> Network:
-    """:func:`export` of a part, whose products need no limits yet."""
+    """:func:`export` without limits for products, and without refusing products that have none."""
     with torch.no_grad(), without_autocast():
         module = settled(module)
     rule = _rule(module, "export")
-    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})  # their random streams too
+    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})  # have random streams, too
     # Constructors draw random initial values, which are overwritten: the caller's random stream must not change.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
             network = _generalised(Network([rule(module, shape)], shape), type(module))
-            buffers = {b.dtype for b in network.buffers() if b.is_floating_point()} - {torch.float64}  # multipliers
+            buffers = {b.dtype for b in network.buffers() if b.is_floating_point()} - {torch.float64}  # as multipliers
             formats = buffers | {p.dtype for p in network.parameters()}
             if len(formats) > 1:  # constrained weights of a network of halves are float32: one format for all parts
                 network = network.to(functools.reduce(torch.promote_types, formats))
             for tensor in (*network.parameters(), *network.buffers()):
-                # As files hold it: torch rounds otherwise in other memory formats, which 1 x 1 kernels only name.
+                # In the memory format of files, as torch rounds differently in others. ``contiguous()`` would not do:
+                # a 1 x 1 kernel counts as contiguous in two formats.
                 tensor.data = tensor.clone(memory_format=torch.contiguous_format)
             if not all_finite(*network.parameters()) and all_finite(*module.parameters(), *module.buffers()):
                 raise torch.linalg.LinAlgError("got NaN or infinity")
@@ -248,7 +253,7 @@ def export_part(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 
 def export_parts(parts: Iterable[nn.Module], input_shape: Shape) -> list[nn.Module]:
-    """`export_part` of modules that follow each other."""
+    """`export_part` of each of several modules that follow each other."""
     found: list[nn.Module] = []
     for part in parts:
         found.append(export_part(part, input_shape))
@@ -257,10 +262,10 @@ def export_parts(parts: Iterable[nn.Module], input_shape: Shape) -> list[nn.Modu
 
 
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
-    """The result of the rule of ``kind``, with those of its modules that cannot be stored exported in turn."""
-    part = [type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1) for m in network]  # of a sample: not stored
+    """``network``, which the rule of ``kind`` made, after exporting those of its modules that cannot be stored."""
+    partial = [type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1) for m in network]  # is not stored
     rows = [Plain(kind) if type(m) is kind else row_of(type(m)) for m in network]
-    again = [row.export is not None and (row.stored is None or flat) for row, flat in zip(rows, part, strict=True)]
+    again = [row.export is not None and (row.stored is None or flat) for row, flat in zip(rows, partial, strict=True)]
     if not any(again):
         return network
     parts, shape = list[Network](), network.input_shape
@@ -274,7 +279,7 @@ def _generalised(network: Network, kind: type[nn.Module]) -> Network:
 
 
 def output_shape(module: nn.Module, *input_shapes: Shape) -> Shape:
-    """Shape of one output for one input (a join: several) of this shape, found by running two zeros through ``module``.
+    """Shape of the output for one input (a join: several) of this shape, found by running a batch of two zeros.
 
     Raises:
         ShapeError: the module does not accept that shape, or does not keep the samples of a batch apart.

@@ -29,7 +29,7 @@ _PARTS = ("first", "activation", "second")
 
 
 class Block(nn.Module):
-    """The base of both blocks: their parts in the order of computation, and the diagonal of their multiplier."""
+    """The base of `SandwichBlock` and `SlopeResidual`: three parts, and the diagonal of the multiplier."""
 
     multiplier: Tensor
 
@@ -42,6 +42,7 @@ class Block(nn.Module):
         self.register_buffer("multiplier", multiplier.detach().clone())
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The parts in the order of computation."""
         return self.first, self.activation, self.second
 
 
@@ -95,7 +96,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
 
 
 def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
-    """The smaller of what the multiplier proves and the product of the three constants (which refuses hooks)."""
+    """The smaller of what the multiplier proves and the product of the three constants; the latter refuses hooks."""
     product = chain_constant(module.parts(), None)
     if not slope_restricted(module.activation) or not bool(product.isfinite()):
         return product
@@ -159,9 +160,9 @@ def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error
 
 
 def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float, tuple[int, int]] | None:
-    """Matrices of a 'same' convolution at the frequencies of a circular image, their rounding error, and its size.
+    """Matrices of a 'same' convolution at the frequencies of a circular image, their error, and the image's size.
 
-    With zero padding the layer is a part of that convolution, on an image that is larger by the border.
+    With zero padding the layer is a part of a circular convolution, on an image that is larger by the border.
     """
     plain = layer.padding == "same" and layer.padding_mode in ("circular", "zeros") and layer.groups == 1
     if not plain or tuple(layer.stride) != (1, 1) or tuple(layer.dilation) != (1, 1) or len(shape) != 3:

@@ -1,8 +1,8 @@
 r"""A convolution from few channels to many (`lipkit.conv.spread`): a small one in the Fourier basis, then a kernel.
 
-Minus the input, it has the symbol :math:`F S - E`, with the symbols S of the first part and F of the kernel, and E the
-identity on the channels of the input. The norm of this symbol is proved. The norms of the parts alone say little: in a
-Cayley layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
+The layer, which subtracts its input, has the symbol :math:`F S - E`, with the symbols S of the first part and F of the
+kernel, and E the identity on the channels of the input. The norm of this symbol is proved. The norms of the parts alone
+say little: in a Cayley layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lipkit.modules.configuration import COUNT, flag, submodule
 from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import ProvedModule, entries, prepare, reach, start, through
+from lipkit.modules.machine import ProvedModule, prepare, reach, start, through
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow
@@ -51,8 +51,9 @@ class SpreadConv2d(nn.Module):
         ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
 
     Cost:
-        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images: convolutions by
-        fast algorithms round differently. On a CPU, in float32 and without gradients, oneDNN's direct convolution.
+        Two transforms of the input, and one product of the matrix [F, -E, b] with the shifted images, because fast
+        convolutions round differently. On a CPU, in float32 and without gradients, oneDNN's direct convolution
+        replaces this product.
 
     Raises:
         OptionError: parts of another type or size. ShapeError: an input of another size.
@@ -115,7 +116,7 @@ class SpreadConv2d(nn.Module):
 
 
 def _small(first: nn.Module) -> FourierConv2d:
-    """The first part, which maps n to n channels without a bias."""
+    """``first``, after a check that it is a `FourierConv2d` from n to n channels without a bias."""
     fits = type(first) is FourierConv2d and first.whole and first.in_channels == first.out_channels
     if type(first) is not FourierConv2d or not fits or first.bias is not None:
         raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
@@ -171,11 +172,11 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
 
 
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    """One inner product of all terms of ``F t + b - x`` with t from the first part, in any order."""
+    """Rounding rule: with t from the first part, each output is one inner product, ``F t + b - x`` in any order."""
     check_parts(module)
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     # Terms of one output: the kernel's, x and the bias.
-    terms, outputs = weight[0].numel() + 2, entries(output_shape(module, input_shape))
+    terms, outputs = weight[0].numel() + 2, math.prod(output_shape(module, input_shape))
     steps, _ = prepare([module.first], input_shape, arithmetic)
     gain = grow(float(circular(to_double(weight), *input_shape[1:])))  # of the kernel alone
 

@@ -58,7 +58,7 @@ _SMALLEST = 1 << 15
 def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """Round tensors of at least 32,768 finite numbers to integers of ``bits`` bits, block by block; keep the others.
 
-    n = round(w / step), step = max |block| / (2^(bits-1) - 1): an error of at most step / 2 for each weight, and what
+    n = round(w / step) with step = max |block| / (2^(bits-1) - 1). Each weight changes by at most step / 2, and by what
     rounding the step to a narrow format adds. ``NAME.steps`` (blocks,) are the steps of tensor ``NAME``. Tensors with
     at most ``bits`` bits per number are kept, too.
 
@@ -75,7 +75,7 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
         steps = blocks.abs().amax(1) / most  # the largest number becomes the largest integer
         # Any step serves a block of zeros, or one whose division underflows.
         steps = torch.where(steps > 0, steps, torch.ones_like(steps))
-        # Of a step that was rounded down the largest number would be more than that, and turn its sign.
+        # If the step was rounded down, the largest number could exceed ``most`` and come back with the other sign.
         integers = (blocks / steps[:, None]).round().clamp(-most, most).to(_INTEGERS[bits])
         stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)  # without the filling zeros
         stored[name + STEPS] = steps
@@ -83,7 +83,7 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 
 def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `to_integers` stored, rounded: w = step * n in the dtype of the steps."""
+    """The tensors of what `to_integers` stored: w = step * n, rounded to the dtype of the steps."""
     integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
@@ -121,7 +121,7 @@ Contents = list[tuple[str, np.ndarray[Any, Any]]]
 
 
 def contents(network: nn.Module) -> Contents:
-    """All that `sha256` reads: the configuration, and the names and bytes of tensors, views where they can be."""
+    """All that `sha256` reads: the configuration, and the names and bytes of tensors, without copies if possible."""
     found: Contents = [(json.dumps(describe(network), sort_keys=True), np.empty(0, np.uint8))]
     for name, tensor in sorted(stored_tensors(network).items()):
         data = tensor.detach().cpu().contiguous().resolve_neg()
@@ -183,7 +183,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 
 
 def _skeleton(config: Any, tensors: dict[str, torch.Tensor], run: bool = True) -> Network:
-    """The network of a configuration on torch's meta device, checked against the tensors it will hold, and ``run``."""
+    """A configuration as a network on torch's meta device, checked against its tensors and, with ``run``, executed."""
     with torch.device("meta"):
         skeleton = build(config)  # no memory yet: a file may claim any size
     if type(skeleton) is not Network:

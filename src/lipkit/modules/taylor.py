@@ -14,7 +14,6 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.fourier import relative_to_input, schur
-from lipkit.modules.machine import entries
 from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
@@ -73,7 +72,7 @@ class TaylorConv2d(nn.Module):
 
 
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
-    """`taylor_norm` for angles up to the norm of the kernel's skew part; the symmetric part's norm is the error."""
+    """`taylor_norm` for angles up to the norm of the kernel's skew part; its error is the symmetric part's norm."""
     kernel = to_double(module.kernel)
     mirrored = adjoint(kernel)  # the kernel of A^T
     skew_part, rest = (kernel - mirrored) / 2, (kernel + mirrored) / 2  # rest is 0 but for rounding
@@ -89,7 +88,10 @@ def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
 
 
 def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
-    r"""Terms :math:`x_i = A x_{i-1} / i`: ``e_i = (a e_{i-1} + gamma |A| (n_{i-1} + e_{i-1})) / i``, relative to x."""
+    """The term A^i x / i! has an error e_i = (|A| e_{i-1} + gamma M (n_{i-1} + e_{i-1})) / i, relative to x.
+
+    Here n_i bounds the norm of the term, and M that of the moduli of A.
+    """
     kernel = module.kernel.detach().double()
     channels = len(kernel)
     terms = channels * math.prod(module.kernel_size)
@@ -106,7 +108,7 @@ def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmet
     lost = 8 * module.terms * terms * (1 + magnitude) ** 2 * math.sqrt(steps) * arithmetic.tiny
     # Underflow in one term is carried through the later ones, whose factors sum to at most e^|A|.
     grown = math.exp(min(norm + magnitude, 700.0))
-    outputs = entries(output_shape(module, input_shape))
+    outputs = math.prod(output_shape(module, input_shape))
     relative = grow(total * (1 + 2.0**-40) + lost * grown)
     peak = magnitude + total_reached * (1 + magnitude)
     return relative_to_input(relative, lost * grown, module.bias, outputs, grow(peak), arithmetic)

@@ -22,9 +22,7 @@ from lipkit.proof.roundoff import root
 
 
 class Reshape(Shown):
-    """The numbers of each sample under another shape, in the same order.
-
-    Without sizes: outputs ``(N,)``.
+    """The numbers of each sample under another shape, in the same order; without sizes one number, outputs ``(N,)``.
 
     Raises:
         OptionError: sizes below 1. ShapeError: an input of another number of entries.
@@ -59,7 +57,7 @@ def reshaped(shape: Shape) -> nn.Module:
 
 
 class Together(Shown):
-    """The base of modules that act on several dimensions at once, counted with the batch as 0."""
+    """The base of modules that act on several dimensions ``dims`` at once; dimension 0 is the batch."""
 
     def __init__(self, *dims: int) -> None:
         super().__init__()
@@ -70,7 +68,7 @@ class Together(Shown):
 
 
 class Permute(Shown):
-    """The dimensions after the batch, 1, 2, ..., in another order.
+    """Dimensions 1, 2, ... in another order; 0, the batch, stays first.
 
     Raises:
         OptionError: not a permutation of 1, 2, ...
@@ -118,7 +116,7 @@ class Piece(Shown):
 
 
 class Roll(Shown):
-    """One dimension moved circularly.
+    """The entries of one dimension moved circularly, as by ``torch.roll``.
 
     >>> Roll(1, 1)(torch.arange(3.0)[None]).tolist()
     [[2.0, 0.0, 1.0]]
@@ -239,8 +237,10 @@ class Expand(Shown):
 
 
 def _expand(module: Expand, input_shape: Shape | None) -> float:
-    # Without the shape: as if all of it were copies of one number.
-    return root(math.prod(module.shape) // (1 if input_shape is None else math.prod(input_shape)))
+    if input_shape is None:
+        return root(math.prod(module.shape))  # as if all of it were copies of one number
+    output_shape(module, input_shape)  # of another shape the quotient below could be 0
+    return root(math.prod(module.shape) // math.prod(input_shape))
 
 
 def enlarged(module: Enlarge, input_shape: Shape | None) -> float:
@@ -250,6 +250,11 @@ def enlarged(module: Enlarge, input_shape: Shape | None) -> float:
 def _export_enlarge(module: Enlarge, input_shape: Shape) -> nn.Module:
     (c, h, w), together = input_shape, output_shape(module, input_shape)
     return nn.Sequential(Reshape(c, h, 1, w, 1), Expand(c, h, module.rows, w, module.cols), Reshape(*together))
+
+
+def _export_zeros(module: nn.ZeroPad2d, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)  # torch cuts before it pads, `Pad` after it
+    return Pad(*module.padding)
 
 
 def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
@@ -327,7 +332,7 @@ class Shift2d(Shown):
     def __init__(self, channels: int, moved: int) -> None:
         super().__init__()
         if moved < 1 or channels < 4 * moved:
-            raise OptionError(f"Shift2d: expected at least 4 moved >= 4 channels, got {channels} with moved={moved}")
+            raise OptionError(f"Shift2d: expected channels >= 4 * moved >= 4, got channels={channels}, moved={moved}")
         self.channels, self.moved = channels, moved
 
     def forward(self, x: Tensor) -> Tensor:
@@ -352,7 +357,7 @@ add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))
 for _kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
     add_plain(Plain(_kind, _dropout, export=_left_out))
 add_plain(Plain(nn.Identity, 1.0, range=one_sign, export=lambda module, input_shape: nn.Sequential()))
-add_plain(Plain(nn.ZeroPad2d, 1.0, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)))
+add_plain(Plain(nn.ZeroPad2d, 1.0, export=_export_zeros, dims=(2, 9)))
 add_plain(Plain(nn.Flatten, 1.0, exact, {"start_dim": _first, "end_dim": _last}, one_sign, export=_flat))
 add_plain(Plain(nn.Unflatten, 1.0, export=_flat))
 for _pixels in (nn.PixelShuffle, nn.PixelUnshuffle):
