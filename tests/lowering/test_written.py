@@ -44,6 +44,10 @@ ACTIVATIONS: dict[str, tuple[Forward, nn.Module]] = {
     "hardswish by its gate": (lambda x: x * F.hardsigmoid(x), nn.Hardswish()),
     "log sigmoid": (lambda x: torch.log(x.sigmoid()), nn.LogSigmoid()),
     "softsign": (lambda x: x / (1 + x.abs()), nn.Softsign()),
+    "relu by a choice": (lambda x: torch.where(x >= 0, x, torch.zeros_like(x)), nn.ReLU()),
+    "relu by the other choice": (lambda x: torch.where(x < 0, 0.0, x), nn.ReLU()),
+    "relu by a mask": (lambda x: (x > 0) * x, nn.ReLU()),
+    "relu by filling": (lambda x: x.masked_fill(x.lt(0), 0), nn.ReLU()),
 }
 
 
@@ -162,6 +166,9 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "nearly a square": (lambda x: x * torch.rsqrt(x.pow(2.0000002).mean(1, keepdim=True) + 0.1), "pow|rsqrt"),
     "sum with a factor": (lambda x: x * 0.5 * torch.add(1.0, torch.erf(x / math.sqrt(2)), alpha=2), "torch.erf"),
     "without eps": (lambda x: rms(x, -1, 0.0), "pow|rsqrt"),
+    "a choice that jumps": (lambda x: torch.where(x > 1, x, 0.0), "operator.gt"),
+    "the falling side": (lambda x: torch.where(x > 0, 0.0, x - 1), "operator.gt"),
+    "a mask of other numbers": (lambda x: (x - 1) * (x > 0), "operator.gt"),
     "of the batch": (lambda x: rms(x, 0), "pow|Tensor.mean"),
     "unbiased": (lambda x: (x - x.mean(1, True)) * torch.rsqrt(x.var(1, keepdim=True) + 0.1), "Tensor.var"),
     "mean of other entries": (

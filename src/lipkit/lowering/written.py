@@ -43,6 +43,10 @@ def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
     yield ("Sub", "x", ("Tanh", "x")), nn.Tanhshrink
     yield ("Div", "x", ("Add", 1.0, ("Abs", "x"))), nn.Softsign
     yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
+    positive, negative = ("Greater", "x", 0.0), ("Less", "x", 0.0)
+    chosen: Any = [("Where", positive, "x", 0.0), ("Where", negative, 0.0, "x"), ("MaskedFill", "x", negative, 0.0)]
+    for whole in (*chosen, ("Mul", "x", positive)):
+        yield whole, nn.ReLU
 
 
 def _norms() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
@@ -108,6 +112,10 @@ _WORDS = {
     "Softplus": "softplus",
     "HardSigmoid": "hardsigmoid",
     "Clip": "relu6 hardtanh clamp clip",
+    "Where": "where",
+    "MaskedFill": "masked_fill",
+    "Greater": "gt greater ge greater_equal",
+    "Less": "lt less le less_equal",
     "Mean": "mean",
     "Var": "var",
 }
@@ -147,6 +155,8 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
         return args if own == kind and not named else None
 
     def number(value: Any) -> float:
+        if isinstance(value, fx.Node) and value.target is torch.zeros_like:
+            return 0.0
         value = observed.values[value] if isinstance(value, fx.Node) else value
         stored = isinstance(value, int | float) or (isinstance(value, Tensor) and value.shape in ((), (1,)))
         return float(value) if stored else math.nan
