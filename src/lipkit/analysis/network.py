@@ -235,7 +235,7 @@ def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, In
 def _tight(
     model: nn.Module, input_shape: Shape, ends: tuple[Tensor, Tensor] | None, hull: Hull, tight: bool | None
 ) -> tuple[float | None, str]:
-    """The bound by LipSDP or by slopes in a box, and which it is; or None, and why there is none."""
+    """The bound by LipSDP, or by slopes in a box, and the method's name; None and the reason if neither applies."""
     if ends is None and tight is False:
         return None, ""
     try:

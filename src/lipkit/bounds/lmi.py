@@ -290,8 +290,9 @@ def sandwich_gain(first: Tensor, second: Tensor, multiplier: Tensor, transform: 
         transform: proved bound of ``||T||^2``.
 
     Guarantee:
-        Upper bound for the stored numbers, all rounding included: for *some* positive diagonal next to ``multiplier``
-        (the square of its rounded square root), which serves as well. ``inf`` if it is not positive and finite.
+        Upper bound for the stored numbers, all rounding included. The Lambda of the proof is the square of the rounded
+        square root of ``multiplier``: every positive diagonal proves a gain. ``inf`` if ``multiplier`` is not positive
+        and finite.
     """
     multiplier = to_double(multiplier.detach())
     if not bool((torch.isfinite(multiplier) & (multiplier > 0)).all()):

@@ -77,7 +77,7 @@ _SMALLEST = 2.0**-120
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """The weights (two or more), the first and last one smaller but of the same Gram matrix: H depends on no more."""
+    """Two or more weights with the same gains, made smaller: W_0 keeps W_0 W_0^T, and W_L keeps W_L^T W_L."""
     first, *between, last = weights
     if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT
@@ -228,8 +228,9 @@ def repaired(
 def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> tuple[float, list[Tensor], int]:
     """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
-    Weights, each of which reads the layer before, and errors are those of `lipkit.bounds.lmi.proves_gain`, which has
-    proved the gain, at most a rounding above the product of the norms.
+    `lipkit.bounds.lmi.proves_gain` has proved the gain; where it proves none below the product of the layers' norms,
+    the gain is that product, rounded up. ``weights`` and ``errors`` are its arguments; each weight must read only the
+    layer before.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.

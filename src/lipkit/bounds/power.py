@@ -121,9 +121,10 @@ def _normed(v: Tensor) -> Tensor:
 
 
 def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Estimates ``(f,)`` of norms, the unit vectors ``(f, n)`` of Krylov spaces that reach them, and indices in ``a``.
+    """Lower estimates ``(f,)`` of the norms of f matrices of ``a`` ``(F, m, n)``, by Krylov spaces that start at ``v``.
 
-    The f matrices are all of ``a`` ``(F, m, n)``, or the `FINALISTS` if there are more after `HEATS` steps.
+    Returns the estimates, the unit vectors ``(f, n)`` that reach them, and the indices of the f matrices in ``a``. They
+    are all F matrices; if F exceeds `FINALISTS`, only the best `FINALISTS` go on after `HEATS` steps.
     """
     v, which = _normed(v), torch.arange(len(a), device=a.device)
     basis, images = v[:, None], v[:, None] @ a.mT

@@ -149,7 +149,7 @@ def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None)
 
 
 def _relative(tolerance: float) -> float:
-    """The first level of G = F* F is above the largest eigenvalue found by this fraction of it."""
+    """Fraction by which the first level for G = F* F exceeds the largest eigenvalue found."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 

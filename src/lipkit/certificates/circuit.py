@@ -215,7 +215,7 @@ def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule
 
 
 def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The rounding of an activation: maps a bound h of its entries to (error, largest number on the way)."""
+    """The rounding of an activation: maps a bound h of its entries to (error, largest intermediate number)."""
     found = local_error(module, (1,), arithmetic)(torch.zeros(1, 1, dtype=torch.float64))
 
     def noise(h: Tensor) -> tuple[Tensor, Tensor]:

@@ -103,8 +103,9 @@ def dense(
     r"""Worst-case accuracy and IoU of segmentations, sequences and multi-label outputs: see the top of this module.
 
     **Guarantee.** For every x' with ``|x' - x| <= eps`` in l2 the machine decides at least ``worst`` positions of that
-    sample as labelled, whichever they are; rounding is part of the budget. ``worst_iou`` bounds the IoU of a class over
-    all samples: attackers take pixels out of the intersection and add some to the union, at the prices above.
+    sample as labelled (which ones may depend on x'); rounding is part of the budget. ``worst_iou`` bounds the IoU of a
+    class over all samples: attackers take pixels out of the intersection and add some to the union, and each turned
+    decision costs its energy e of the module docstring.
 
     Args:
         network: exported.

@@ -190,7 +190,7 @@ class _Run(NamedTuple):
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
-        """The least gain that the LMI proves here, with its multipliers; or the constant, without any."""
+        """The smaller of `constant` and the gain that the LMI proves for this run; and multipliers, [] without LMI."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
         weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
@@ -222,7 +222,7 @@ class _Run(NamedTuple):
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
-    """The weights with fewer columns for x and the same Gram matrix, by which alone the LMI depends on them."""
+    """The weights with fewer columns for x; the Gram matrix of their rows stays, so the LMI proves the same gains."""
     rows = torch.cat([w[:, :inputs] for w in weights])
     if inputs > len(rows):  # a square root of the Gram matrix is smaller
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])

@@ -164,7 +164,7 @@ class Ball:
         return gamma * sums + floor.reshape(-1, *[1] * (sums.ndim - 1))
 
     def _room(self, peak: Tensor) -> None:
-        """Drop the samples for which a number on the way could overflow."""
+        """Drop the samples for which an intermediate number could overflow."""
         machine = self.circuit.arithmetic
         if machine is not None:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
@@ -365,7 +365,7 @@ class Bounds:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
         A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
-        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere; ``progress`` is told how
+        radius that a pass has proved counts. The search starts at ``start`` (N,) or beyond; ``progress`` is told how
         many samples are done, and N.
         """
         found = list[Tensor]()

@@ -79,14 +79,14 @@ class RegressionCertificate(Shown):
 
     @property
     def deviation(self) -> float:
-        """Largest l2 norm of the output deviation: ``min(L delta, |moved|)`` and twice the rounding error."""
+        """l2 bound of the output deviation: ``L delta``, or ``|moved|`` if smaller, plus twice the rounding error."""
         worst = float(size(self.rounding_error).amax()) if self.rounding == "sound" else 0.0
         most = product(self.constant, self.delta)
         return grow((most if self.sensors is None else min(most, float(size(self.moved[None])))) + 2 * worst)
 
     @property
     def output_deviation(self) -> Tensor:
-        """(d,) largest deviation of each output alone, in its units: `moved` and twice the rounding error."""
+        """(d,) largest deviation of each output alone, in its units: `moved` plus twice the rounding error."""
         return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property

@@ -105,7 +105,7 @@ class Evaluation:
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
-        """(N,) errors of the features that change the difference of the two largest outputs by 2^-30 of it."""
+        """(N,) l2 errors of the features that change the gap of the two largest outputs by at most 2^-30 of it."""
         values = features if self.last is None else self.last(features)
         first, second = values.topk(2).values.unbind(1)
         return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))

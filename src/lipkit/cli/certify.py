@@ -121,7 +121,7 @@ def steep(network: Network) -> str:
 
 
 def named(name: str, model: str, data: str, changes: list[str]) -> Recipe:
-    """The recipe of a network from elsewhere."""
+    """A recipe that certifies ``model``, a network without a recipe, on ``data``, with these ``changes``."""
     from lipkit.experiments import load_recipe
 
     facts = [f"name={name}", "description=a network from elsewhere", f"data={data}", "model.options={}"]

@@ -59,7 +59,8 @@ def check_accuracy(
 ) -> None:
     """Raise `CertificateViolation` if a sample certified at ``eps`` did not survive an attack with that l2 radius.
 
-    ``chosen`` (M,) are the indices of the attacked samples; ``survived`` (N,) tells which are still correct.
+    ``chosen`` (M,) are the indices of the attacked samples; ``survived`` (N,) tells which are still correct;
+    ``numbers`` (N,) name the samples in the message, as in `check_examples`.
     """
     broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
     if len(broken):

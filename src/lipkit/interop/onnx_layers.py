@@ -241,7 +241,7 @@ def around(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 
 def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    """The module with these parameters and buffers, copied, in place of its own of the same shapes."""
+    """Set parameters and buffers of the module, in place, to copies of these tensors of the same shapes; returns it."""
     for name, tensor in tensors.items():
         value, place = None if tensor is None else tensor.clone(), getattr(module, name)
         if value is not None and value.shape != place.shape:

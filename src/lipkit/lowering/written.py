@@ -50,7 +50,7 @@ def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
 
 
 def _norms() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
-    """Pairs of a pattern in x, dims and eps, and the function of these (in this order) that it is."""
+    """Pairs: a pattern in x, dims and eps, and the function f(x, dims, eps) that it computes."""
     moved: Any = ("Sub", "x", ("Mean", "x", "dims"))
     kinds: Any = [("x", root_mean_square), (moved, standardised)]
     squares = [(v, ("Mean", s, "dims"), f) for v, f in kinds for s in (("Pow", v, 2.0), ("Mul", v, v))]

@@ -124,7 +124,10 @@ def _times(gains: Tensor, factor: Tensor) -> Tensor:
 
 
 def _common(forms: Sequence[Form]) -> tuple[Frame, Tensor]:
-    """Forms of one :func:`source` in the deepest frame that can express all: the frame, and gains (forms, pieces)."""
+    """Lift forms to the deepest frame that they have in common: that frame, and their gains ``(forms, pieces)`` in it.
+
+    All forms must come from one :func:`source`.
+    """
     work = list(forms)
     while any(form.frame is not work[0].frame for form in work):
         deepest = max(form.frame.depth for form in work)  # no other frame can express its gains

@@ -167,9 +167,9 @@ def by_norms(
 ) -> tuple[ErrorBound, Tensor]:
     """The bounds of `through` in float64 arithmetic, faster: modules' errors follow from the norms of their inputs.
 
-    ``spare`` maps outputs to an error (N,) that would change no decision. Where norms may overestimate the error by
-    more than that, the modules with the largest errors are measured. The second result (N,) is True where `through`
-    could still find an error that is smaller by more.
+    ``spare`` maps outputs to negligible errors (N,), which change no decision. For samples where the norms may
+    overestimate the error by more than that, the modules with the largest errors are measured. The second result (N,)
+    is True where `through` could still lower the bound by more than ``spare``.
     """
     errors, slopes, sizes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()  # few modules make nearly all of the error

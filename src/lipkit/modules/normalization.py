@@ -64,7 +64,10 @@ LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 def foldable(layer: nn.Module, norm: nn.Module, shape: Shape) -> bool:
-    """True if both act on the same dimension of channels, for samples of ``shape`` in front of either."""
+    """True for a linear layer and a batch norm that act on the same dimension of channels.
+
+    ``shape`` is that of a sample in front of ``layer`` or of ``norm``: only its number of dimensions counts.
+    """
     both = type(layer) in LINEAR and type(norm) in NORMS and norm.running_var is not None
     return both and (type(layer) is not nn.Linear or len(shape) == 1)
 

@@ -291,7 +291,7 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
 
 
 class _Step(NamedTuple):
-    """Bounds at one step: of the errors of x (in the norm of P), v, w and y, and of every number on the way."""
+    """Bounds at one step: of the errors of x (in the norm of P), v, w and y, and of every intermediate number."""
 
     x: Line
     v: Line
@@ -303,7 +303,11 @@ class _Step(NamedTuple):
 def _walk(
     local: list[_Locals], centre: list[_Step] | None, n: _Numbers, root: float, rate: float, moves: float
 ) -> list[_Step]:
-    """The recursion of the module docstring, for the computed states (``centre`` None) or the machine's around them."""
+    """The recursion of the module docstring: bounds of the rounding errors at each step.
+
+    Without ``centre``: errors of the float64 states at which rounding is measured. With ``centre``, these errors: errors
+    of the machine, whose input moves by at most ``moves``.
+    """
     found = list[_Step]()
     error = Line(torch.zeros_like(local[0].s.error.at), 0.0)
     zero = error

@@ -147,7 +147,10 @@ def _transform_distance(module: FourierConv2d) -> float:
 
 
 def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
-    """The smaller of max |F S - E| over all frequencies and |F| |S| + 1."""
+    """Constant of the layer, with the symbols F, S and E of the module docstring.
+
+    The smaller of ``max ||F S - E||`` over all frequencies and ``||F|| ||S|| + 1``.
+    """
     first, kernel = check_parts(module), to_double(module.weight)
     h, w, n = first.height, first.width, first.in_channels
     norms = [lipschitz(first, (n, h, w)), circular(kernel, h, w)]
