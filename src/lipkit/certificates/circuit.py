@@ -74,7 +74,7 @@ class Linear(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A scalar activation, between lines.
+    """A scalar activation, which ``lines`` bound from below and above on its range.
 
     ``noise`` maps bounds of the moduli of its inputs to the evaluator's (error, largest number); None without errors.
     """

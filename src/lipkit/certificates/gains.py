@@ -156,16 +156,16 @@ def _moduli(part: Part) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """Consecutive modules: their weights in x and s, or only their constant if there are no weights.
+    """Consecutive modules: their weights in x and s (see the module docstring), or only their constant.
 
     Attributes:
         constant: the product of the modules' constants.
         inputs: number of columns of x.
-        weights: rows of the units that are not linear, layer by layer, then of y, in the columns x, s_0, s_1, ...
-        layers: for the solver's start: of each activation its largest slopes times the weight before it; then the last
-            weight.
-        sectors: for the start, too: ``m^2 - a b`` of the units that are not linear, layer by layer; slopes are in
-            [a, b], and m is the largest modulus.
+        weights: rows of the nonlinear units, layer by layer, then of y, in the columns x, s_0, s_1, ...; or none.
+        layers: the weight before each activation, its rows times the units' largest slopes; then the last weight. They
+            give the solver's starting point.
+        sectors: ``m^2 - a b`` of the nonlinear units, layer by layer, for the starting point; slopes are in [a, b], and
+            m is the largest modulus.
         jacobian: the interval matrix dy / dx.
     """
 

@@ -202,8 +202,8 @@ class Ball:
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         r"""Base and norm, both (N or 1, R): the machine's v has ``rows v >= base - r norm`` within any r of a sample.
 
-        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which start at the
-        last activation before v.
+        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which differ
+        only from the last activation before v on: up to there the map is linear, and they cost nothing.
         """
         pending = {value: rows}  # rows that wait at a value until all its readers are done
         const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)

@@ -1,4 +1,4 @@
-"""``lipkit certify``: certify and attack the exported network of a run again, or a network from elsewhere."""
+"""``lipkit certify``: certify and attack the exported network of a run again, or a network without a run."""
 
 from __future__ import annotations
 

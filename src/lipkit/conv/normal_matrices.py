@@ -175,7 +175,7 @@ def conjugated(g: Tensor) -> Tensor:
 
 
 class Group(NamedTuple):
-    """The frequencies of one kind (real, or pairs), and how their rows become real or complex numbers."""
+    """The frequencies of one kind, real or in pairs: their factors, and views of their rows of transformed images."""
 
     factors: Factors
     rest: Tensor | None

@@ -132,7 +132,7 @@ def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel_size: Size) -> None:
-    """Transform rows back, and write the images into ``out`` (b, c, h, w). Overwrites both flat ``rooms``."""
+    """Transform rows back, and write the images into ``out`` (b, c, h, w). ``rooms`` are two scratch buffers."""
     n, size = len(matrix), rows.numel()
     images = rooms[1][:size].view(n, size // n)
     torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse

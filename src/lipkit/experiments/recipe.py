@@ -51,8 +51,9 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
             or holds a path separator). Its key ``base`` names a packaged recipe that it changes: keys are merged,
             values replaced. Where it changes the ``name`` of a part (model, loss, train.schedule), the base's
             ``options`` of that part are dropped: they belong to the other name. An override does the same.
-        overrides: ``key=value`` with dotted keys, names first, else in order; values are YAML, and ``36/255`` a number.
-        build: whether the model must be one that can be built; a network from elsewhere has the name of its file.
+        overrides: ``key=value`` with dotted keys, applied in order after those of a ``name``; values are YAML, and
+            ``36/255`` is a number.
+        build: whether the model must be one that can be built; False for a network whose ``name`` is that of a file.
 
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a value that the

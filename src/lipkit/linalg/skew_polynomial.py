@@ -126,10 +126,10 @@ def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
 
 
 def _fill_powers(out: Powers) -> None:
-    r"""Fill ``out``, which value and gradient both need, from the skew A ``(n, c, c)`` in ``out.squares[0]``.
+    r"""Compute all of ``out`` from the skew A ``(n, c, c)`` in ``out.squares[0]``, which becomes a = A / scale.
 
-    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is at most 1; near A = 0 it is limited
-    to ``scale / SMALLEST_NORM``.
+    With p the highest power in ``out``, ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is
+    at most 1; near A = 0 it is limited to ``scale / SMALLEST_NORM``.
     """
     a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
@@ -161,7 +161,7 @@ def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, ou
 
 
 def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` ``(n, c, c)`` with the polynomial of share a, the sum of an even and an odd part."""
+    """Fill ``out`` ``(n, c, c)`` with the polynomial of share a, an even and an odd part; ``room`` is scratch."""
     c = _coefficients(p.share, terms)
     factor = _combination(p, c[1], c[3], c[5], room[0])
     odd = mirrored_product(p.squares[0], factor, room[1], negative=True)

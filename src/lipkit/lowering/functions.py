@@ -180,7 +180,10 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
 
 
 def _mapped(call: Build, x: Operand, value: int, at: int, function: Callable[[Tensor], Tensor]) -> int:
-    """A linear function along dimension ``at`` of a value like ``x``; its matrix is the response to unit vectors."""
+    """Apply a linear function along dimension ``at`` of ``value``, as a matrix: its response to unit vectors.
+
+    ``value`` has as many dimensions as ``x``, and its size along ``at``.
+    """
     call.require((n := x.shape[at - 1]) <= 4096, f"expected at most 4096 entries in dimension {at}, got {n}")
     units = torch.eye(n, dtype=x.dtype)
     own, wide = function(units), function(units.to(call.like))

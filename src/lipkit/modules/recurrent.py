@@ -305,8 +305,8 @@ def _walk(
 ) -> list[_Step]:
     """The recursion of the module docstring: bounds of the rounding errors at each step.
 
-    Without ``centre``: errors of the float64 states at which rounding is measured. With ``centre``, these errors: errors
-    of the machine, whose input moves by at most ``moves``.
+    Without ``centre``, errors of the float64 states at which rounding is measured. With ``centre``, which holds these
+    errors, those of the machine; ``moves`` bounds the states' distance, in the norm of P, per unit of the input's.
     """
     found = list[_Step]()
     error = Line(torch.zeros_like(local[0].s.error.at), 0.0)
