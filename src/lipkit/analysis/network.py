@@ -217,7 +217,7 @@ def analyze(
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
-    """The lowered network: for bounds alone; or, without a bound outside the box, as plain modules to be limited."""
+    """The network lowered for bounds alone; if it has none without a box, as plain modules, which can get limits."""
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
         root = Root(constant_copy(model))

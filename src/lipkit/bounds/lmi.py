@@ -135,9 +135,9 @@ def _with_errors(
 
 
 def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
-    """The weights between hidden units; those from x to y; for x and for y, the units coupled to it and their rows.
+    """Split the weights: between hidden units; from x to y; and, for x and for y, its coupling to hidden units.
 
-    The rows are those of C, without their signs.
+    A coupling is (the units that are coupled, their rows of C without signs).
     """
     starts = [0, *accumulate(map(len, multipliers))]
     units = torch.arange(starts[-1], device=weights[0].device)
@@ -151,9 +151,10 @@ def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[li
 
 
 class _Blocks:
-    r"""H without its first and last block: the middle M, and the Gram matrix of its coupling C to them, with errors.
+    r"""H after elimination of its first and last block, which are :math:`\gamma I`: fewer rows to factorise.
 
-    Eliminating these two, :math:`\gamma I`, leaves fewer rows: ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`.
+    ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, with M the middle of H and C its coupling to the two blocks. Holds M
+    and the Gram matrix of C, with bounds of their errors.
     """
 
     def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:

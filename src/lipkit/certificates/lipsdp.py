@@ -58,7 +58,7 @@ class GainProof(Shown):
 
 
 def _chained(graph: Graph, shape: Shape) -> Graph:
-    """The graph with chains of modules that runs can hold as one `Network` each, which can carry multipliers."""
+    """The graph with each chain of dense modules and activations merged into a `Network`, to carry multipliers."""
     shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
     nodes, sources = list[nn.Module](), list[list[int]]()
     number = [0]  # in the new graph, of each value of the old one

@@ -130,7 +130,11 @@ class _Group:
         return None
 
     def descend(self, network: Network, end: float) -> tuple[Tensor, Tensor] | None:
-        """`among` after each of some signed steps, from random points, down the condition furthest from being met."""
+        """Search for a point as `among` does, after each of some signed gradient steps from random points.
+
+        A step goes down the condition of the point's case that is furthest from being met. None if no step finds a
+        point, or if time ``end`` comes first.
+        """
         low, width = self.ends[0], self.ends[1] - self.ends[0]
         random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x, cases = low + width * random, torch.arange(_STARTS) % len(self.cases)

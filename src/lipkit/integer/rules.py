@@ -228,7 +228,7 @@ def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, ga
 
 @integer_rule(Graph)
 def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> IntValue:
-    """Inside, errors count from the input that the program computes, and each value moves by its own gain."""
+    """A `Graph`: errors in it count from the input that the program computes, and each value has its own gain."""
     shapes = value_shapes(module, value.shape)
     wired = list(zip(module.nodes, module.sources, strict=True))
     constants = [None if isinstance(n, Join) else enlarged(lipschitz(n, shapes[read[0]])) for n, read in wired]

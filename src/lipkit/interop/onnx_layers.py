@@ -171,7 +171,7 @@ class Call:
         return axis % rank
 
     def axes(self, index: int = 1, more: int = 0) -> list[int]:
-        """The sorted, distinct ``axes`` (attribute or operand) of a tensor that has ``more`` dimensions for each."""
+        """The sorted, distinct ``axes`` (attribute or operand); ``more=1``: they are new dimensions of the result."""
         given = self.numbers("axes", index) or []
         rank = self.rank + more * len(given)
         found = sorted({self.axis(axis, rank) for axis in given})

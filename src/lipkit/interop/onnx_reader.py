@@ -225,12 +225,12 @@ def _sorted(nodes: list[Node], given: set[str], path: str | Path) -> Iterator[No
 
 
 def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor]) -> list[Node]:
-    """The nodes, with one for those that write out an activation: their products of two values have no constant."""
+    """Replace the nodes that write out an activation, such as ``x * Sigmoid(x)``, by one node, which has a constant."""
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
 
     def equals(name: str, wanted: float) -> bool:
-        """True for the scalar ``wanted``, as float32 stores it. More dimensions would change the product's shape."""
+        """True for a stored scalar equal to ``wanted`` in float32; more dimensions would change the product's shape."""
         constant = made[name].attributes.get("value") if name in made and made[name].kind == "Constant" else None
         tensor = stored.get(name, constant)
         if not isinstance(tensor, Tensor) or tensor.shape not in ((), (1,)):

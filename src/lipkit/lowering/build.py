@@ -164,7 +164,7 @@ class Build:
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
-        """A constant that is added. A bound does not depend on it and gets 1; a 0 could be taken for no addition."""
+        """The constant ``x`` that is added. Bounds do not depend on it and take 1; 0 could be taken for no addition."""
         return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:

@@ -23,7 +23,7 @@ from lipkit.modules.activations import ACTIVATIONS
 
 
 def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
-    """Pairs of a pattern in x and the activation that it is."""
+    """Pairs: a pattern in x, and a function that makes the activation which the pattern computes."""
     exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
     scale = math.sqrt(2 / math.pi)
     cubes = ("Pow", "x", 3.0), ("Mul", ("Mul", "x", "x"), "x")

@@ -282,7 +282,7 @@ def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: 
     Args:
         width: w, multiplies the channels.
         image: (C, H, W) with H and W multiples of 4.
-        batch_norm: whether batch norm, which has a bias, follows each hidden layer, which then has none.
+        batch_norm: whether batch norm follows each hidden layer; its bias then replaces the layer's.
 
     >>> [type(m).__name__ for m in convnet(batch_norm=False)][:3], convnet()[-1].out_features
     (['Conv2d', 'ReLU', 'Conv2d'], 10)

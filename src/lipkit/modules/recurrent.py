@@ -354,7 +354,7 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
 
 
 def _of_torch(module: Any) -> tuple[Any, Tensor, System]:
-    """An ``nn.RNN``, with its b and system in float64: the states are the units of the step before."""
+    """The ``nn.RNN`` in a module, its biases b and its system in float64; states are the units of the last step."""
     rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
     guard(rnn)
     if (kind := type(rnn)) is not nn.RNN:
