@@ -42,7 +42,7 @@ def command(
     RUN is the folder of a run. The new files go into RUN/certify-001, RUN/certify-002 and so on; reports, tables and
     exports of RUN keep showing the first ones.
 
-    MODEL DATA is a network from elsewhere and the name of a data set (or folder:PATH, npz:FILE, ...). MODEL is an ONNX
+    MODEL DATA is a network without a run and the name of a data set (or folder:PATH, npz:FILE, ...). MODEL is an ONNX
     or .pt2 file, a folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it
     is imported, so run). It becomes a run in RUNS.
 
