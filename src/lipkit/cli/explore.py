@@ -34,7 +34,7 @@ def command(
             raise click.UsageError(f"expected the folder of a run, got {run}")
     listener, address = listen(host, port, allow_remote)
     with listener:
-        # The port is open before torch is imported and data are read: an early browser just waits for the answer.
+        # The port is open before torch is imported and data are read, so an early browser waits for its answer.
         click.echo(f"{address} shows {', '.join(map(printable, runs))} as soon as it is read; Ctrl-C stops it")
         from lipkit.experiments import run as pipeline
         from lipkit.experiments.build import load_data

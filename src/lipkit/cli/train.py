@@ -90,7 +90,7 @@ def command(
 
 
 def started(name: str | None, resume: Path | None) -> str:
-    """One line about the run, printed before torch is imported; empty if the name will be refused.
+    """A line about the run to print before torch is imported; empty if the recipe or run does not exist.
 
     >>> started("digits_sll", None)[:41], started("no_such_recipe", None)
     ('digits_sll: 8 x 8 digits, small SLL netwo', '')
