@@ -33,8 +33,8 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 
     if name is not None and "=" in name:
         raise click.UsageError(f"expected a recipe in front of changes KEY=VALUE, got {name!r}")
-    text = printable_lines(commented(load_recipe(name or DEFAULT, once(changes))))
-    click.echo(text if name else "\n".join([text, *named_options()]))
+    text = printable_lines(commented(load_recipe(DEFAULT if name is None else name, once(changes))))
+    click.echo("\n".join([text, *named_options()]) if name is None else text)
 
 
 def commented(recipe: Recipe) -> str:
