@@ -220,7 +220,9 @@ def certify_network(
 def load_network(folder: Path) -> modules.Network:
     """The exported network of a run; ``RunError`` if the folder has none."""
     if not (folder / NETWORK).is_dir():
-        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
+        above = folder.resolve().parent  # the run, if the folder is that of a later certification
+        hint = f"{above} has one" if (above / NETWORK).is_dir() else "train it to the end first"
+        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: {hint}")
     return modules.load(folder / NETWORK)
 
 
