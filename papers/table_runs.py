@@ -37,6 +37,7 @@ from lipkit.report.record import (
     hardware,
     now,
     read_any_record,
+    read_record,
     versions,
     write_record,
 )
@@ -72,7 +73,7 @@ class TableRun:
     @property
     def done(self) -> bool:
         """True once the run has a record with all its figures."""
-        return self.trained and (not self.after or self.after.keys() <= _measured_after(self.folder).keys())
+        return self.trained and (not self.after or self.after.keys() <= read_record(self.folder).after.keys())
 
     @property
     def begun(self) -> bool:
@@ -229,19 +230,16 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
     if not run.trained:
         where = {"resume" if run.begun else "folder": run.folder}
         pipeline.train(run.recipe, display=display, **where)
-    known = _measured_after(run.folder) if run.after else {}
     for name, (measure, options) in run.after.items():
-        if name not in known:
+        record = read_record(run.folder)
+        if name not in record.after:
             if measure in measures.OF_FOLDER:
                 figures = measures.find(measure, measures.OF_FOLDER)(run.folder, **options)
             else:
                 network, data = modules.load(run.folder / pipeline.NETWORK), load_data(run.recipe)
                 figures = measures.find(measure, measures.AFTER)(network, data, seed=run.seed, **options)
-            record = read_any_record(run.folder)
-            assert not isinstance(record, MeasurementRecord)
-            further = {**record.further, **figures}
-            after = {**_measured_after(run.folder), name: dict(options)}
-            write_record(record.model_copy(update={"further": further, "after": after}), run.folder / RECORD)
+            further = {"further": {**record.further, **figures}, "after": {**record.after, name: dict(options)}}
+            write_record(record.model_copy(update=further), run.folder / RECORD)
 
 
 def measurement_record(
@@ -286,11 +284,6 @@ def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, f
             total = min(options.get("samples", ATTACKED), record.data.test_samples)
             return clopper_pearson(round(record.further[name] * total), total)
     return None
-
-
-def _measured_after(folder: Path) -> dict[str, Any]:
-    record = read_any_record(folder)
-    return {} if isinstance(record, MeasurementRecord) else dict(record.after)
 
 
 def _failure(run: TableRun, error: BaseException, display: Display) -> str:

@@ -30,11 +30,6 @@ class Conv(NamedTuple):
     stride: int
     n: int
 
-    @property
-    def out(self) -> int:
-        """Height of the output, padding ``k // 2``."""
-        return -(-self.n // self.stride)
-
 
 def alexnet() -> Iterator[Conv]:
     """Convolutions of AlexNet (Krizhevsky et al.) in the variant with one tower."""
@@ -131,7 +126,8 @@ def weight(conv: Conv) -> Tensor:
 def power_method(kernel: Tensor, conv: Conv, iterations: int = 10) -> Tensor:
     """Norm of the zero-padded convolution by power iteration on one random image: a LOWER estimate."""
     x = torch.randn(1, conv.cin, conv.n, conv.n, generator=torch.Generator().manual_seed(0))
-    padding, lost = conv.k // 2, conv.n + 2 * (conv.k // 2) - conv.k - (conv.out - 1) * conv.stride
+    padding, out = conv.k // 2, -(-conv.n // conv.stride)
+    lost = conv.n + 2 * padding - conv.k - (out - 1) * conv.stride  # rows at the end that no output sees
     for _ in range(iterations):
         y = F.conv2d(x, kernel, stride=conv.stride, padding=padding)
         x = F.conv_transpose2d(y, kernel, stride=conv.stride, padding=padding, output_padding=max(lost, 0))
