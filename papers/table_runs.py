@@ -228,7 +228,7 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
         return
     assert run.recipe is not None
     if not run.trained:
-        where = {"resume" if run.begun else "folder": run.folder}
+        where: dict[str, Any] = {"resume" if run.begun else "folder": run.folder}
         pipeline.train(run.recipe, display=display, **where)
     for name, (measure, options) in run.after.items():
         record = read_record(run.folder)
@@ -296,7 +296,7 @@ def _shown(run: TableRun) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures(read_any_record(run.folder)).items())
 
 
-# Keys of a recipe that do not change a run's figures: its name, place, speed and progress; the seed is compared apart.
+# Keys of a recipe that `_agree` ignores: name, data folder, speed, progress and seed of a run.
 _INCIDENTAL = {
     *("name", "description", "data.root", "certify.batch_size"),
     *(f"train.{key}" for key in (*PLACEMENT, "seed", "evaluate_every", "evaluate_samples")),
