@@ -89,7 +89,7 @@ def proves(weights, lambdas, gamma):
 
 
 def run(path, samples, repeats=2000):
-    """Largest difference of onnxruntime's outputs from y; median and 99th percentile of us for one input."""
+    """Largest difference of onnxruntime's outputs from y; median and 99th percentile of a call's microseconds."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -122,7 +122,7 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
 
 
 def missing_run(run: TableRun, found: Sequence[TableRecord]) -> Missing:
-    """Cost of a run: of a training, the mean time of the row's records at the scale full, else the extrapolated one."""
+    """Cost of a run; for a training, the mean time of the row's full records, else the extrapolated one."""
     if run.recipe is None:
         return Missing(measurement_hours(run.row, found), ABSENT.get(str(run.row.options.get("data"))))
     made = [one.record.times["train"] / 3600 for one in found if one.scale == "full"]
@@ -167,7 +167,7 @@ def reaches(
 
 
 def half_digit(table: Table, row: Row, column: str) -> float:
-    """Half a unit of the last digit of a published figure; a zero counts as printed like the finest in its column."""
+    """Half a unit of the last digit of a published figure; a zero takes the finest digit of its column."""
     own = table.published(row)[column]
     values = [own] if own else [table.published(other)[column] for other in table.rows]
     places = [-int(Decimal(str(value)).as_tuple().exponent) for value in values if value is not None]
@@ -239,7 +239,7 @@ def verdicts_of(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def recorded(name: str, rows: Sequence[Row]) -> str:
-    """How many rows have records at which scale, in words."""
+    """The number of rows with records at each scale, in words."""
     scales = [records[0].scale for row in rows if (records := found_of(name)[row.label])]
     numbers = ", ".join(f"{scales.count(scale)} {scale}" for scale in SCALES if scale in scales)
     return f"{numbers} of {len(rows)} rows: `records/{name}/`" if scales else f"none of {len(rows)} rows"

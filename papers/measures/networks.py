@@ -136,7 +136,7 @@ def power_method(kernel: Tensor, conv: Conv, iterations: int = 10) -> Tensor:
 
 
 def measure(method: str, conv: Conv) -> tuple[float, float]:
-    """Process time in seconds, and value, of a bound, of ``lipbound_estimate``, or of ``power``: `power_method`."""
+    """(process time in seconds, value) of a bound, of ``lipbound_estimate``, or of ``power``, the `power_method`."""
     kernel = weight(conv)
     best, value = float("inf"), 0.0
     bounds = {**METHODS, "lipbound_estimate": lipbound_estimate}

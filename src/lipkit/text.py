@@ -12,7 +12,7 @@ from lipkit.errors import ShapeError
 
 
 def printable(text: object, longest: int | None = None) -> str:
-    r"""One line of at most ``longest`` characters, without any that move the cursor, colour, hide or reorder text.
+    r"""One line, at most ``longest`` characters; any that move the cursor, colour, hide or reorder text are escaped.
 
     Control characters (such as line breaks and ANSI escapes), format characters (such as zero width and overrides of
     the writing direction), surrogates, unassigned characters and all separators but the space become Python escapes.
