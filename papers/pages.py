@@ -187,8 +187,7 @@ def count_of(name: str, changes: tuple[str, ...]) -> int:
 def counted(table: Table, row: Row, paper: float, digit: float) -> tuple[str, str]:
     """(verdict, cell) of a published number of parameters, in millions."""
     name = table.recipe_of(row)
-    if name is None:
-        raise ValueError(f"{row.label}: expected a recipe, whose network has parameters, got none")
+    assert name is not None  # only rows with a recipe print a number of parameters
     ours = count_of(name, tuple(table.overrides(row, "full"))) / 1e6
     verdict = COUNTED[not reaches("million_parameters", paper, ours, digit, None)]
     return verdict, f"{shown('million_parameters', paper)} → {shown('million_parameters', ours)}: {verdict}"

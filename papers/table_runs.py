@@ -95,7 +95,6 @@ def plan(
     """Every run of the table, row by row, each with its recipe and its folder.
 
     Args:
-        table: the table.
         out: folder of the table's runs; the folders of other tables are next to it.
         overrides: changes of every recipe.
         seeds: runs of each row; None for the table's number at the scale full, else one.

@@ -8,7 +8,7 @@ the folder of the data sets, and ``data`` holds the test samples; some measureme
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lipkit.errors import OptionError
@@ -34,7 +34,7 @@ AFTER = dict.fromkeys(
 OF_FOLDER = {"learning_curve": "trained"}
 
 
-def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[str, float]]:
+def find(name: str, table: Mapping[str, str] = MEASURES) -> Callable[..., dict[str, float]]:
     """The measurement called ``name``.
 
     Raises:
@@ -43,7 +43,6 @@ def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[s
     >>> find("truncation").__name__
     'truncation'
     """
-    table = MEASURES if table is None else table
     if name not in table:
         raise OptionError(f"expected a measurement among {', '.join(table)}, got {name!r}")
     function: Any = getattr(importlib.import_module(f"papers.measures.{table[name]}"), name)

@@ -98,8 +98,7 @@ def recipe_step(
         over: the other recipe.
         both: changes made to both recipes.
         side, classes: height and width of the random RGB images, and number of outputs.
-        batch: images in a step; None for the batch size of each recipe.
-        seconds: time spent on each of the two networks.
+        batch, seconds: see `network_step`; None for the batch size of each recipe.
     """
     shape = (3, side, side)
 
@@ -127,8 +126,7 @@ def lipconvnet_step(
     Args:
         depth, width: of both networks.
         network, over: further options of `lipkit.models.lipconvnet`, for the two networks.
-        batch: images in a step.
-        seconds: time spent on each of the two networks.
+        batch, seconds: see `network_step`.
     """
 
     def contender(options: Mapping[str, Any]) -> Work:

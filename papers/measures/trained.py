@@ -29,8 +29,7 @@ from papers.measures import ATTACKED
 
 def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:
     """At most ``samples`` test samples: those that `lipkit.evaluation.evaluate` attacks with this seed."""
-    x, y = data.test.batch(choose_samples(len(data.test), samples, seed))
-    return x, y
+    return data.test.batch(choose_samples(len(data.test), samples, seed))
 
 
 def attack(

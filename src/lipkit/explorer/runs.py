@@ -129,8 +129,7 @@ class ExploredRun:
     def _at(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise OptionError(f"expected a sample between 0 and {len(self) - 1}, got {index}")
-        x, y = self.split.batch(torch.tensor([index]))
-        return x.float(), y
+        return self.split.batch(torch.tensor([index]))
 
 
 def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
