@@ -26,7 +26,7 @@ SHAPE = (1, 8, 8)  # of one input
 
 
 class Net(nn.Module):
-    """Your own module with a forward pass of its own; every layer that it calls has constant 1."""
+    """An ordinary module with its own forward pass; every layer that it calls has constant 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.second = SvcmConv2d(16, 32, 1, stride=2)  # kept near norm 1 by a projection between steps
         self.hidden = CayleyLinear(32 * 4 * 4, 128)
         self.last = CayleyLinear(128, 10)
-        self.maxmin = MaxMin()  # ReLU has constant 1 too, but loses what lies below zero
+        self.maxmin = MaxMin()  # keeps the norm; ReLU has constant 1, too, but drops what lies below zero
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxmin(self.first(x))
@@ -46,16 +46,16 @@ class Net(nn.Module):
 def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy that asks for a margin.
 
-    A network of constant 1 certifies the radius m / sqrt(2), m the margin between its two largest logits: two logits
-    move apart by at most sqrt(2) |x' - x|. So the right logit is lowered by the margin of 2 EPS, and a small
-    temperature makes cross-entropy care about margins of that size.
+    A network of constant 1 certifies the radius m / sqrt(2), where m is the margin between its two largest logits:
+    their difference changes by at most sqrt(2) |x' - x|. So we lower the right logit by the margin for 2 EPS, and a
+    small temperature makes cross-entropy sensitive to margins of that size.
     """
     wanted = 2 * 2**0.5 * EPS * F.one_hot(labels, logits.shape[1])
     return 0.25 * F.cross_entropy((logits - wanted) / 0.25, labels)
 
 
 def train(net: Net, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    """A copy of the network with the average of its last weights; any torch loop does."""
+    """Train in an ordinary loop; returns a copy of the network with an average of its last weights."""
     optimiser = torch.optim.Adam(net.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
     average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
@@ -69,7 +69,7 @@ def train(net: Net, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
             average.update_parameters(net)
         schedule.step()
         print(f"epoch {epoch + 1:2d}  loss {loss.item():.4f}")
-    # Averages of free parameters still make orthogonal weights; the projected kernel is projected once more.
+    # Averaged parameters still make orthogonal weights; only the average of SVCM's kernels must be projected again.
     averaged = copy.deepcopy(average.module)
     after_step(averaged, SHAPE)
     return averaged.eval()

@@ -2,8 +2,8 @@
 
     python examples/controller.py [--steps 1500] [--out runs/controller]
 
-An LBDN 12 -> 64 -> 64 -> 4 learns the nonlinear state feedback of a quadrotor. Between the scaling of the state and
-that of the command its gain is at most 2, whatever the training does. docs/lbdn.md tells the story.
+An LBDN 12 -> 64 -> 64 -> 4 learns the nonlinear state feedback of a quadrotor. Its gain from the scaled state to the
+scaled command is at most 2, whatever training does. docs/lbdn.md tells the story.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def law(x: np.ndarray) -> np.ndarray:
 
 
 def plant(x: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """Rigid body in Euler angles: time derivative of one state (12,) under one command (4,)."""
+    """A rigid body in Euler angles: time derivative of a state (12,) under a command (4,)."""
     velocity, (roll, pitch, yaw), rates = x[3:6], x[6:9], x[9:12]
     (sr, sp, sy), (cr, cp, cy) = np.sin((roll, pitch, yaw)), np.cos((roll, pitch, yaw))
     up = np.array([cy * sp * cr + sy * sr, sy * sp * cr - cy * sr, cp * cr])
@@ -74,19 +74,19 @@ def simulate(controller: Callable[[np.ndarray], np.ndarray], seconds: float = 8.
         x = x + dt / 6 * (k1 + 2 * k2 + 2 * k3 + plant(x + dt * k3, u))
         states.append(x)
         if not np.abs(x).max() < 1e3:
-            break  # lost: too little training
+            break  # diverged: too little training
     return np.array(states)
 
 
 def samples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """States in a box of one scale about hover, denser near it, and the law's commands."""
+    """States within one scale of hover, denser near it, and the law's commands."""
     x = (2 * torch.rand(count, 12, generator=generator, dtype=torch.float64) - 1) * torch.tensor(STATE_SCALE)
     x = x * torch.rand(count, 1, generator=generator, dtype=torch.float64)
     return x.float(), torch.from_numpy(law(x.numpy())).float()
 
 
 def train(steps: int, seed: int = 0) -> nn.Sequential:
-    """Scaling, LBDN, scaling, by an ordinary optimiser: the gain holds before, during and after."""
+    """Train scaling, LBDN, scaling with an ordinary optimiser; the gain holds before, during and after training."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     network = lipkit.models.lbdn([12, 64, 64, 4], gamma=GAMMA, activation="relu")
@@ -101,14 +101,14 @@ def train(steps: int, seed: int = 0) -> nn.Sequential:
         loss.backward()
         optimiser.step()
         schedule.step()
-    # Trim: at hover the command is hover's. A bias has no part in the gain.
+    # Trim: at hover, command what hovers. A bias does not change the gain.
     with torch.no_grad():
         network.output.bias -= network(torch.zeros(12))
     return model
 
 
 def write_onnx(plain: lipkit.modules.Network, gamma: float, path: Path) -> None:
-    """Plain ONNX of any batch size, with the gain and the multipliers that prove it among its metadata."""
+    """Write plain ONNX of any batch size; its metadata hold the gain and the multipliers that prove it."""
     model = onnx.load(lipkit.interop.write_onnx(plain, path))
     multipliers = [m.tolist() for m in plain.multipliers().values()]
     model.metadata_props.add(key="lipkit.gamma", value=repr(gamma))
@@ -136,9 +136,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"lipkit: gain {whole:g} from input to output, with the network's own multipliers: {proved}")
     x, u = samples(4096, torch.Generator().manual_seed(1))
     scale = torch.tensor(STATE_SCALE)
-    # Errors of the state in shares of its scales, all twelve together: hence without the first scaling.
+    # delta is the l2 norm of an error of the scaled state; so this certificate leaves out the first scaling.
     certificate = lipkit.certificates.certify_regression(inner, x / scale, u, delta=0.01)
-    # The part that gamma bounds: lower by search, upper by the best multipliers.
+    # The gain that gamma bounds: from below by a search, from above by the best multipliers.
     core = lipkit.export(model[1], (12,))
     lower = lipkit.analysis.lipschitz_lower_bound(core, start=x[:64] / scale).lower
     print(f"lipkit: between the scalings {lower:.3f} (found) <= gain <= {lipsdp.solve(core).gain:.3f} <= {GAMMA:g}")

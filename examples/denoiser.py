@@ -33,7 +33,7 @@ SIDE, PATCH, NOISE = 192, 48, 25 / 255
 
 
 def photographs() -> tuple[list[Tensor], list[Tensor]]:
-    """China and flower of scikit-learn (BSD): strips around the centre to train on, 192 x 192 in the centre to test."""
+    """Two photographs of scikit-learn (BSD): strips around the centre to train on, the centre to test on."""
     train, test = [], []
     for image in load_sample_images().images:
         x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
@@ -44,7 +44,7 @@ def photographs() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def patches(strips: Sequence[Tensor], count: int, generator: torch.Generator) -> Tensor:
-    """Random patches: turned, mirrored, with exchanged and inverted colours, for two photographs have few."""
+    """Random patches, turned, mirrored, with colours exchanged and inverted, since two photographs have few patches."""
 
     def draw(n: int) -> int:
         return int(torch.randint(n, (1,), generator=generator))
@@ -70,7 +70,7 @@ def psnr(x: Tensor, truth: Tensor) -> float:
 
 
 def network(name: str, sizes: tuple[int, int, int]) -> nn.Module:
-    """Each in its best form: the unconstrained one learns the noise, D = I + N."""
+    """The untrained network, each kind in its best form: the unconstrained one learns the noise, D = I + N."""
     if name == "orthogonal":
         return denoiser(*sizes)
     body = unet(*sizes, layer="plain_conv", mean=0.5)
@@ -79,7 +79,7 @@ def network(name: str, sizes: tuple[int, int, int]) -> nn.Module:
 
 
 def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, seed: int = 0) -> float:
-    """Process time in seconds of ``steps`` steps of Adam on the mean squared error; the rate falls along a cosine."""
+    """Train by Adam on the mean squared error, with a cosine schedule; returns the process time in seconds."""
     generator = torch.Generator().manual_seed(seed)
     optimiser, start = torch.optim.Adam(net.parameters(), lr=rate), time.process_time()
     for step in range(steps):
@@ -95,14 +95,14 @@ def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, see
 
 
 class Trajectory(NamedTuple):
-    """What an iteration went through: PSNR of each iterate, length of each step."""
+    """PSNR of each iterate, and length of each step (the residual)."""
 
     psnr: list[float]
     residual: list[float]
 
 
 def blur_transform(width: float = 1.6) -> Tensor:
-    """Transfer function (192, 97) of a circular Gaussian blur, real, in (0, 1]: the blur has norm 1."""
+    """Transfer function (192, 97) of a circular Gaussian blur; it lies in (0, 1], so the blur has norm 1."""
     rows, columns = torch.fft.fftfreq(SIDE, dtype=torch.float64), torch.fft.rfftfreq(SIDE, dtype=torch.float64)
     squares = rows[:, None].square() + columns.square()
     return torch.exp(-2 * math.pi**2 * width**2 * squares)
@@ -114,7 +114,7 @@ def filtered(x: Tensor, transfer: Tensor) -> Tensor:
 
 @torch.no_grad()
 def deblur(net: nn.Module, blurred: Tensor, truth: Tensor, *, strength: float, iterations: int) -> Trajectory:
-    """x <- (1 - s) z + s D(z), z = x - A^T (A x - b): a firmly non-expansive map behind a non-expansive one."""
+    """x <- (1 - s) z + s D(z), z = x - A^T (A x - b): a non-expansive map, then a firmly non-expansive one."""
     transfer, x = blur_transform(), blurred
     found = Trajectory([], [])
     for _ in range(iterations):
@@ -127,7 +127,7 @@ def deblur(net: nn.Module, blurred: Tensor, truth: Tensor, *, strength: float, i
 
 
 def draw(paths: dict[str, Trajectory]) -> plt.Figure:
-    """Both curves of each network over the iterations."""
+    """PSNR and length of the step over the iterations, a curve for each network."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
     for name, path in paths.items():
         left.plot(range(1, len(path.psnr) + 1), path.psnr, label=name)

@@ -2,10 +2,10 @@
 
     python examples/one_class.py --root DATA --keep records/detectors
 
-The network scores an image, is 1-Lipschitz by construction, and learns from the normal digit alone: against pictures
-that are made of it, quarter turns and two halves of different images that do not fit together. Loss: Serrurier et al.,
-CVPR 2021 (HKR). What is printed holds for the exported network: the AUROC on the test images, and the smallest one if
-every image, normal or not, may move by eps in l2.
+The network maps an image to a score and is 1-Lipschitz by construction. It learns from the normal digit alone, against
+negatives made of it: quarter turns, and mismatched halves of two images. Loss: HKR (Serrurier et al., CVPR 2021).
+The program prints the exported network's AUROC on the test images, and the smallest AUROC if every image, normal or
+not, may move by eps in l2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RADII = (0.1, 0.25, 0.5)
 
 
 def strangers(x: Tensor, random: torch.Generator) -> Tensor:
-    """Images (N, 1, 28, 28) that are made of normal ones and are none."""
+    """Negatives (N, 1, 28, 28) made of normal images: turned, or put together from halves that do not fit."""
     n, side = len(x), x.shape[-1]
     other = x[torch.randperm(n, generator=random)]
     shift = torch.randint(4, 9, (n,), generator=random) * (2 * torch.randint(2, (n,), generator=random) - 1)
@@ -44,7 +44,7 @@ def strangers(x: Tensor, random: torch.Generator) -> Tensor:
 
 
 def detector(x: Tensor, steps: int, seed: int = 0) -> lipkit.modules.Network:
-    """Train on the normal images alone; returns the exported network, larger for normal ones."""
+    """Train on the normal images alone; returns the exported network, whose score is larger for normal images."""
     random = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = lipkit.models.mlp((128, 128), "cayley", input_shape=(1, 28, 28), classes=1)

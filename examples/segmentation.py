@@ -1,10 +1,10 @@
-"""Segmentation with a certified accuracy: handwritten digits on photographs, every pixel ground or ink.
+"""Segmentation with a certified accuracy: handwritten digits on photographs, every pixel background or ink.
 
     python examples/segmentation.py --keep records/segmentation
 
-The scenes are made here from real digits and the two photographs of scikit-learn. The network is orthogonal and has
-fewer outputs than inputs, so the worst-case pixel accuracy and IoU that follow from its margins
-(`lipkit.certificates.dense`: all pixels share one budget) are nearly what an attack reaches.
+The scenes are made from real digits and the two photographs of scikit-learn. `lipkit.certificates.dense` bounds the
+worst-case pixel accuracy and IoU from the network's margins, with one budget for all pixels. The network is orthogonal
+and has fewer outputs than inputs, so an attack nearly reaches these bounds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SIDE, DIGIT, CLASSES = 16, 14, 2
 
 
 def scenes(digits: lipkit.data.Split, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 16, 16) in [0, 1] and labels (N, 16, 16): 0 for the ground, 1 for ink.
+    """Images (N, 3, 16, 16) in [0, 1] and labels (N, 16, 16): 0 for background, 1 for ink.
 
-    One digit a scene, at a random place, painted in a light colour on a darkened patch of a photograph.
+    Each scene has one digit, painted in a light colour at a random place on a darkened patch of a photograph.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -80,9 +80,10 @@ def trained(data: tuple[Tensor, Tensor], steps: int, temperature: float, width: 
 
 
 def attacked(net: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int) -> Tensor:
-    """The fewest right pixels (N,) that a descent finds within eps.
+    """The smallest number of correct pixels (N,) that gradient descent finds within eps.
 
-    It pushes pixels of least margin just over, and no further: as many as the bound says that a share of eps pays for.
+    It attacks the pixels of least margin, as many as the bound allows for a multiple of eps, and pushes each just past
+    the boundary.
     """
 
     def margins(images: Tensor) -> Tensor:
@@ -95,8 +96,8 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int) -> Te
     least, order = clean.sort(1)
     cost = (least.square() / 2).cumsum(1).sqrt()
     fewest = torch.full((len(x),), y[0].numel())
-    for share in (0.7, 0.85, 1.0, 1.15):
-        chosen = torch.zeros_like(clean).scatter(1, order, (cost <= share * eps).to(clean))
+    for multiple in (0.7, 0.85, 1.0, 1.15):
+        chosen = torch.zeros_like(clean).scatter(1, order, (cost <= multiple * eps).to(clean))
         moved = torch.zeros_like(x)
         for step in range(steps):
             moved.requires_grad_()

@@ -2,14 +2,14 @@
 
     python examples/small_gain.py [--steps 40]
 
-The plant is a mass on a spring that softens. Its gain g from force to position is proved by an LMI, for every spring
-force with a slope in [0, 1] beside the linear one. The controller is trained to damp disturbances, and its gain stays
-below 0.9 / g, whatever training does. Both gains are proved from the stored numbers; their product is below 1, so for
-every disturbance d over any time
+The plant is a mass on a spring that softens. An LMI proves its gain g from force to position, for every spring force
+whose nonlinear part has a slope in [0, 1]. The controller is trained to damp disturbances, and its gain k stays below
+0.9 / g, whatever training does. Both gains are proved from the stored numbers, and their product is below 1. So the
+position y satisfies, for every disturbance d over any time,
 
     |y| <= g / (1 - g k) |d|.
 
-Where a gain is not proved, or the product is 1 or more, the program stops with an error instead of a loop.
+If a gain is not proved, or the product is 1 or more, the program stops with an error and closes no loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lipkit.layers import R2dn
 from lipkit.modules import Network, Recurrent
 
 DT, STIFFNESS, SOFT, DAMPING = 0.1, 1.0, 0.5, 0.5
-SHARE = 0.9  # of what the small-gain theorem allows
+FRACTION = 0.9  # of the largest gain that the small-gain theorem allows
 
 
 def plant() -> Network:
@@ -54,7 +54,7 @@ def closed_loop_bound(one: Network, other: nn.Module) -> float:
 
 
 def closed(system: Recurrent, step: Callable[[Tensor], Tensor], disturbance: Tensor) -> Tensor:
-    """Positions (B, T) of the closed loop under forces (B, T); the controller reads the position before."""
+    """Positions (B, T) of the closed loop under forces (B, T); the controller reads the previous position."""
     x = disturbance.new_zeros(len(disturbance), 2)
     y, places = x[:, :1], []
     for force in disturbance.unbind(1):
@@ -67,7 +67,7 @@ def closed(system: Recurrent, step: Callable[[Tensor], Tensor], disturbance: Ten
 
 
 def differentiable(layer: R2dn, batch: int) -> Callable[[Tensor], Tensor]:
-    """The layer as it is now, step by step from rest."""
+    """The layer with its present weights as a differentiable function of one step, from rest."""
     parts, state = layer.parts(), torch.zeros(batch, layer.states, dtype=torch.float64)
 
     def step(y: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def differentiable(layer: R2dn, batch: int) -> Callable[[Tensor], Tensor]:
 
 
 def train(system: Recurrent, gamma: float, steps: int) -> R2dn:
-    """Adam through the closed loop: as little motion as the gain allows."""
+    """Train a controller by Adam through the closed loop, for as little motion as its gain allows."""
     torch.manual_seed(0)
     layer = R2dn(1, 1, 4, 8, gamma=gamma, rate=0.98, dtype=torch.float64)
     optimiser = torch.optim.Adam(layer.parameters(), lr=0.02)
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     mass = plant()
     g = float(lipkit.lipschitz(mass))
     print(f"plant: gain <= {g:.4f} (proved)")
-    layer = train(mass[0], SHARE / g, options.steps)
+    layer = train(mass[0], FRACTION / g, options.steps)
     controller = lipkit.export(layer, (1, 1))
     k = float(lipkit.lipschitz(controller))
     bound = closed_loop_bound(mass, controller)

@@ -29,7 +29,7 @@ SLOPE_IN_0_1 = {"Relu", "Tanh", "Sigmoid", "Softplus", "Softsign"}
 
 
 def read(path):
-    """Largest factors of the input and output scalings, the weights between them, and the claim (gamma, lambdas)."""
+    """The scalings' largest factors (input, output), the weights between them, and the claim: gamma and the lambdas."""
     model = onnx.load(path)
     onnx.checker.check_model(model)
     if model.functions:
@@ -66,7 +66,7 @@ def read(path):
 
 
 def proves(weights, lambdas, gamma):
-    """Whether H >= 0 is proved in floating point."""
+    """True if floating-point arithmetic proves that H is positive semidefinite."""
     n = [weights[0].shape[1], *map(len, weights)]
     h = np.diag(np.concatenate([np.full(n[0], gamma), *(2 * v for v in lambdas), np.full(n[-1], gamma)]))
     for k, w in enumerate(weights):
@@ -78,8 +78,8 @@ def proves(weights, lambdas, gamma):
     # D H D with D of powers of two, which multiply without rounding, has a diagonal of about 1.
     d = 2.0 ** -np.round(np.log2(h.diagonal()) / 2)
     h = d[:, None] * h * d
-    # If Cholesky of H - cI runs to its end in floating point with c >= (n + 1) u trace(H) and a little, then H >= 0
-    # (Rump, BIT 2006, theorem 2.3). Four times that also covers the subtraction, 2 u |H| the products L W.
+    # H >= 0 if the Cholesky factorisation of H - cI succeeds in floating point with c slightly above (n + 1) u trace(H)
+    # (Rump, BIT 2006, theorem 2.3). Four times that also covers the subtraction, and 2 u |H| covers the products L W.
     c = 4 * (len(h) + 3) * U * np.trace(h) + 2 * U * np.linalg.norm(h)
     try:
         np.linalg.cholesky(h - 1.01 * c * np.eye(len(h)))
@@ -89,7 +89,7 @@ def proves(weights, lambdas, gamma):
 
 
 def run(path, samples, repeats=2000):
-    """Largest difference of onnxruntime's outputs from y, and microseconds for one input: median, 99th percentile."""
+    """Largest difference of onnxruntime's outputs from y; median and 99th percentile of a call's microseconds."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,5 +1,5 @@
-"""The papers' tables and figures, repeated: ``python -m papers TABLE``, from the root of the repository.
+"""Repeats the papers' tables and figures: ``python -m papers TABLE``, from the root of the repository.
 
-Not in the wheel. ``published/`` holds each paper's figures as data; `tables` reads them, `table_runs` plans and
-makes the runs, `measures` holds the measurements, `figures` draws.
+Not in the wheel. ``published/`` holds each paper's figures as data, which `tables` reads; `table_runs` plans and makes
+the runs, `measures` holds the measurements, `figures` draws, and `pages` writes the tables of the documents.
 """

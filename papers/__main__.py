@@ -1,4 +1,4 @@
-"""``python -m papers``: repeat a published table and print it beside the paper's figures."""
+"""``python -m papers``: repeat a published table and print its figures beside the paper's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from papers.tables import Available, Scale, Table
     type=click.Choice(("full", "budget", "smoke")),
     help="full: the paper's setting (default). budget: 400 s of a CPU core. smoke: seconds, to see it run.",
 )
-@click.option("--row", "labels", multiple=True, metavar="LABEL", help="Only this row of the table; may be repeated.")
+@click.option("--row", "labels", multiple=True, metavar="LABEL", help="Make this row only; may be repeated.")
 @click.option("--skip-thin", is_flag=True, help="Skip rows that differ from a neighbour in one number only.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; default: the table's at full, else 1.")
 @click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: the table's.")
@@ -69,9 +69,9 @@ def command(
 ) -> None:
     """Make every row of TABLE and print its figures beside the published ones.
 
-    Finished runs are kept; the same command again resumes interrupted ones. The figures
-    are read from record.json files alone; rows without one are printed as not made. KEY=VALUE changes the recipe of
-    every row, for example train.epochs=1. A figure of a paper is printed as a table of its points and drawn.
+    Finished runs are kept; the same command again resumes interrupted ones. All figures are read from record.json
+    files; a row without one is printed as not made. KEY=VALUE changes the recipe of every row, for example
+    train.epochs=1. A figure of a paper is printed as a table of its points and drawn.
     """
     if listed:
         click.echo(aligned([], [[name, table.source, table.description] for name, table in tables.TABLES.items()]))
@@ -112,11 +112,7 @@ def command(
 
 
 def choose(name: str | None, everything: bool) -> dict[str, Table]:
-    """The requested tables.
-
-    Raises:
-        OptionError: an unknown name; the message has the closest ones.
-    """
+    """The requested tables by name; an unknown name raises ``OptionError`` with the closest ones."""
     if everything == (name is not None):
         raise click.UsageError(f"expected a table or --all, got {'both' if everything else 'neither'}")
     if name is None:
@@ -128,11 +124,7 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
 
 
 def only_rows(table: Table, labels: Sequence[str]) -> Table:
-    """The table with the rows of these labels; without labels, the whole table.
-
-    Raises:
-        OptionError: no row has such a label; the message lists the labels.
-    """
+    """The table with only the rows of these labels, if any; an unknown label raises ``OptionError``."""
     known = [row.label for row in table.rows]
     if unknown := [label for label in labels if label not in known]:
         raise OptionError(f"--row: expected labels of the table ({'; '.join(known)}), got {unknown}")
@@ -143,7 +135,7 @@ def only_rows(table: Table, labels: Sequence[str]) -> Table:
 def print_table(
     name: str, table: Table, found: Mapping[str, Sequence[TableRecord]], figures: Path | None, *, last: bool
 ) -> None:
-    """Print the table; draw its picture, if it has one, to a file in ``figures``."""
+    """Print the table, then an empty line unless it is the last; draw its picture, if any, to a file in ``figures``."""
     text = table_runs.render(table, found)
     if table.figure is not None and figures is not None:
         path = figures / f"{name}.svg"
@@ -154,7 +146,7 @@ def print_table(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code, see `lipkit.cli.main.main`."""
+    """Run the command; return its exit code, as `lipkit.cli.main.main` does."""
     return program(arguments, command, "python -m papers")
 
 

@@ -1,4 +1,4 @@
-"""The picture of a table as one SVG file: measured figures as points or curves, a paper's as hollow markers."""
+"""Draws a table as an SVG file: measured figures as points or curves, the paper's as hollow markers or dashed lines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ Point = tuple[float, ...]
 
 @dataclass
 class Curve:
-    """A curve through points (x, y) in this order, and the points that a paper prints for it.
+    """A series of points and what the paper prints for it.
 
-    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked. ``lines`` are dashed lines that a
-    paper prints, each given by a point and its slope.
+    Attributes:
+        name: in the legend.
+        joined: whether a line joins the measured points.
+        ours: measured points (x, y) in the order of the line; or (x, y, z) on a grid, drawn as contours of z.
+        published: points of the paper.
+        lines: lines of the paper, each a point and a slope.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Curve:
 
 @dataclass
 class Panel:
-    """One pair of axes; ``per_cent`` is (x, y), True for an axis of fractions."""
+    """One pair of axes; ``per_cent`` tells whether (x, y) are fractions."""
 
     title: str
     x_label: str
@@ -48,14 +52,14 @@ class Panel:
 
     @property
     def curves(self) -> list[Curve]:
-        """Its curves, in the order of the rows."""
+        """The curves, in the order of the rows."""
         return [*self.series.values()]
 
 
 def panels(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> list[Panel]:
     """The panels of a table's figure, from means over the runs of each row.
 
-    Points are sorted by x, or in the order of rows if x is itself a measured figure.
+    A curve goes through its points by ascending x, or in the order of the rows if x is itself a measured figure.
     """
     picture = table.figure
     assert picture is not None
@@ -98,7 +102,7 @@ def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _points(picture: Picture, y: str, values: Mapping[str, float], groups: Mapping[str, str]) -> list[Point]:
-    """One point of a row; for y of the form ``name(*)`` all figures ``name(1)``, ``name(2)``, ... as a curve."""
+    """The point of a row; for y of the form ``name(*)`` the points of all figures ``name(1)``, ``name(2)``, ..."""
     if y.endswith("*)"):
         inside = {name: _BRACKETS.search(name) for name in values if name.startswith(f"{y.partition('(')[0]}(")}
         return [(*map(float, match[1].split(",")), values[name]) for name, match in inside.items() if match]
@@ -110,8 +114,8 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) ->
     """The picture of a table as the text of a self-contained SVG file, its panels in rows of three.
 
     Args:
-        name: of the table; prefix that keeps the ids of this file distinct from those of others.
-        table: one that has a figure.
+        name: of the table; the ids in the file begin with it, so that a page can hold several files.
+        table: a table with a ``figure``.
         found: the records of each row, by its label; a row without records shows its published points only.
     """
     assert table.figure is not None

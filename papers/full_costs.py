@@ -3,12 +3,12 @@
     python -m papers.full_costs     # resumable: costs in papers/full_costs.json are kept; no data are needed
     python -m papers.pages          # writes the costs into the pages
 
-The network of the full recipe is fed random samples of the right shape. A step is one of `lipkit.fit`:
-augmentation, attack, both passes, penalty, optimiser. We measure process time of one thread, without the first step,
-at the batches 2, 8, 32, and at the recipe's unless a step would take more than SLOW seconds and twice the last one. If
-a step of 2 takes more than SLOW, the batches are 2 and 16. A line through the two largest batches extrapolates to the
-recipe's, and steps and epochs multiply it. (lbdn_2_times measured eight networks of lbdn_2 at the recipe's batch.)
-Evaluations, certificates and attacks are not included. Networks that need more than MEMORY (8 GiB) are not measured.
+The network of the full recipe is trained on random samples of the right shape, by steps of `lipkit.fit`: augmentation,
+attack, both passes, penalty, optimiser. We measure process time, without the first step, at the batch sizes 2, 8 and
+32, and at the recipe's unless a step would take more than SLOW seconds and more than twice the last one. If a step of 2
+samples takes more than SLOW seconds, the batch sizes are 2 and 16. A line through the two largest sizes extrapolates to
+the recipe's; its value times steps and epochs is the cost. (lbdn_2_times measured eight networks of lbdn_2 at the
+recipe's size.) Evaluations, certificates and attacks are not included, nor networks that need more than MEMORY.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SLOW, MEMORY = 5.0, 8 << 30
 
 
 def noise(spec: str, samples: int) -> Data:
-    """A data set of ``samples`` random samples."""
+    """Random samples with the shape and classes of a data set."""
     _, shape, classes = SHAPES[spec]
     y = torch.arange(samples) % classes if classes else torch.rand(samples, 1)
     split = Split(torch.rand(samples, *shape), y)
@@ -47,7 +47,7 @@ def noise(spec: str, samples: int) -> Data:
 
 
 def step_seconds(recipe: Recipe, model: nn.Module, batch: int, steps: int) -> float:
-    """Process time of a training step: the shortest after the first."""
+    """Process time of a training step: the shortest of ``steps``, of which the first does not count."""
     data, clock = noise(recipe.data.spec, steps * batch), list[float]()
 
     def post_step(*_: Any) -> None:
@@ -61,7 +61,7 @@ def step_seconds(recipe: Recipe, model: nn.Module, batch: int, steps: int) -> fl
 
 
 def line(times: list[tuple[int, float]], batch: int) -> float:
-    """The time at ``batch``, on the line through the last two times; from a single time, in proportion."""
+    """The time at ``batch`` on the line through the last two (batch, time); one alone is scaled in proportion."""
     b, t = times[-1]
     if len(times) == 1:
         return t * batch / b

@@ -1,9 +1,9 @@
-"""The tables of docs/reproduce.md and of two pages of docs/lab: the papers' figures, and those measured here.
+"""Writes the tables of docs/reproduce.md and of two pages of docs/lab: the papers' figures, and those measured here.
 
     python -m papers.pages    # from papers/published, records/ and full_costs.json; nothing is trained
 
-docs/reproduce.md has the totals of each paper; lab/reproduce.md every numbered item, its command and its records;
-lab/published_figures.md every published figure with the measured one, or its cost (from `papers.full_costs`).
+docs/reproduce.md has the totals of each paper, lab/reproduce.md every numbered item with its command and its records,
+and lab/published_figures.md every published figure with the measured one, or with its cost (`papers.full_costs`).
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ MADE = re.compile(r"(?<=<!-- made -->\n).*?(?=<!-- end of made -->)", re.S)
 VERDICTS = ("reached", "one seed", "missed", "budget", "not compared", "not made")
 COUNTED = ("as printed", "not as printed")
 # Higher is better for fractions and the figures in MORE, lower for those in LESS. All others, and the fractions in
-# NEAR, should be close to the paper's value: they describe a network and have no better direction.
+# NEAR, describe a network: they should be close to the paper's value, and neither direction is better.
 MORE = {"ppm(0)"}
 NEAR = {"reached", "tightness", "least_layer_gain"}
 LESS = {"ppm(100)", "worst", "deviation", "gap(50)", "gap(224)"}
-# Times on another kind of machine, and ratios of such times.
+# Times, and ratios of times, that the papers measured on a GPU.
 TIMES = {"ms", "bound_ms", "power_ms", "convolutions", "layers", "exported", "speed"}
 QUOTIENTS = {"lipconvnet_step.ratio", "recipe_step.ratio", "exponential.ratio"}
 UNMEASURED = "cost not measured"
 
 
 class Missing(NamedTuple):
-    """A missing run: its core hours, or the reason why they are unknown, and the data set that is not at hand."""
+    """A missing run: its core hours, or why they are unknown, and its data set if the maintainers do not have it."""
 
     hours: float | None
     data: str | None = None
@@ -67,14 +67,14 @@ class Missing(NamedTuple):
 
 
 def order(item: str) -> tuple[str, int, str]:
-    """Tables, then figures, then the rest, by number."""
+    """Sort key of a paper's items: tables, then figures, then the rest, each by number."""
     kind, _, rest = item.partition(" ")
     number = re.match(r"\d+", rest)
     return str({"table": 0, "figure": 1}.get(kind, 2)), int(number[0]) if number else 0, item
 
 
 def cost_key(recipe: Recipe) -> dict[str, Any]:
-    """The part of a recipe that decides its training time; CIFAR-10 stands for CIFAR-100, which costs the same."""
+    """The part of a recipe that decides the cost of training; CIFAR-10 stands for CIFAR-100, which costs the same."""
     plain = recipe.model_dump(mode="json")
     options = {k: v for k, v in plain["model"]["options"].items() if k not in FREE}
     train = {k: plain["train"][k] for k in ("batch_size", "epochs", "optimizer", "ema")}
@@ -97,7 +97,7 @@ def known_costs() -> dict[str, dict[str, Any]]:
 
 
 def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
-    """Core hours of a measurement: those of its kept record, scaled to the batch of the full row."""
+    """Core hours of a measurement at the scale full, in proportion to the batch of its kept record."""
     if not found or row.measure is None:
         return None
     record: Any = found[0].record  # of a measurement
@@ -108,19 +108,21 @@ def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
 
 @functools.cache
 def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
-    """Label -> the runs that a full row still takes."""
+    """Label -> text of the recipe -> a run that the row still needs at the scale full.
+
+    Tables that share a run have it under the same text, so that `merged` counts it once.
+    """
     out: dict[str, dict[str, Missing]] = {row.label: {} for row in TABLES[name].rows}
     for run in plan(TABLES[name], Path("runs") / name):
         found = found_of(name)[run.row.label]
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
-            # Keyed by the recipe's text, so that a run which two tables share counts once, see `merged`.
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else run.recipe.model_dump_json()
             out[run.row.label][text] = missing_run(run, found)
     return out
 
 
 def missing_run(run: TableRun, found: Sequence[TableRecord]) -> Missing:
-    """Cost of a run; a training takes the mean time of the row's full records, else its extrapolated cost."""
+    """Cost of a run; for a training, the mean time of the row's full records, else the extrapolated one."""
     if run.recipe is None:
         return Missing(measurement_hours(run.row, found), ABSENT.get(str(run.row.options.get("data"))))
     made = [one.record.times["train"] / 3600 for one in found if one.scale == "full"]
@@ -151,10 +153,10 @@ def reaches(
 
     Args:
         figure: its name in the record, which decides the better direction.
-        paper, ours: the two values.
+        paper, ours: the published and the measured value.
         digit: half a unit of the last digit that the paper prints.
-        ends: of the 95 % interval of the measured value, if it has one.
-        deviation: standard deviation in the paper; if given, it is the margin.
+        ends: 95 % interval of the measured value, if known.
+        deviation: standard deviation that the paper prints; it replaces the usual margin and ``ends``.
     """
     more, less = (is_fraction(figure) and figure not in NEAR) or figure in MORE, figure in LESS
     margin = 0.01 if is_fraction(figure) else max(0.05 * abs(paper), digit)
@@ -165,7 +167,7 @@ def reaches(
 
 
 def half_digit(table: Table, row: Row, column: str) -> float:
-    """Half a unit of the last digit of a published figure; for a zero, of the finest figure in its column."""
+    """Half a unit of the last digit of a published figure; a zero takes the finest digit of its column."""
     own = table.published(row)[column]
     values = [own] if own else [table.published(other)[column] for other in table.rows]
     places = [-int(Decimal(str(value)).as_tuple().exponent) for value in values if value is not None]
@@ -183,17 +185,16 @@ def count_of(name: str, changes: tuple[str, ...]) -> int:
 
 
 def counted(table: Table, row: Row, paper: float, digit: float) -> tuple[str, str]:
-    """Verdict and cell of a published number of parameters, in millions."""
+    """(verdict, cell) of a published number of parameters, in millions."""
     name = table.recipe_of(row)
-    if name is None:
-        raise ValueError(f"{row.label}: expected a recipe, whose network has parameters, got none")
+    assert name is not None  # only rows with a recipe print a number of parameters
     ours = count_of(name, tuple(table.overrides(row, "full"))) / 1e6
     verdict = COUNTED[not reaches("million_parameters", paper, ours, digit, None)]
     return verdict, f"{shown('million_parameters', paper)} → {shown('million_parameters', ours)}: {verdict}"
 
 
 def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[str, tuple[str, str]]:
-    """Column -> verdict (of VERDICTS or COUNTED) and cell, of every published figure of a row."""
+    """Column -> (verdict of VERDICTS or COUNTED, cell), for every published figure of a row."""
     out = {}
     for column, paper in table.published(row).items():
         if paper is None:
@@ -224,7 +225,7 @@ def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[s
 
 
 def counts(verdicts: Sequence[str]) -> str:
-    """Number of figures with each verdict; numbers of parameters, which need no training, are counted separately."""
+    """Number of figures with each verdict, in words; numbers of parameters need no training and are counted apart."""
     parts = [f"{word} {verdicts.count(word)}" for word in VERDICTS if word in verdicts]
     right, wrong = (verdicts.count(word) for word in COUNTED)
     parts += [f"{right} of {right + wrong} numbers of parameters as printed"] if right + wrong else []
@@ -237,14 +238,14 @@ def verdicts_of(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def recorded(name: str, rows: Sequence[Row]) -> str:
-    """How many rows have records, and at which scale."""
+    """The number of rows with records at each scale, in words."""
     scales = [records[0].scale for row in rows if (records := found_of(name)[row.label])]
     numbers = ", ".join(f"{scales.count(scale)} {scale}" for scale in SCALES if scale in scales)
     return f"{numbers} of {len(rows)} rows: `records/{name}/`" if scales else f"none of {len(rows)} rows"
 
 
 def summary(name: str, rows: Sequence[Row], said: str | None) -> str:
-    """The verdicts on the published figures of these rows, the remark ``said``, and the cost of the missing runs."""
+    """A cell: verdicts on the published figures of these rows, the remark ``said``, and the cost of missing runs."""
     verdicts = verdicts_of(name, rows)
     text = "; ".join(filter(None, [f"[{counts(verdicts)}]({FIGURES.name}#{name})" if verdicts else "", said]))
     missing = merged(missing_runs(name)[row.label] for row in rows)
@@ -252,12 +253,12 @@ def summary(name: str, rows: Sequence[Row], said: str | None) -> str:
 
 
 def merged(parts: Iterable[Mapping[str, Missing]]) -> dict[str, Missing]:
-    """All runs, each once."""
+    """The runs of all parts, each once."""
     return {text: run for part in parts for text, run in part.items()}
 
 
 def row_line(name: str, row: Row, columns: Sequence[str]) -> str:
-    """The line of a row in the page of published figures."""
+    """A row's line in lab/published_figures.md."""
     found, missing = found_of(name)[row.label], missing_runs(name)[row.label]
     cells = figure_cells(TABLES[name], row, found)
     if found:
@@ -273,7 +274,7 @@ def row_line(name: str, row: Row, columns: Sequence[str]) -> str:
 
 
 def figures_of(name: str, rows: Sequence[Row]) -> str:
-    """The section of a table: a line for each of these rows, full ones first."""
+    """A table's section of lab/published_figures.md: a line for each of these rows, full scale first."""
     table = TABLES[name]
     columns = [column for column in table.columns if any(table.published(row)[column] is not None for row in rows)]
     found = found_of(name)
@@ -305,7 +306,7 @@ def published() -> str:
 
 
 def rows_of(paper: Paper) -> Iterator[str]:
-    """The lines of one paper."""
+    """A paper's lines in lab/reproduce.md, in the `order` of its items."""
     lines = [(item, f"| {item} | not made: {reason} | | |") for item, reason in paper.not_made.items()]
     for item, arguments, name, rows in paper.rows(TABLES):
         made, verdicts = recorded(name, rows), summary(name, rows, paper.said.get(item))
@@ -323,7 +324,7 @@ def index() -> str:
 
 
 def totals() -> str:
-    """How many figures of each paper have each verdict, and what the rest would cost."""
+    """The generated part of docs/reproduce.md: a column of totals for each paper."""
     heads = ["published", "reached", "by one seed", "missed", "at 400 s", "times", "not made", "parameters", "left"]
     columns = []
     for paper in load_papers().values():
@@ -341,7 +342,7 @@ def totals() -> str:
 
 
 def rewritten(page: str, made: str) -> str:
-    """The page with the text between its marks replaced."""
+    """The page with the text between its two marks replaced by ``made``."""
     start, end = MADE.search(page).span()  # type: ignore[union-attr]
     return page[:start] + made + page[end:]
 

@@ -1,7 +1,7 @@
-"""Plans the runs of a table and makes the missing ones, several at a time.
+"""Plans the runs of a table, makes the missing ones, several at a time, and prints their figures beside the paper's.
 
-Every run has its own folder, ``OUT/TABLE/ROW-seedN-HASH``, named by the row, the seed and its whole recipe, so that a
-changed recipe gets a new folder. A run that another table has already made is reused.
+Every run has its own folder, ``OUT/TABLE/ROW-seedN-HASH``. The hash is of the whole recipe, so a changed recipe gets a
+new folder. A run that another table has already made is reused.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lipkit.report.record import (
     hardware,
     now,
     read_any_record,
+    read_record,
     versions,
     write_record,
 )
@@ -66,15 +67,13 @@ class TableRun:
 
     @property
     def trained(self) -> bool:
-        """True once the training is complete: its record is written last."""
+        """True once the training is complete: it writes its record last."""
         return (self.folder / RECORD).is_file()
 
     @property
     def done(self) -> bool:
         """True once the run has a record with all its figures."""
-        if not self.trained or not self.after:
-            return self.trained
-        return set(self.after) <= set(_measured_after(self.folder))
+        return self.trained and (not self.after or self.after.keys() <= read_record(self.folder).after.keys())
 
     @property
     def begun(self) -> bool:
@@ -93,11 +92,16 @@ def plan(
     root: Path | None = None,
     thin: bool = True,
 ) -> list[TableRun]:
-    """Every run of the table, row by row, each with its recipe and its folder under ``out``.
+    """Every run of the table, row by row, each with its recipe and its folder.
 
-    The folders of other tables are next to ``out``. ``overrides`` change every recipe. ``seeds`` is the number of runs
-    of each row; None is the table's at the scale full, else one. ``available`` knows the data sets at hand (None: all);
-    at the scale smoke, missing ones are replaced. ``thin=False`` skips the rows marked as thin.
+    Args:
+        out: folder of the table's runs; the folders of other tables are next to it.
+        overrides: changes of every recipe.
+        seeds: runs of each row; None for the table's number at the scale full, else one.
+        scale: which changes of the table and of its rows apply.
+        available: tells which data sets are at hand; None: all. At the scale smoke, substitutes replace missing ones.
+        root: folder of the data sets, for measurements.
+        thin: whether rows that the table marks as thin are planned, too.
     """
     count = seeds or (table.seeds if scale == "full" else 1)
     runs = []
@@ -166,10 +170,10 @@ def slug(label: str) -> str:
 
 
 def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, keep_going: bool = False) -> list[str]:
-    """Make the runs without a record, resuming interrupted ones; return a line for each failure.
+    """Make the runs without a record, resume interrupted ones, and return a line for each failure.
 
-    A failure is raised unless ``keep_going``. Runs whose data are missing are skipped. ``workers`` processes train at a
-    time, each on one thread; 1 trains in this process, on torch's threads.
+    A failure is raised unless ``keep_going``. Runs without their data are skipped. Up to ``workers`` processes train at
+    the same time, on one thread each; with one worker, this process trains, on torch's threads.
     """
     for spec in sorted({run.missing for run in runs if run.missing}):
         display.note(f"data set {spec} not found: its rows are skipped (lipkit list datasets says where to get it)")
@@ -223,23 +227,18 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
         return
     assert run.recipe is not None
     if not run.trained:
-        if run.begun:
-            pipeline.train(run.recipe, resume=run.folder, display=display)
-        else:
-            pipeline.train(run.recipe, folder=run.folder, display=display)
-    known = _measured_after(run.folder) if run.after else {}
+        where: dict[str, Any] = {"resume" if run.begun else "folder": run.folder}
+        pipeline.train(run.recipe, display=display, **where)
     for name, (measure, options) in run.after.items():
-        if name not in known:
+        record = read_record(run.folder)
+        if name not in record.after:
             if measure in measures.OF_FOLDER:
                 figures = measures.find(measure, measures.OF_FOLDER)(run.folder, **options)
             else:
                 network, data = modules.load(run.folder / pipeline.NETWORK), load_data(run.recipe)
                 figures = measures.find(measure, measures.AFTER)(network, data, seed=run.seed, **options)
-            record = read_any_record(run.folder)
-            assert not isinstance(record, MeasurementRecord)
-            further = {**record.further, **figures}
-            after = {**_measured_after(run.folder), name: dict(options)}
-            write_record(record.model_copy(update={"further": further, "after": after}), run.folder / RECORD)
+            further = {"further": {**record.further, **figures}, "after": {**record.after, name: dict(options)}}
+            write_record(record.model_copy(update=further), run.folder / RECORD)
 
 
 def measurement_record(
@@ -257,7 +256,7 @@ def measurement_record(
 
 
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
-    """Every figure of a record by name, including those measured after the run and ``million_parameters``."""
+    """Every figure of a record by name, including further measurements, what training saw, and the network's size."""
     parameters = getattr(record, "parameters", None)
     size = {"million_parameters": parameters / 1e6} if parameters else {}
     seen = getattr(record, "seen", None)
@@ -286,11 +285,6 @@ def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, f
     return None
 
 
-def _measured_after(folder: Path) -> dict[str, Any]:
-    record = read_any_record(folder)
-    return {} if isinstance(record, MeasurementRecord) else dict(record.after)
-
-
 def _failure(run: TableRun, error: BaseException, display: Display) -> str:
     text = f"{run.row.label}, seed {run.seed}: {type(error).__name__}: {' '.join(str(error).split())}"
     display.note(f"failed: {text}")
@@ -301,7 +295,7 @@ def _shown(run: TableRun) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures(read_any_record(run.folder)).items())
 
 
-# Keys of where, how fast and under which name a run was made; they do not change its result.
+# Keys of a recipe that `_agree` ignores: name, data folder, speed, progress and seed of a run.
 _INCIDENTAL = {
     *("name", "description", "data.root", "certify.batch_size"),
     *(f"train.{key}" for key in (*PLACEMENT, "seed", "evaluate_every", "evaluate_samples")),
@@ -391,16 +385,14 @@ def _seed(path: Path) -> int:
 
 
 def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
-    """True if the record is of this run; keys that the record's recipe did not have yet are ignored."""
+    """True if the record is of this measurement or recipe; keys that an older recipe lacks are ignored."""
     if isinstance(record, MeasurementRecord):
         return record.measure == run.row.measure and record.options == dict(run.options)
-    if run.recipe is None:
-        return False
-    return _agree(record.recipe, run.recipe.model_dump(mode="json"))
+    return run.recipe is not None and _agree(record.recipe, run.recipe.model_dump(mode="json"))
 
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> bool:
-    """True if the recipes agree in all keys that both have; a null section differs from a section with keys."""
+    """True if two recipes agree in all keys that both have; a null section differs from a section with keys."""
     for key in then.keys() & now.keys():
         one, other = then[key], now[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping) and not key.endswith("options"):
@@ -415,7 +407,7 @@ NOT_MADE = "not made"
 
 
 def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
-    """The whole table as text; ``found`` has the records by row label, rows without any are printed as not made."""
+    """The whole table as text; ``found`` maps labels of rows to records. A row without records is `NOT_MADE`."""
     counted = any(getattr(one.record, "seen", None) for records in found.values() for one in records)
     also = [*table.also, *(["epochs"] if counted else [])]
     header = ["row", "figure", "scale", "runs", "published", "measured", "deviation", "difference", *also]
@@ -427,8 +419,8 @@ def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
 def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence[str]) -> list[list[str]]:
     """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
 
-    ``also`` names the figures of further columns. The deviation of a single run is its 95 % interval, if the figure is
-    a fraction of test images.
+    ``also`` names the figures in further columns. If there is one run, and the figure is a fraction of test images,
+    its 95 % interval takes the place of the deviation.
     """
     measured = [figures(one.record) for one in found]
     names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
@@ -472,7 +464,7 @@ def shown(name: str, value: float | None, sign: bool = False) -> str:
 
 
 def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
-    """Notes below the table: what differs from the paper, and why rows are missing."""
+    """The notes below a table: what differs from the paper, and why rows are missing."""
     lines = []
     everything = [(row, one) for row in table.rows for one in found.get(row.label, ())]
     for scale, meaning in _MEANINGS.items():

@@ -1,4 +1,4 @@
-"""The published tables that ``python -m papers`` can repeat: data files in ``papers/published``, one for each paper."""
+"""The published tables that ``python -m papers`` repeats, read from ``papers/published``, one file for each paper."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ FRACTIONS = (
 )  # fmt: skip
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Row(_Part):
-    """One line of a table: the runs of a recipe, a measurement, or neither."""
+class Row(_Section):
+    """One line of a table: the runs of a recipe, a measurement, or published figures alone."""
 
     label: str = Field(description="what the paper calls it")
     recipe: str | None = Field(default=None, description="a packaged recipe instead of the table's")
     measure: str | None = Field(default=None, description="a measurement (papers.measures) instead of a recipe")
     options: Mapping[str, Any] = Field(default_factory=dict, description="of the measurement")
-    absent: str | None = Field(default=None, description="why the row has neither; it is printed without figures")
+    absent: str | None = Field(default=None, description="why the row is not made; only published figures are printed")
     set: tuple[str, ...] = Field(default=(), description="changes of the recipe, key=value, at every scale")
     budget: tuple[str, ...] = Field(default=(), description="further changes at the scale budget")
     smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
     budget_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale budget")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
-    samples: int | None = Field(default=None, description="samples of the reference run; far fewer: a slow machine")
-    thin: bool = Field(default=False, description="whether a neighbour differs in one number only: --skip-thin")
+    samples: int | None = Field(default=None, description="samples seen by the reference run; fewer: a slow machine")
+    thin: bool = Field(default=False, description="whether --skip-thin leaves it out: a neighbour is alike")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
     deviations: tuple[float | None, ...] = Field(default=(), description="their standard deviations, where printed")
 
 
-class After(_Part):
-    """A further measurement of a trained network; its figures are added to the record."""
+class After(_Section):
+    """A measurement of the trained network after a run; its figures are added to the record."""
 
     measure: str = Field(description="a measurement of trained networks (papers.measures)")
     options: Mapping[str, Any] = Field(default_factory=dict, description="at the scale full")
@@ -60,53 +60,53 @@ class After(_Part):
     skip: tuple[Scale, ...] = Field(default=(), description="scales that leave it out")
 
 
-class Reference(_Part):
-    """A published figure drawn with a row's curve: a point at ``x``, a slope ``through`` a point, else a level."""
+class Reference(_Section):
+    """A published figure drawn with a row's curve: a point at ``x``, a line ``through`` a point, or a level."""
 
     figure: str = Field(description="figure of the records, in a column of the table")
-    x: float | None = Field(default=None, description="place of the point; the measured point is drawn as well")
-    through: tuple[float, float] | None = Field(default=None, description="point of the line that has the slope")
+    x: float | None = Field(default=None, description="place of the point; its measured value is drawn as well")
+    through: tuple[float, float] | None = Field(default=None, description="point of the line; the figure is its slope")
 
 
-class Picture(_Part):
-    """How the figures of a table are drawn: a point for each row, rows of a series joined to a curve.
+class Picture(_Section):
+    """How the figures of a table are drawn: each row is a point, and a curve joins the rows of a series.
 
-    If ``y`` ends with ``(*)``, each row is a curve through its figures ``y(1)``, ``y(2)``, ... If it ends with
+    If ``y`` ends with ``(*)``, each row is a curve through its figures ``y(1)``, ``y(2)``, ... If ``y`` ends with
     ``(*,*)``, each row is a contour plot of its figures ``y(1,1)``, ``y(1,2)``, ..., with the largest marked.
     """
 
     rows: str = Field(
-        default="(?P<series>.*)", description="pattern of the labels drawn, with groups series, panel and x as needed"
+        default="(?P<series>.*)", description="pattern of the labels to draw, which may have groups series, panel and x"
     )
-    x: str | None = Field(default=None, description="figure of the records; null for the group x of the label")
-    y: tuple[str, ...] = Field(min_length=1, description="figures of the records, a panel for each")
+    x: str | None = Field(default=None, description="figure of the records on the x axis; null: the label's group x")
+    y: tuple[str, ...] = Field(min_length=1, description="figures of the records on the y axis, a panel for each")
     x_label: str = Field(default="", description="in place of the figure's name")
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="figure -> label in place of its name")
     beside: Mapping[str, tuple[Reference, ...]] = Field(
         default_factory=dict,
-        description="figure of the curves -> published figures drawn with them; slopes only on linear axes",
+        description="figure in y -> published figures drawn in its panel; slopes only on linear axes",
     )
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
     log_y: bool = Field(default=False, description="whether y is on a logarithmic axis")
-    points: bool = Field(default=False, description="whether the points of a series stay apart")
+    points: bool = Field(default=False, description="whether the points of a series are left unjoined")
 
 
-class Table(_Part):
-    """A table of a paper, or a figure."""
+class Table(_Section):
+    """A table, or a figure, of a paper."""
 
     source: str = Field(description="paper and number of the table")
     description: str = Field(description="one line")
-    notes: tuple[str, ...] = Field(default=(), description="sentences printed below: what differs from the paper")
-    recipe: str | None = Field(default=None, description="a packaged recipe, for rows that name none")
+    notes: tuple[str, ...] = Field(default=(), description="sentences below the table: what differs from the paper")
+    recipe: str | None = Field(default=None, description="the packaged recipe of rows that name none")
     columns: Mapping[str, str] = Field(default_factory=dict, description="the paper's heading -> figure of our records")
-    per_cent: bool = Field(default=True, description="whether fractions among the published figures are in per cent")
-    also: tuple[str, ...] = Field(default=(), description="further figures of the records to show")
+    per_cent: bool = Field(default=True, description="whether the paper prints fractions in per cent")
+    also: tuple[str, ...] = Field(default=(), description="further figures of the records, one column each")
     seeds: int = Field(default=1, ge=1, description="runs of each row at the scale full")
-    parallel: bool = Field(default=False, description="whether a run is small enough to train one on each core")
+    parallel: bool = Field(default=False, description="whether to train one run on each core")
     after: Mapping[str, After] = Field(default_factory=dict, description="measurements of the trained networks")
     budget: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale budget")
     smoke: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale smoke")
-    figure: Picture | None = Field(default=None, description="the picture that is drawn of it")
+    figure: Picture | None = Field(default=None, description="how it is drawn, if it is")
     rows: tuple[Row, ...] = Field(description="in the paper's order")
 
     @model_validator(mode="after")
@@ -128,15 +128,15 @@ class Table(_Part):
         return None if row.measure or row.absent else row.recipe or self.recipe
 
     def overrides(self, row: Row, scale: Scale) -> list[str]:
-        """Changes of the row's recipe at a scale, in the order in which they apply."""
+        """The changes of a row's recipe at a scale, in the order in which they apply."""
         return [*row.set, *_at(scale, self.budget, self.smoke), *_at(scale, row.budget, row.smoke)]
 
     def options(self, row: Row, scale: Scale) -> dict[str, Any]:
-        """Options of the row's measurement at a scale."""
+        """The options of a row's measurement at a scale."""
         return {**row.options, **dict(_at(scale, row.budget_options, row.smoke_options))}
 
     def after_options(self, scale: Scale) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Name -> measurement of the trained networks and its options at a scale."""
+        """Name -> (measurement, options), for each measurement of trained networks at a scale."""
         return {
             name: (one.measure, {**one.options, **dict(_at(scale, one.budget, one.smoke))})
             for name, one in self.after.items()
@@ -144,7 +144,7 @@ class Table(_Part):
         }
 
     def published(self, row: Row) -> dict[str, float | None]:
-        """The paper's figures by column, fractions in [0, 1]; None where the paper has no number."""
+        """The paper's figures by column, fractions in [0, 1]; None where the paper prints no number."""
         return self._by_column(row.published)
 
     def deviations(self, row: Row) -> dict[str, float | None]:
@@ -164,20 +164,20 @@ def _at(scale: Scale, budget: Any, smoke: Any) -> Any:
     return {"full": (), "budget": budget, "smoke": smoke}[scale]
 
 
-class Paper(_Part):
+class Paper(_Section):
     """Every numbered table, figure and further experiment of a paper: the command that repeats it, or why none does.
 
-    Read from the key ``.paper`` of a file in ``published``.
+    It is the value of the key ``.paper`` in the paper's file in ``published``.
     """
 
     source: str = Field(description="authors, conference and year")
     made: Mapping[str, tuple[str, ...]] = Field(
         default_factory=dict,
-        description="the paper's name, such as 'table 1' -> arguments of python -m papers: tables, or rows of them",
+        description="item, such as 'table 1' -> arguments of python -m papers, one text for each table",
     )
-    not_made: Mapping[str, str] = Field(default_factory=dict, description="the paper's name -> why it is not made")
+    not_made: Mapping[str, str] = Field(default_factory=dict, description="item -> why it is not made")
     said: Mapping[str, str] = Field(
-        default_factory=dict, description="an item under made -> the paper's text with, or instead of, its figures"
+        default_factory=dict, description="item under made -> remark beside its figures, or in their place"
     )
 
     @model_validator(mode="after")
@@ -189,7 +189,7 @@ class Paper(_Part):
         return self
 
     def rows(self, tables: Mapping[str, Table]) -> Iterator[tuple[str, str, str, tuple[Row, ...]]]:
-        """Item, arguments, name of the table and its rows, for everything that is made.
+        """(item, arguments, name of the table, its rows) of everything that is made.
 
         Raises:
             OptionError: ``made`` names an unknown table or row.
@@ -223,7 +223,7 @@ def _published() -> dict[str, dict[str, Any]]:
 
 
 def load_papers() -> dict[str, Paper]:
-    """The numbered items of each paper, by the name of its file in ``published``.
+    """The papers, by the names of their files in ``published``.
 
     >>> load_papers()["cayley"].made["table 8"]
     ('cayley_8',)
@@ -231,7 +231,7 @@ def load_papers() -> dict[str, Paper]:
     return {name: Paper.model_validate(tables[".paper"]) for name, tables in _published().items() if ".paper" in tables}
 
 
-# By name, in the order of the files' names. Keys that begin with a dot hold YAML anchors that several tables share.
+# By name, in the order of the files. Keys that begin with a dot hold `Paper` or YAML anchors that several tables share.
 TABLES: dict[str, Table] = {
     name: Table.model_validate(table)
     for tables in _published().values()
@@ -240,7 +240,7 @@ TABLES: dict[str, Table] = {
 }
 
 DIGITS = "papers.tables:enlarged_digits"
-# Substitutes for a data set, with the same number of channels, in order of preference.
+# Data set -> substitutes with as many channels, in order of preference.
 STAND_INS = {
     "cifar100": ("cifar10", DIGITS),
     "tiny_imagenet": ("cifar10", DIGITS),
@@ -253,7 +253,7 @@ NAMES = {DIGITS: "digits enlarged to 3 x 32 x 32"}
 
 
 def enlarged_digits() -> Data:
-    """The 8 x 8 digits with every pixel repeated four times in both directions, in three equal channels.
+    """The 8 x 8 digits at four times their side, every pixel a square of 4 x 4, in three equal channels.
 
     >>> enlarged_digits().input_shape
     (3, 32, 32)
@@ -269,7 +269,7 @@ def enlarged_digits() -> Data:
 
 
 class Available:
-    """Tells which data sets are at hand; looks for each once.
+    """Tells which data sets are at hand; tries to load each once.
 
     Args:
         root: folder of the data sets; see `lipkit.data.data_root`.
@@ -280,7 +280,7 @@ class Available:
         self._known: dict[str, bool] = {}
 
     def __call__(self, spec: str) -> bool:
-        """True if ``spec`` can be loaded. The user's own data count as available, so that loading reports the error."""
+        """True if ``spec`` can be loaded. The user's own data count as available: loading them reports the error."""
         if spec not in STAND_INS:
             return True
         if spec not in self._known:
@@ -292,5 +292,5 @@ class Available:
         return self._known[spec]
 
     def stand_in(self, spec: str) -> str:
-        """``spec`` if it is at hand, else its first stand-in that is."""
+        """``spec`` if it is at hand, else its first substitute at hand."""
         return next(name for name in (spec, *STAND_INS.get(spec, ())) if self(name))

@@ -1,21 +1,21 @@
 """Measurements for the rows of tables, with and without a trained network.
 
-A measurement is a function ``(seed, root, **options) -> figures by name``; one of a trained, exported network is a
-function ``(network, data, **options) -> figures by name``. Both draw every random number (of weights, inputs, samples)
-from their own ``seed``. ``root`` is the folder of the data sets, ``data`` holds the test samples; not all need them.
+A measurement is a function ``(seed, root, **options) -> figures by name``; a measurement of a trained, exported network
+is a function ``(network, data, seed, **options) -> figures by name``. ``seed`` decides every random number. ``root`` is
+the folder of the data sets, and ``data`` holds the test samples; some measurements ignore them.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lipkit.errors import OptionError
 
 # Default number of samples that `attack` attacks.
 ATTACKED = 1000
-# Name in a table -> module of this package that holds a function of that name.
+# Name of a measurement -> module of this package that defines it.
 MEASURES = {
     **dict.fromkeys(("gap", "kernel_bounds", "modulus", "truncation"), "kernels"),
     **dict.fromkeys(("layer_step", "network_step", "recipe_step", "lipconvnet_step"), "speed"),
@@ -30,11 +30,11 @@ AFTER = dict.fromkeys(
     ("accuracy", "attack", "attack_steps", "jacobian_norms", "layer_gains", "layer_norms", "responses",
      "local_lipschitz", "secant_slopes"), "trained"
 )  # fmt: skip
-# Measurements from the files that training wrote to the run's folder: ``(folder, **options) -> figures by name``.
+# Measurements that read the files in a run's folder: ``(folder, **options) -> figures by name``.
 OF_FOLDER = {"learning_curve": "trained"}
 
 
-def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[str, float]]:
+def find(name: str, table: Mapping[str, str] = MEASURES) -> Callable[..., dict[str, float]]:
     """The measurement called ``name``.
 
     Raises:
@@ -43,7 +43,6 @@ def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[s
     >>> find("truncation").__name__
     'truncation'
     """
-    table = MEASURES if table is None else table
     if name not in table:
         raise OptionError(f"expected a measurement among {', '.join(table)}, got {name!r}")
     function: Any = getattr(importlib.import_module(f"papers.measures.{table[name]}"), name)

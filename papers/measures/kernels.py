@@ -1,5 +1,4 @@
-"""Convolutions: bounds and estimates against the true norm, and the distance of a truncated exponential from
-orthogonality."""
+"""Bounds and estimates of convolutions against the true norm, and the error of truncated exponentials in ECO layers."""
 
 from __future__ import annotations
 
@@ -28,25 +27,26 @@ from papers.measures.networks import Conv, power_method
 
 
 def methods(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """All bounds and the papers' reference estimates by name, for images of n x n.
+    """Name -> bound, or one of the papers' reference estimates, of a kernel on images of n x n.
 
     >>> sorted(set(methods(32)) - set(METHODS))  # doctest: +NORMALIZE_WHITESPACE
     ['circular', 'circular, mean', 'farnia_lower_estimate', "lipbound, paper's factor", 'lipbound_estimate',
     'power method', 'symbol on 10 x 10']
     """
-    table: dict[str, Callable[[Tensor], Tensor]] = dict(METHODS)
-    table["lipbound, paper's factor"] = lambda k: lipbound(k, correction="paper")
-    table["circular"] = lambda k: circular(k, n, n)
-    table["circular, mean"] = lambda k: singular_values(k, n).mean()
-    table["lipbound_estimate"] = lipbound_estimate
-    table["symbol on 10 x 10"] = lambda k: singular_values(k, 10).amax()
-    table["power method"] = lambda k: power_method(k, Conv(k.shape[1], k.shape[0], k.shape[2], 1, n))
-    table["farnia_lower_estimate"] = lambda k: farnia_lower_estimate(k, n, n)
-    return table
+    return {
+        **METHODS,
+        "lipbound, paper's factor": lambda k: lipbound(k, correction="paper"),
+        "circular": lambda k: circular(k, n, n),
+        "circular, mean": lambda k: singular_values(k, n).mean(),
+        "lipbound_estimate": lipbound_estimate,
+        "symbol on 10 x 10": lambda k: singular_values(k, 10).amax(),
+        "power method": lambda k: power_method(k, Conv(k.shape[1], k.shape[0], k.shape[2], 1, n)),
+        "farnia_lower_estimate": lambda k: farnia_lower_estimate(k, n, n),
+    }
 
 
 def singular_values(kernel: Tensor, n: int) -> Tensor:
-    """All singular values of the circular convolution on n x n, by the matrices of its symbol: (n, n, min(cout, cin)).
+    """Singular values (n, n, min(cout, cin)) of the circular convolution on n x n pixels, one set for each frequency.
 
     >>> singular_values(torch.ones(1, 1, 1, 1), 2).flatten().tolist()
     [1.0, 1.0, 1.0, 1.0]
@@ -55,7 +55,7 @@ def singular_values(kernel: Tensor, n: int) -> Tensor:
 
 
 def true_norm(kernel: Tensor, n: int) -> float:
-    """Norm of the convolution with zero padding (k - 1) // 2 on n x n, by Lanczos to convergence in float64.
+    """Norm of the convolution with zero padding (k - 1) // 2 on n x n pixels, by Lanczos iteration in float64.
 
     >>> round(true_norm(torch.ones(1, 1, 1, 1), 4), 9)
     1.0
@@ -80,12 +80,12 @@ def true_norm(kernel: Tensor, n: int) -> float:
 
 
 def random_kernel(*shape: int, seed: int) -> Tensor:
-    """Independent normal taps."""
+    """A kernel of independent standard normal entries."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def trained_kernel(images: Split, *, seed: int, steps: int) -> Tensor:
-    """The first layer, 32 x 3 x 3 x 3, of a network of two convolutions and a dense layer after ``steps`` of Adam.
+    """The kernel (32, 3, 3, 3) of the first layer of a small CNN after ``steps`` steps of Adam on ``images``.
 
     >>> images = Split(torch.rand(8, 3, 32, 32), torch.arange(8))
     >>> trained_kernel(images, seed=0, steps=1).shape
@@ -118,16 +118,16 @@ def kernel_bounds(
     """Mean ratio of a method's value to the true norm, and the method's median process time on one thread.
 
     Args:
-        seed: of the first kernel; the others follow.
-        method: a name of `methods`.
+        seed: number of the set of kernels; sets share no kernel.
+        method: a name in `methods`.
         shape: of the kernels, (cout, cin, k, k).
-        kernels: how many.
+        kernels: number of kernels.
         n: height and width of the image.
-        data: images on which each kernel is trained, as `trained_kernel`; empty for independent normal taps.
-        steps: of that training.
+        data: data set on which `trained_kernel` trains each kernel; empty for `random_kernel`.
+        steps: steps of that training.
 
     Returns:
-        ``ratio``, ``ratio_deviation`` and ``ms``.
+        ``ratio``, its standard deviation ``ratio_deviation``, and ``ms``.
     """
     table = methods(n)
     if method not in table:
@@ -150,12 +150,12 @@ def kernel_bounds(
 def gap(
     *, seed: int = 0, root: Path | None = None, shape: Sequence[int], sizes: Sequence[int], points: int = 400
 ) -> dict[str, float]:
-    """LipBound of a random kernel, by a fine grid, minus the norm on n x n images.
+    """LipBound of a random kernel, maximised over a fine grid, minus the kernel's norm on n x n images.
 
     Args:
         shape: of the kernel, (cout, cin, k, k).
-        sizes: the n.
-        points: of the grid on each axis.
+        sizes: values of n.
+        points: points of the grid on each axis.
 
     Returns:
         ``gap(N)`` for each size.
@@ -173,11 +173,11 @@ def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int =
     r"""The modulus of :math:`f(\omega) = \sum_h k_h e^{i h \cdot \omega}` for a random kernel, on a grid.
 
     Args:
-        size: of the kernel, size x size.
-        points: of the grid on each axis, which divides [0, 2 pi).
+        size: height and width of the kernel.
+        points: points on each axis of the grid, which divides [0, 2 pi).
 
     Returns:
-        ``modulus(I,J)`` at the point I, J of the grid, and ``largest`` of them.
+        ``modulus(I,J)`` at the point I, J of the grid, and the ``largest`` of these values.
     """
     values = singular_values(random_kernel(1, 1, size, size, seed=seed), points)[..., 0]
     figures = {f"modulus({i},{j})": float(values[i, j]) for i in range(points) for j in range(points)}
@@ -191,14 +191,15 @@ def truncation(
 
     .. math:: \|\exp(A) - p_T(A)\|_2, \qquad \Big|\frac{\|\mathrm{conv}(x)\|}{\|x\|} - 1\Big|
 
-    with the layers' skew matrices A, of norm close to 1, and normal x.
+    A are the layers' skew matrices, of norm close to 1, and x is normal.
 
     Args:
-        terms: T, the degree.
+        terms: degree T of the Taylor polynomial p_T.
         depth, width: of the network.
 
     Returns:
-        ``error`` and ``deviation``, means over matrices and over layers; ``worst``, the error where ``||A|| = 1``.
+        The means ``error``, over all matrices, and ``deviation``, over all layers that keep every dimension of x;
+        ``worst``, the largest error of a matrix that is rescaled to ``||A|| = 1``.
 
     >>> found = truncation(terms=5, width=0.125)
     >>> found["error"] < found["worst"] < 0.0015
@@ -214,16 +215,13 @@ def truncation(
             if not isinstance(layer, EcoConv2d):
                 continue
             skew = skew_part(layer.free.detach())
-            norms = torch.linalg.matrix_norm(skew, 2)[:, None, None]
-            for scale, out in ((skew_bound(skew, layer.squarings)[:, None, None], errors), (norms, worst)):
-                a = skew / scale
-                gap = torch.linalg.matrix_norm(torch.linalg.matrix_exp(a) - taylor(a, terms), 2)
-                out.append(gap.mean() if out is errors else gap.max())
+            errors.append(_taylor_error(skew / skew_bound(skew, layer.squarings)[:, None, None], terms).mean())
+            worst.append(_taylor_error(skew / torch.linalg.matrix_norm(skew, 2)[:, None, None], terms).max())
             layer.eval_terms = terms
             side = layer.kernel_size[0] * layer.stride
             x = torch.randn(8, layer.in_channels, side, side, dtype=torch.float64)
-            square = layer.in_channels * layer.stride**2 <= layer.out_channels
-            if square:  # a layer with fewer outputs than inputs drops a part of x, whatever the truncation
+            # A layer with fewer outputs than inputs drops a part of x, whatever the truncation.
+            if layer.in_channels * layer.stride**2 <= layer.out_channels:
                 with torch.no_grad():
                     y = layer.eval()(x) - (0 if layer.bias is None else layer.bias[:, None, None])
                 deviations.append((y.norm() / x.norm() - 1).abs())
@@ -232,3 +230,7 @@ def truncation(
         "worst": float(torch.stack(worst).max()),
         "deviation": float(torch.stack(deviations).mean()) if deviations else 0.0,
     }
+
+
+def _taylor_error(a: Tensor, terms: int) -> Tensor:
+    return torch.linalg.matrix_norm(torch.linalg.matrix_exp(a) - taylor(a, terms), 2)

@@ -1,7 +1,7 @@
 """Bounds of all convolutions of well-known networks: time of a bound against ten power iterations.
 
-Shapes are the published ones, weights torch's initial values. Each distinct convolution is timed once and counts as
-often as it occurs.
+Shapes are the published ones, and weights are torch's initial values. Each distinct convolution is timed once and
+counted as often as it occurs.
 """
 
 from __future__ import annotations
@@ -30,20 +30,15 @@ class Conv(NamedTuple):
     stride: int
     n: int
 
-    @property
-    def out(self) -> int:
-        """Height of the output, padding ``k // 2``."""
-        return -(-self.n // self.stride)
-
 
 def alexnet() -> Iterator[Conv]:
-    """Krizhevsky et al., the variant with one tower."""
+    """Convolutions of AlexNet (Krizhevsky et al.) in the variant with one tower."""
     yield from (Conv(3, 64, 11, 4, 224), Conv(64, 192, 5, 1, 27), Conv(192, 384, 3, 1, 13))
     yield from (Conv(384, 256, 3, 1, 13), Conv(256, 256, 3, 1, 13))
 
 
 def vgg(depths: tuple[int, ...]) -> Iterator[Conv]:
-    """Simonyan & Zisserman, configurations A, B, D and E."""
+    """Convolutions of a VGG network (Simonyan & Zisserman); ``depths`` counts those before each pooling layer."""
     cin, n = 3, 224
     for width, depth in zip((64, 128, 256, 512, 512), depths, strict=True):
         for _ in range(depth):
@@ -53,7 +48,10 @@ def vgg(depths: tuple[int, ...]) -> Iterator[Conv]:
 
 
 def resnet(depths: tuple[int, ...], bottleneck: bool, widen: int = 1) -> Iterator[Conv]:
-    """He et al.; the 3 x 3 convolution of a bottleneck has the stride; ``widen`` multiplies its width (wide ResNet)."""
+    """Convolutions of a ResNet (He et al.) with ``depths`` blocks in each stage.
+
+    In a bottleneck the 3 x 3 convolution has the stride, and ``widen`` multiplies its width (wide ResNet).
+    """
     yield Conv(3, 64, 7, 2, 224)
     cin, n = 64, 56
     for stage, depth in enumerate(depths):
@@ -73,7 +71,7 @@ def resnet(depths: tuple[int, ...], bottleneck: bool, widen: int = 1) -> Iterato
 
 
 def densenet(depths: tuple[int, ...], growth: int = 32) -> Iterator[Conv]:
-    """Huang et al.; bottlenecks of four times the growth, transitions to half the channels."""
+    """Convolutions of a DenseNet (Huang et al.): bottlenecks of 4 ``growth`` channels, transitions to half of them."""
     yield Conv(3, 2 * growth, 7, 2, 224)
     channels, n = 2 * growth, 56
     for stage, depth in enumerate(depths):
@@ -86,7 +84,7 @@ def densenet(depths: tuple[int, ...], growth: int = 32) -> Iterator[Conv]:
 
 
 def squeezenet(newer: bool = False) -> Iterator[Conv]:
-    """Iandola et al., version 1.0, or 1.1, which pools earlier."""
+    """Convolutions of SqueezeNet 1.0 (Iandola et al.), or of version 1.1, which pools earlier."""
     yield Conv(3, 64, 3, 2, 224) if newer else Conv(3, 96, 7, 2, 224)
     cin, n = (64, 55) if newer else (96, 54)
     fires = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256), (64, 256))
@@ -119,16 +117,17 @@ NETWORKS: dict[str, Callable[[], Iterator[Conv]]] = {
 
 
 def weight(conv: Conv) -> Tensor:
-    """torch's initial values, the same at every call."""
+    """The convolution's initial weight in torch, from seed 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.nn.Conv2d(conv.cin, conv.cout, conv.k).weight.detach()
 
 
 def power_method(kernel: Tensor, conv: Conv, iterations: int = 10) -> Tensor:
-    """The convolutional power method with zero padding on one image: a LOWER estimate."""
+    """Norm of the zero-padded convolution by power iteration on one random image: a LOWER estimate."""
     x = torch.randn(1, conv.cin, conv.n, conv.n, generator=torch.Generator().manual_seed(0))
-    padding, lost = conv.k // 2, conv.n + 2 * (conv.k // 2) - conv.k - (conv.out - 1) * conv.stride
+    padding, out = conv.k // 2, -(-conv.n // conv.stride)
+    lost = conv.n + 2 * padding - conv.k - (out - 1) * conv.stride  # rows at the end that no output sees
     for _ in range(iterations):
         y = F.conv2d(x, kernel, stride=conv.stride, padding=padding)
         x = F.conv_transpose2d(y, kernel, stride=conv.stride, padding=padding, output_padding=max(lost, 0))
@@ -137,7 +136,7 @@ def power_method(kernel: Tensor, conv: Conv, iterations: int = 10) -> Tensor:
 
 
 def measure(method: str, conv: Conv) -> tuple[float, float]:
-    """Process time in seconds and value of a bound, of ``power`` or of ``lipbound_estimate``."""
+    """(process time in seconds, value) of a bound, of ``lipbound_estimate``, or of ``power``, the `power_method`."""
     kernel = weight(conv)
     best, value = float("inf"), 0.0
     bounds = {**METHODS, "lipbound_estimate": lipbound_estimate}

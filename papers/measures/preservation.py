@@ -28,14 +28,14 @@ def norm_preservation(
     Args:
         family: acronym of the layers.
         channels: (c0, c1, ..., ck) of a chain of k layers.
-        side: of the images.
-        steps: of Adam at a rate of 0.01 before the measurement, towards random outputs, so that the weights
-            are no longer the initial ones.
-        samples: inputs.
+        side: height and width of the images.
+        steps: steps of Adam at rate 0.01 towards random outputs, so that trained weights are measured; 0 for initial
+            ones.
+        samples: number of inputs.
 
     Returns:
-        ``smallest`` and ``largest`` quotient; ``ppm(Q)``, how far the quotient is from 1, in millionths, at every
-        fifth percentile Q; for a chain of several layers ``after(K)``, the mean quotient behind K layers.
+        ``smallest`` and ``largest`` quotient; ``ppm(Q)``, every fifth percentile Q of the quotient minus 1, in
+        millionths; for a chain of several layers ``after(K)``, the mean quotient after K layers.
 
     >>> found = norm_preservation(channels=[2, 4], side=4, samples=8)
     >>> 0.99999 < found["smallest"] <= found["largest"] < 1.00001
@@ -52,18 +52,18 @@ def norm_preservation(
             optimizer.zero_grad()
             F.mse_loss(chain(x[: len(target)]), target).backward()
             optimizer.step()
-        behind: list[Tensor] = []
+        after: list[Tensor] = []
         with torch.no_grad():
             y = x
             for layer in chain.eval():
                 y = layer(y)
-                behind.append(_norms(y) / _norms(x))
-    quotient = behind[-1]
+                after.append(_norms(y) / _norms(x))
+    quotient = after[-1]
     percentages = torch.linspace(0, 1, 21, dtype=torch.float64)
     ppm = 1e6 * (quotient.quantile(percentages) - 1)
     figures = {"smallest": float(quotient.min()), "largest": float(quotient.max())}
     figures |= {f"ppm({round(100 * float(q))})": float(v) for q, v in zip(percentages, ppm, strict=True)}
-    return figures | {f"after({k})": float(v.mean()) for k, v in enumerate(behind, 1) if len(behind) > 1}
+    return figures | {f"after({k})": float(v.mean()) for k, v in enumerate(after, 1) if len(after) > 1}
 
 
 def _norms(x: Tensor) -> Tensor:

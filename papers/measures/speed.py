@@ -1,6 +1,6 @@
 """Run times of layers, networks and matrix exponentials, as ratios, by the clocks of ``benchmarks.speed``.
 
-All are process times of one thread. The contenders take turns, each at least twice, and a ratio is that of the medians.
+All are process times of one thread. The contenders take turns, each at least twice; a ratio is one of median times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lipkit.models.convolutional import BLOCKS
 def times(
     seed: int, make: Callable[[], Mapping[str, Work]], seconds: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median time of each contender over the first one's, and in ms; ``make`` builds them with torch's seed set."""
+    """Median times of the contenders, by name: relative to the first, and in ms. ``make`` builds them, seeded."""
     with torch.random.fork_rng(devices=[]), measuring("cpu"):
         torch.manual_seed(seed)
         samples = interleaved(make(), cpu_clock, seconds=seconds, least=2)
@@ -43,7 +43,7 @@ def times(
 
 
 def compared(seed: int, make: Callable[[], tuple[Work, Work]], seconds: float) -> dict[str, float]:
-    """``ratio`` of the time of the second contender over that of the first, and the second one's ``ms``."""
+    """Time of the second contender: ``ratio`` to that of the first, and ``ms``."""
     ratios, ms = times(seed, lambda: dict(zip(("plain", "other"), make(), strict=True)), seconds)
     return {"ratio": ratios["other"], "ms": ms["other"]}
 
@@ -58,13 +58,13 @@ def network_step(
     seconds: float = 5.0,
     **options: Any,
 ) -> dict[str, float]:
-    """A training step of a network on 3 x 32 x 32 images over that of the same network of plain circular layers.
+    """Time of a training step on 3 x 32 x 32 images, relative to the same network with plain circular convolutions.
 
     Args:
         model: name of the architecture, ``lipkit list models``.
-        layer: acronym of the family, or ``plain_conv``: plain convolutions before Cayley's dense layers.
-        batch: images of a step: forward, cross-entropy, backward, Adam.
-        seconds: budget of each of the two.
+        layer: acronym of the family, or ``plain_conv``: plain convolutions in front of Cayley's dense layers.
+        batch: images in a step: forward, cross-entropy, backward, Adam.
+        seconds: time spent on each of the two networks.
         options: of both networks.
 
     Returns:
@@ -91,15 +91,14 @@ def recipe_step(
     batch: int | None = None,
     seconds: float = 5.0,
 ) -> dict[str, float]:
-    """A training step of a recipe's network over that of another recipe's, as `network_step`.
+    """Time of a training step of a recipe's network, relative to another recipe's; see `network_step`.
 
     Args:
         recipe, set: a packaged recipe and its changes.
         over: the other recipe.
         both: changes made to both recipes.
-        side, classes: of the random images, 3 x side x side, and of the outputs.
-        batch: images of a step. None: those of each recipe.
-        seconds: budget of each of the two.
+        side, classes: height and width of the random RGB images, and number of outputs.
+        batch, seconds: see `network_step`; None for the batch size of each recipe.
     """
     shape = (3, side, side)
 
@@ -122,13 +121,12 @@ def lipconvnet_step(
     batch: int = 128,
     seconds: float = 5.0,
 ) -> dict[str, float]:
-    """A training step of a LipConvnet on 3 x 32 x 32 images over that of another one, as `network_step`.
+    """Time of a training step of a LipConvnet on 3 x 32 x 32 images, relative to another one; see `network_step`.
 
     Args:
-        depth, width: of both.
-        network, over: further options of `lipkit.models.lipconvnet`.
-        batch: images of a step.
-        seconds: budget of each of the two.
+        depth, width: of both networks.
+        network, over: further options of `lipkit.models.lipconvnet`, for the two networks.
+        batch, seconds: see `network_step`.
     """
 
     def contender(options: Mapping[str, Any]) -> Work:
@@ -151,14 +149,14 @@ def layer_step(
     side: int = 16,
     kernel: int = 3,
 ) -> dict[str, float]:
-    """Forward and backward pass of a layer over those of the plain circular convolution of its shape.
+    """Time of a layer's forward and backward pass, relative to the plain circular convolution of the same shape.
 
     Args:
         family: acronym of the layer.
         vary: the quantity that varies: ``channels`` (cin and cout), ``cin``, ``cout``, ``side`` or ``kernel``.
-        values: of that quantity, one for each point of the curve.
-        batch: images.
-        seconds: budget of each of the two at each point.
+        values: its values, one for each point of the curve.
+        batch: number of images.
+        seconds: time spent on each of the two layers at each point.
         cin, cout, side, kernel: of the layer, where they do not vary.
 
     Returns:
@@ -176,7 +174,7 @@ def layer_step(
 
 
 def layer_and_plain(family: str, batch: int, cin: int, cout: int, side: int, kernel: int) -> tuple[Work, Work]:
-    """Training steps of the plain circular convolution of a shape, and of the family's layer."""
+    """Training steps of a plain circular convolution, and of the family's layer of the same shape."""
     plain = nn.Conv2d(cin, cout, kernel, padding=kernel // 2, padding_mode="circular")
     tensors = work.tensors(Shape(cin, cout, side), batch, "cpu")
     return work.train_step(plain, *tensors), work.train_step(get(family).conv(cin, cout, kernel), *tensors)
@@ -185,19 +183,18 @@ def layer_and_plain(family: str, batch: int, cin: int, cout: int, side: int, ker
 def block_evaluation(
     *, seed: int = 0, root: Path | None = None, depth: int, width: float = 1.0, batch: int = 128, seconds: float = 3.0
 ) -> dict[str, float]:
-    """Evaluation of the third block of a LipConvnet of SOC layers over that of ECO layers, exported.
-
-    ``convolutions`` is the comparison in [ECO]: weights are computed beforehand, SOC takes 10 convolutions per layer.
+    """Evaluation time of the third block of a LipConvnet of SOC layers, relative to that of exported ECO layers.
 
     Args:
         depth, width: of the network, whose block has depth / 5 convolutions on 6 x 6 pixels.
-        batch: images.
-        seconds: budget of each contender.
+        batch: number of images.
+        seconds: time spent on each contender.
 
     Returns:
-        ``convolutions``, ``layers`` and ``exported``: time of SOC's Taylor recurrence (its export with zero padding),
-        of its layers in evaluation mode, which bound their kernel at each call, and of their export with circular
-        padding, one Fourier convolution; all relative to ECO's export, which takes ``ms``.
+        Three forms of the SOC block, relative to ECO's export, which takes ``ms``: ``convolutions``, the export with
+        zero padding, 10 convolutions per layer with weights computed beforehand, as [ECO] compares; ``layers``, the
+        layers in evaluation mode, which bound their kernel at each call; ``exported``, the export with circular
+        padding, one Fourier convolution per layer.
     """
 
     def make() -> dict[str, Work]:
@@ -215,7 +212,7 @@ def block_evaluation(
 
 
 def third_block(depth: int, family: str, width: float = 1.0, **options: Any) -> nn.Sequential:
-    """The third block of ``lipconvnet(depth, layer=family, last_options=options)``: convolutions, MaxMin after each.
+    """The third block of ``lipconvnet(depth, layer=family, last_options=options)``: convolutions, each with a MaxMin.
 
     >>> [type(layer).__name__ for layer in third_block(10, "eco", 0.1)]
     ['EcoConv2d', 'MaxMin', 'EcoConv2d', 'MaxMin']
@@ -235,14 +232,14 @@ def exponential(
     terms: int = 10,
     seconds: float = 3.0,
 ) -> dict[str, float]:
-    """Time of the exact exponential of a layer's skew matrices over that of their Taylor polynomial, without gradients.
+    """Time of the exact exponential of a layer's skew matrices, relative to their Taylor polynomial, without gradients.
 
     Args:
-        seed: of the matrices, normal and divided by a bound of their norm.
+        seed: of the matrices: the skew part of normal ones, divided by a bound of its norm.
         channels: size of the matrices.
-        count: how many; 5 for kernels of 3 x 3.
-        terms: T, the degree.
-        seconds: budget of each of the two.
+        count: number of matrices; 5 for kernels of 3 x 3.
+        terms: degree of the polynomial.
+        seconds: time spent on each of the two.
 
     Returns:
         ``ratio``, and ``ms`` of the polynomial.

@@ -20,7 +20,7 @@ from lipkit.lowering import export
 
 
 def network(family: str, gamma: float) -> nn.Module:
-    """Nine hidden layers as in the authors' code; for ``sll`` eight blocks of 128 hidden features, 1 -> 128 -> 1.
+    """Nine hidden layers as in the authors' code; for ``sll`` eight blocks, each with 128 hidden features.
 
     >>> [sum(p.numel() for p in network(family, 1.0).parameters()) for family in ("aol", "cayley", "sandwich", "sll")]
     [132481, 132491, 127474, 133120]
@@ -65,12 +65,12 @@ def square_wave_fit(
     Args:
         family: aol, cayley, sll or sandwich.
         gamma: the prescribed gain.
-        epochs: of batches of 50, Adam at a triangular rate of at most 0.01.
+        epochs: of batches of 50, by Adam with a triangular schedule that peaks at 0.01.
         restarts, steps: of the search for the steepest secant.
 
     Returns:
-        ``reached`` and ``tightness``, the steepest secant over gamma and over the proved ``lipschitz``; ``lower`` and
-        ``test_mse`` on 200 equispaced points.
+        ``lower``, the slope of the steepest secant found; ``lipschitz``, the proved constant; ``reached`` and
+        ``tightness``, their quotients lower / gamma and lower / lipschitz; ``test_mse`` on 200 equispaced points.
 
     >>> found = square_wave_fit(family="cayley", gamma=1.0, epochs=1, restarts=2, steps=2)
     >>> 0 < found["lower"] <= found["lipschitz"] < 1.00001

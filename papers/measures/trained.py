@@ -1,8 +1,7 @@
-"""Measurements of a trained, exported network beside its certificates, and of a WGAN by critics of each family."""
+"""Measurements of a trained, exported network beyond its certificates; Wasserstein distances by critics of a family."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,10 @@ from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.attacks import ATTACKS, AttackResult, run_attack
 from lipkit.attacks.ascent import clip, like, misclassified
+from lipkit.attacks.balls import ball
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
+from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Data
 from lipkit.evaluation.attack import choose_samples
 from lipkit.experiments.recipe_schema import parse_numbers
@@ -27,9 +28,8 @@ from papers.measures import ATTACKED
 
 
 def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most ``samples`` test samples, the same that `lipkit.evaluate` attacks with this seed."""
-    x, y = data.test.batch(choose_samples(len(data.test), samples, seed))
-    return x, y
+    """At most ``samples`` test samples: those that `lipkit.evaluation.evaluate` attacks with this seed."""
+    return data.test.batch(choose_samples(len(data.test), samples, seed))
 
 
 def attack(
@@ -48,36 +48,34 @@ def attack(
     """Accuracy under an attack, with a figure ``NAME(eps)``, or ``NAME_linf(eps)``, for each radius.
 
     Args:
-        seed: of the samples that are drawn, and of the attack.
+        seed: of the choice of samples, and of the attack.
         name, norm, steps, restarts: see `lipkit.attacks.run_attack`.
         eps: radii in units of the norm, also as text such as ``36/255``.
-        samples: at most this many.
+        samples: number of samples to attack, if there are so many.
         batch_size: samples attacked at once.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    twin = network.to(device)
+    network = network.to(device)
     x, y = drawn(data, samples, seed)
-    box = (0.0, 1.0) if len(data.input_shape) == 3 else None
     radii = parse_numbers(eps)
     survived = dict.fromkeys(radii, 0)
     for part in torch.arange(len(x)).split(batch_size):
         clean, labels = x[part].to(device), y[part].to(device)
         with torch.no_grad():
-            lost = misclassified(twin(clean), labels)
+            lost = misclassified(network(clean), labels)
         found: AttackResult | None = None
         for radius in radii:
             # A minimum-norm attack runs once: its example counts at every radius that is at least its distance.
             if found is None or not ATTACKS[name].minimum_norm:
                 found = run_attack(
-                    name, twin, clean, labels, eps=None if ATTACKS[name].minimum_norm else radius, norm=norm,
-                    steps=steps, restarts=restarts, box=box, generator=torch.Generator().manual_seed(seed),
+                    name, network, clean, labels, eps=None if ATTACKS[name].minimum_norm else radius, norm=norm,
+                    steps=steps, restarts=restarts, box=data.input_range,
+                    generator=torch.Generator().manual_seed(seed),
                 )  # fmt: skip
-            distance = (found.points.double() - clean.double()).flatten(1)
-            size = distance.abs().amax(1) if norm == "linf" else distance.norm(dim=1)
             with torch.no_grad():
-                wrong = misclassified(twin(found.points), labels)
-            # Minimum-norm attacks may return examples outside the ball; those do not count.
-            survived[radius] += int((~(lost | wrong & (size <= radius))).sum())
+                wrong = misclassified(network(found.points), labels)
+            inside = ball(norm).distance(found.points, clean) <= radius
+            survived[radius] += int((~(lost | wrong & inside)).sum())
     suffix = "_linf" if norm == "linf" else ""
     return {f"{name}{suffix}({format_radius(radius)})": count / len(x) for radius, count in survived.items()}
 
@@ -99,25 +97,24 @@ def responses(
     high: float = 0.3,
     points: int = 61,
 ) -> dict[str, float]:
-    """``fit(x)``: the output of a scalar network at equispaced x from ``low`` to ``high``."""
+    """``fit(x)``: the output of a network R -> R at equispaced x from ``low`` to ``high``, in float64."""
     x = torch.linspace(low, high, points, dtype=torch.float64)
     with torch.no_grad():
-        y = copy.deepcopy(network).cpu().double()(x[:, None])[:, 0]
+        y = float64_copy(network)(x[:, None])[:, 0]
     return {f"fit({a:.6g})": b for a, b in zip(x.tolist(), y.tolist(), strict=True)}
 
 
 def local_lipschitz(
     network: modules.Network, data: Data, *, seed: int = 0, samples: int = 64, steps: int = 100
 ) -> dict[str, float]:
-    """``lower``: the steepest secant found from test samples, a lower bound of the Lipschitz constant."""
-    x, _ = data.test.batch(torch.arange(len(data.test)))
-    box = (0.0, 1.0) if len(data.input_shape) == 3 else None
-    found = lipschitz_lower_bound(network, box, start=x, restarts=samples, steps=steps, seed=seed)
+    """``lower``: slope of the steepest secant that a search from test samples found, a lower bound of the constant."""
+    x, _ = data.test.batch(slice(None))
+    found = lipschitz_lower_bound(network, data.input_range, start=x, restarts=samples, steps=steps, seed=seed)
     return {"lower": found.lower}
 
 
 def attack_steps(network: modules.Network, data: Data, *, steps: Sequence[int], **options: Any) -> dict[str, float]:
-    """`attack` at one radius after each number of ``steps``: figures ``NAME_after(STEPS)``."""
+    """``NAME_after(S)``: accuracy under `attack` at one radius, for each number S of ``steps``."""
     figures = {}
     for count in steps:
         (value,) = attack(network, data, steps=count, **options).values()
@@ -135,12 +132,12 @@ def secant_slopes(
     samples: int = 1000,
     batch_size: int = 250,
 ) -> dict[str, float]:
-    r"""``emp_lip``: mean over test samples of the steepest secant found from each of them.
+    r"""``emp_lip``: mean over test samples of the slope of the steepest secant found from each of them.
 
     .. math:: \frac1n \sum_i \max_{\|d\| \le \epsilon} \frac{\|f(x_i + d) - f(x_i)\|_2}{\|d\|_2}
 
-    by projected gradient ascent with steps of eps / 4. Each term, and so the mean, is at most the Lipschitz constant.
-    ``emp_lip_batch`` is the mean over batches of the largest slope in each: what the published code prints.
+    The search is projected gradient ascent with steps of eps / 4. Each term, and so the mean, is at most the Lipschitz
+    constant. ``emp_lip_batch`` is the mean over batches of the largest slope in each, as the published code prints it.
 
     References:
         Yang et al., NeurIPS 2020, whose norms are l1 and l_inf; [Cayley] section 5.2, which names no norms, and its
@@ -148,9 +145,9 @@ def secant_slopes(
     """
     (radius,) = parse_numbers(eps)
     generator = torch.Generator().manual_seed(seed)
-    box = (0.0, 1.0) if len(data.input_shape) == 3 else None
+    box = data.input_range
     x = drawn(data, samples, seed)[0].double()
-    f = copy.deepcopy(network).cpu().double()
+    f = float64_copy(network)
     slopes = []
     for part in x.split(batch_size):
         here = f(part).flatten(1)
@@ -177,8 +174,8 @@ def _unit(d: Tensor) -> Tensor:
 def jacobian_norms(
     network: modules.Network, data: Data, *, seed: int = 0, samples: int = 1000, batch_size: int = 100
 ) -> dict[str, float]:
-    """Spectral norm of the Jacobian of the logits over test samples: ``jacobian_mean``, and ``jacobian(Q)`` at every
-    fifth percentile Q."""
+    """``jacobian_mean`` and ``jacobian(Q)``: mean and every fifth percentile Q of the spectral norm of the logits'
+    Jacobian at test samples."""
     x, _ = drawn(data, samples, seed)
     norms = []
     for part in x.split(batch_size):
@@ -192,7 +189,7 @@ def jacobian_norms(
 
 
 def layer_norms(network: modules.Network, data: Data, *, seed: int = 0) -> dict[str, float]:
-    """``norm_product`` and ``largest_norm``: of the spectral norms of the dense layers."""
+    """``norm_product`` and ``largest_norm``: product and maximum of the dense layers' spectral norms."""
     norms = [float(spectral_norm(m.weight)) for m in network.modules() if isinstance(m, nn.Linear)]
     return {"norm_product": math.prod(norms), "largest_norm": max(norms, default=0.0)}
 
@@ -200,26 +197,29 @@ def layer_norms(network: modules.Network, data: Data, *, seed: int = 0) -> dict[
 def layer_gains(
     network: modules.Network, data: Data, *, seed: int = 0, restarts: int = 64, steps: int = 200
 ) -> dict[str, float]:
-    r"""``layer_gain(K)``: the steepest secant of the dense layer K = 0, 1, ... and its activation, which is at most 1
-    by construction; ``layer_norm(K)``, the spectral norm of its weight; ``least_layer_gain``.
+    r"""Lower bounds of the gain of each dense layer with its activation, which is at most 1 by construction.
 
     A sandwich layer is 1-Lipschitz in the norms :math:`z^\top S_k z` of its input and output. The Schur complements
 
     .. math:: S_0 = \gamma I, \qquad S_{k+1} = 2\Lambda_k - \Lambda_k W_k S_k^{-1} W_k^\top \Lambda_k, \qquad
         S_{L+1} = I / \gamma
 
-    come from the network's multipliers and its proved gain; all other layers are in the l2 norm.
+    come from the network's multipliers and its proved gain. The gains of other layers are in the l2 norm.
 
     Args:
-        network: exported, of dense layers with an activation between each two.
-        seed: of the search, over all inputs as in the paper. Half of it starts where all units of a ReLU are positive;
-            at random inputs only half of them are.
+        network: exported; dense layers with an activation between each two.
+        seed: of the search, which covers all inputs, as in the paper. Half of its starts make every unit of a ReLU
+            positive; a random input makes only half of the units positive.
         restarts, steps: see `lipkit.analysis.lipschitz_lower_bound`.
+
+    Returns:
+        For layer K = 0, 1, ...: ``layer_gain(K)``, the slope of the steepest secant found, and ``layer_norm(K)``, the
+        spectral norm of its weight. ``least_layer_gain`` is the smallest of the gains.
 
     References:
         [LBDN] equations 5 and 10, figure 4.
     """
-    chain = [*copy.deepcopy(network).double()]
+    chain = [*float64_copy(network)]
     places = [i for i, m in enumerate(chain) if isinstance(m, nn.Linear)]
     multipliers = network.multipliers()
     gain = float(lowering.lipschitz(network)) if multipliers else 1.0
@@ -245,7 +245,7 @@ def layer_gains(
 
 
 def _gain_starts(first: nn.Linear, count: int, seed: int) -> Tensor:
-    """Points ``(2 count, n)``: normal ones, and least-squares preimages of positive values of ``first``."""
+    """Starts ``(2 count, n)``: normal points, and points that ``first`` maps, in least squares, to positive values."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = first.weight.shape
     anywhere = 3 * torch.randn(count, columns, generator=generator, dtype=torch.float64)
@@ -272,17 +272,17 @@ def wasserstein(
     batch_size: int = 64,
     rates: Sequence[float] = (0.1, 0.01, 0.001, 0.0001),
 ) -> dict[str, float]:
-    """Train a generator, then a critic of the family at each rate; the best held-out bound of W1(data, generator).
+    """The best held-out lower bound of W1(data, generator) by critics of a family, one trained at each rate.
 
-    The generator is the same for every family: it is trained against a Cayley critic with ``seed``.
+    The generator is the same for every family: it is trained first, against a Cayley critic with ``seed``.
 
     Args:
         family: acronym of the critic's layers.
         data: name of the data set.
-        samples: images, and generated images.
-        generator_steps: of the generator's training; 0 takes its random initial weights.
-        steps: of each critic's training.
-        batch_size: samples of a step.
+        samples: number of images, and of generated images.
+        generator_steps: training steps of the generator.
+        steps: training steps of each critic.
+        batch_size: samples in a step.
         rates: learning rates of the critic.
 
     Returns:
@@ -290,7 +290,7 @@ def wasserstein(
         critic's proved ``constant``.
     """
     x, _ = datasets.load(data, root=root, limit=samples).train.batch(torch.arange(samples))
-    made = w1.wgan.train(x, steps=max(1, generator_steps), batch_size=batch_size, seed=seed)
+    made = w1.wgan.train(x, steps=generator_steps, batch_size=batch_size, seed=seed)
     fake = made.sample(len(x), seed=seed)
     found = {
         rate: w1.distance(x, fake, critic=family, steps=steps, batch_size=batch_size, lr=rate, seed=seed)

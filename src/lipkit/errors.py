@@ -63,12 +63,12 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type if it has none."""
+    """The first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
-    """The two ends of an interval; ``OptionError`` unless they ascend, and are finite if ``finite``.
+    """The two ends of an interval as floats; ``OptionError`` unless low < high and, if ``finite``, both are finite.
 
     >>> interval("box", [0, 1])
     (0.0, 1.0)
@@ -86,7 +86,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
 
 
 def finite(name: str, value: Any, *, positive: bool = False, least: float = -math.inf) -> float:
-    """A finite number as a float; ``OptionError`` for anything else, truth values too, and for a number out of range.
+    """A finite number as a float; ``OptionError`` for other values, booleans included, and for a number out of range.
 
     >>> finite("eps", 1, positive=True)
     1.0
@@ -131,7 +131,7 @@ def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:
 
 
 def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The names that ``word`` probably means: all that start with it, else the closest one, else none.
+    """The names that ``word`` probably means: all that start with it, else the closest one, if any is close.
 
     >>> alike("cifar10", ["cifar100_lbdn", "cifar10_cayley", "cifar10_lbdn"]), alike("cifar01_lbdn", ["cifar10_lbdn"])
     (['cifar10_cayley', 'cifar10_lbdn'], ['cifar10_lbdn'])
@@ -144,13 +144,20 @@ def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The middle of a message about an unknown name; empty if no name is `alike`.
+    """The question ", did you mean ...?" for a message about an unknown name; empty if no name is `alike`.
 
     >>> suggestion("digit", ["digits", "mnist"]), suggestion("a", ["a_b", "a_c", "a_d"])
     (", did you mean 'digits'?", ", did you mean 'a_b', 'a_c' or 'a_d'?")
     """
     *first, last = [repr(name) for name in alike(word, known)] or [""]  # [""]: no similar name
     return f", did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else ""
+
+
+def warn_of_bytes(x: Tensor, remedy: str) -> None:
+    """Warn if floating-point images of 1 or 3 channels range from about 0 to about 255: ``/ 255`` was forgotten."""
+    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}  # channels first or last
+    if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
+        warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)
 
 
 __all__ = [
@@ -171,10 +178,3 @@ __all__ = [
 ]
 
 __dir__ = __all__.copy
-
-
-def warn_of_bytes(x: Tensor, remedy: str) -> None:
-    """Warn if floating-point images of 1 or 3 channels range from about 0 to about 255: ``/ 255`` was forgotten."""
-    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}  # channels first or last
-    if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
-        warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)

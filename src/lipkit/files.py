@@ -1,4 +1,4 @@
-"""Atomic writes, so that a crash leaves files whole or absent; and reads of regular files only, up to a size."""
+"""Atomic writes, so that a crash leaves files whole or absent; reads of regular files only, up to a limit of size."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a file (links are followed); ``OSError`` unless regular: a device may have no end, a pipe may block."""
-    # Without O_NONBLOCK, opening a pipe waits for a writer; it does nothing to a regular file.
+    # Without O_NONBLOCK, opening a pipe waits for a writer. For a regular file the flag has no effect.
     patient = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | patient))  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode  # of the open file, which cannot be swapped any more
+    mode = os.fstat(file.fileno()).st_mode  # of the open file: nobody can swap it after this check
     if not stat.S_ISREG(mode):
         file.close()
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
@@ -49,7 +49,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
-    """The text of a regular file in UTF-8 (else ``ValueError``), read by `read_bytes`; line ends become line feeds."""
+    """The text of a regular UTF-8 file (else ``ValueError``), read by `read_bytes`; line ends become line feeds."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
 
 
@@ -73,7 +73,7 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in an error of a write, such as a full disk, in place of nothing or of a temporary file."""
+    """Make an ``OSError`` of a write, such as a full disk, name this file, rather than a temporary one or none."""
     try:
         yield
     except OSError as error:
@@ -105,7 +105,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Append one line (else ``ValueError``) to a text file, made if absent, with one write that is synced to disk."""
+    """Append a line to a text file, made if absent, by one write synced to disk; ``ValueError`` for several lines."""
     if "\n" in line or "\r" in line:
         raise ValueError(f"expected one line, got {line!r}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
@@ -115,7 +115,7 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make the names in ``folder`` durable; does nothing where folders cannot be opened (Windows)."""
+    """Sync the names in ``folder`` to disk; does nothing where folders cannot be opened (Windows)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Memory of a process: keep freed memory in the C library; import without garbage collection."""
+"""Memory of a process: freed memory stays in the C library; imports run without garbage collection."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory for the next tensor of this process; returns whether glibc agreed.
+    """Let the C library keep freed memory for the next tensor of this process; returns True if glibc accepts.
 
     By default glibc returns freed tensors to the system, which zeroes and maps every page anew: about a tenth of the
     time of a training step (``docs/lab/performance.md``). The price: a process keeps its peak of memory. Programs call
-    this for their own process; a library must not. It does not affect a preloaded allocator, although glibc agrees.
+    this for their own process; a library must not. With a preloaded allocator it has no effect, but returns True.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""The text of results: `print` and notebooks show at most a screen; and the axes of their plots."""
+"""How results are shown: their text, of which `print` and notebooks show at most a screen, and the axes of plots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LINES, COLUMNS = 25, 100
 """Limits of the printed text of a result."""
 
 Told = Callable[[str, int, int], None]
-"""Told of progress: what happened to the samples that are done, how many they are, and how many there are."""
+"""Callback of progress: (what was done, such as "certified"; number of samples done; number of all samples)."""
 
 
 class Shown:
-    """Base of result dataclasses. `describe` gives the whole text; ``print``, ``repr`` and notebooks cut it."""
+    """Base of results: `describe` gives the whole text; ``print``, ``repr`` and notebooks cut it by `screen`."""
 
     def describe(self) -> str:
         """A table of all fields; tensors and networks are shown by their size."""
@@ -72,7 +72,7 @@ def lower(value: float, digits: int = 8) -> str:
 
 
 def _rounded(value: float, digits: int, rounding: str) -> str:
-    # A float is an exact decimal. Its ceiling or floor in so few digits survives the way through a float.
+    # Every float is an exact decimal. So few digits survive the conversion to float and back.
     return f"{float(Context(prec=digits, rounding=rounding).create_decimal(value)):.{digits}g}"
 
 

@@ -1,4 +1,4 @@
-"""Text on a screen: tables, settings and radii, and foreign text made harmless: it cannot pass for lipkit's output."""
+"""Text on a screen: tables, settings, radii; foreign text is escaped, so that it cannot pass for lipkit's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lipkit.errors import ShapeError
 
 
 def printable(text: object, longest: int | None = None) -> str:
-    r"""One line of at most ``longest`` characters, without any that move the cursor, colour, hide or reorder text.
+    r"""One line, at most ``longest`` characters; any that move the cursor, colour, hide or reorder text are escaped.
 
     Control characters (such as line breaks and ANSI escapes), format characters (such as zero width and overrides of
     the writing direction), surrogates, unassigned characters and all separators but the space become Python escapes.
@@ -31,7 +31,7 @@ def printable(text: object, longest: int | None = None) -> str:
 
 
 def visible(value: Any) -> Any:
-    """A value for a template: strings become `printable`, other values (numbers, markup) stay."""
+    """A value for a template: a string as `printable`; other values (numbers, markup) unchanged."""
     return printable(value) if type(value) is str else value
 
 

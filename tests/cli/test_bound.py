@@ -13,9 +13,10 @@ from torch import nn
 import lipkit
 from lipkit.analysis import analyze
 from lipkit.cli.bound import parse_shape
-from lipkit.cli.certify import steep
+from lipkit.cli.certify import exported, steep
 from lipkit.cli.main import main
 from lipkit.errors import RecipeError
+from lipkit.experiments import load_recipe
 from lipkit.report import read_record
 
 SOURCE = """
@@ -211,6 +212,13 @@ def test_the_users_names_stay_in_a_box(module, capsys):
 def test_shapes():
     assert parse_shape("3x4") == (3, 4)
     assert parse_shape(None) is None
+
+
+def test_the_run_of_any_file_has_a_name_that_recipes_accept(tmp_path):
+    network = lipkit.export(nn.Linear(2, 2), (2,))
+    for stem, name in (("net", "net"), ("_a b", "a_b"), ("größe", "gr__e"), ("--", "network"), ("x" * 101, "x" * 100)):
+        assert exported(str(lipkit.save(network, tmp_path / stem)), None)[1] == name
+        load_recipe("digits_cayley", [f"name={name}"])
 
 
 def test_infinite_bounds_are_shown():

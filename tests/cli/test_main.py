@@ -103,6 +103,7 @@ def test_version(capsys):
         (["train", "a", "b"], "expected one recipe and changes KEY=VALUE, got 'a' and 'b'"),
         (["train", "--resume", "x", "train.lr=1"], "--resume takes all from the run"),
         (["train", "nothing"], "unknown recipe 'nothing'"),
+        (["train", ""], "unknown recipe ''"),  # of a variable that is not set: not the default
         (["train", "nothing.yaml"], "expected a recipe file, got 'nothing.yaml': No such file"),
         (["train", "train.epoch=1"], "unknown key 'train.epoch', did you mean 'train.epochs'"),
         (["train", "--resume", "/nowhere"], "expected a run folder with recipe.yaml, got /nowhere"),

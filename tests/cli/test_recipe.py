@@ -81,6 +81,7 @@ def test_a_text_is_shown_as_yaml_reads_it(text: str) -> None:
     ("arguments", "message"),
     [
         (["digits_cayle"], "unknown recipe 'digits_cayle', did you mean"),
+        ([""], "unknown recipe ''"),
         (["digits_cayley", "train.epoch=3"], "did you mean 'train.epochs'?"),
         (["train.epochs=3"], "expected a recipe in front of changes"),
     ],

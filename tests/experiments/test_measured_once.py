@@ -64,6 +64,9 @@ def test_a_second_certification_lies_beside_the_first(run: Path, capsys: pytest.
         assert main(["report", str(folder)]) == 0
     again = run / "certify-002"
     assert main(["check", str(again / "certificate.jsonl"), str(run / "network"), "digits", "--limit", "12"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(again), "--to", "onnx"]) == 2  # the folder of the run has the network
+    assert f"{run.resolve()} has one" in capsys.readouterr().err
     data = load("digits", limit=12)
     shown = open_runs([(again, data.test, data.classes)])[0]
     assert torch.equal(shown.certificate.radius, read_certificate(again / "certificate.jsonl").certificate.radius)

@@ -309,3 +309,5 @@ def test_the_command_says_at_once_that_a_folder_is_missing(tmp_path: Path, capsy
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "expected the folder of a run, got" in captured.err
+    assert main(["explore", *[str(tmp_path)] * 3]) == 2
+    assert capsys.readouterr() == ("", f"lipkit: Got unexpected extra argument ({tmp_path})\n")

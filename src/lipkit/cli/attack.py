@@ -1,4 +1,4 @@
-"""``lipkit attack``: accuracy of a run's network under an attack, beside its certified accuracy."""
+"""``lipkit attack``: the accuracy of a run's network under an attack, beside its certified accuracy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def read_radii(text: str) -> tuple[float, ...]:
 
 
 def table(attempt: Attempt, attack: Attack) -> str:
-    """The accuracies, and the smallest ratio of an example's norm to its certified radius."""
+    """Accuracy under attack and certified accuracy at each radius, and how close an example came to its radius."""
     from lipkit import text
     from lipkit.report.tables import interval, percent
     from lipkit.text import format_radius

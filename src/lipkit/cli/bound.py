@@ -1,4 +1,4 @@
-"""``lipkit bound``: lower and upper bound of a network's Lipschitz constant, and the contribution of each layer."""
+"""``lipkit bound``: lower and upper bound of a network's Lipschitz constant, and what each layer contributes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def command(
 
 
 def parse_shape(text: str | None) -> Shape | None:
-    """``3,224,224`` as a tuple."""
+    """The shape in a text such as ``3,224,224``; a usage error unless all sizes are positive."""
     if text is None:
         return None
     try:
@@ -63,7 +63,10 @@ def parse_shape(text: str | None) -> Shape | None:
 
 
 def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
-    """The network that the argument names, in evaluation mode, and the shape of its inputs."""
+    """The network that the argument MODEL names, in evaluation mode, and the shape of one input.
+
+    ``shape`` is that of the command line: it must agree with the network's, and fills in what a file leaves open.
+    """
     path = Path(model)
     suffix = path.suffix.lower()
     network: Any

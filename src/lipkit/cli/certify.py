@@ -1,7 +1,8 @@
-"""``lipkit certify``: certify and attack the exported network of a run again, or a network without a run."""
+"""``lipkit certify``: certify and attack the network of a run again, or one without a run; check a property."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from lipkit.experiments import Recipe
     from lipkit.modules import Network
 
-# Options that a form of the command does not use: it refuses them.
+# Form of the command -> options that it does not use, and so refuses.
 UNUSED = {
     "RUN": ("out", "input_shape", "seconds"),
     "MODEL DATA": ("seconds",),
@@ -92,17 +93,17 @@ def command(
 
 
 def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
-    """The exported network that MODEL names, and a name for its run."""
+    """The exported network that MODEL names, and a name for its run that a recipe accepts."""
     from lipkit.cli.bound import parse_shape, read
     from lipkit.lowering import export
 
     network, shape = read(model, parse_shape(input_shape))
-    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(model.replace(":", "_")).stem)
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(model.replace(":", "_")).stem).lstrip("_-")[:100]
     return export(network, shape), name or "network"
 
 
 def steep(network: Network) -> str:
-    """The first layer with a constant above 1, in words; empty for a network that is bounded by construction."""
+    """A sentence about the first layer whose constant exceeds 1; empty if the network is bounded by construction."""
     from torch import nn
 
     from lipkit.lowering import lipschitz

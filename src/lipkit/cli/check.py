@@ -58,7 +58,7 @@ def command(
 
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
-    """The confirmed figures, all computed here, and below them the file's claims that cannot be checked."""
+    """The text of the command: figures computed here, then the claims of the file that cannot be checked."""
     from lipkit.certificates.certificate_file import unchecked
     from lipkit.text import format_radius, printable
 

@@ -1,4 +1,4 @@
-"""The display of progress: a bar on a terminal, plain lines elsewhere, both on stderr. Results go to stdout."""
+"""Displays of progress: a bar on a terminal, plain lines elsewhere, both on stderr. Results go to stdout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 BAR, NARROW = 4, 60  # least columns of a bar, and of a terminal that gets one
-WAIT = 10.0  # least seconds between lines inside an epoch
+WAIT = 10.0  # least seconds between two lines during an epoch
 
 
 class Lines(Display):
-    """One plain line per epoch, and up to ten inside a long one, for logs and pipes; by default on stderr."""
+    """One plain line per epoch, and up to ten during a long one, for logs and pipes; by default on stderr."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -96,12 +96,12 @@ def display() -> Iterator[Display]:
 
 
 def position(event: Progress) -> int:
-    """Steps done since the first epoch."""
+    """Number of steps done since training began."""
     return (event.epoch - 1) * event.steps + event.step
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """The figures of an epoch in words."""
+    """The figures of an epoch in words: those of training, then those of `measured`."""
     parts = [f"loss {row['loss']:.4f}"] if "loss" in row else []
     if "accuracy" in row:
         parts.append(f"accuracy {100 * row['accuracy']:.1f} %")

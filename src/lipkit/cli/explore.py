@@ -10,14 +10,15 @@ from lipkit.cli.main import ALLOW_CODE, ROOT
 
 
 @click.command("explore")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path), metavar="[RUN]")
 @ROOT
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0, the default, takes a free one.")
 @ALLOW_CODE
 @click.option("--allow-remote", is_flag=True, help="Listen beyond loopback: anyone who reaches the host can look.")
 def command(
-    runs: tuple[Path, ...], root: list[str], host: str, port: int, allow_code: bool, allow_remote: bool
+    run: Path, other: Path | None, root: list[str], host: str, port: int, allow_code: bool, allow_remote: bool
 ) -> None:
     """Serve a page that shows RUN: images, certified radii, and adversarial examples at a radius set by a slider.
 
@@ -28,20 +29,20 @@ def command(
     from lipkit.networks import resolved
     from lipkit.text import printable
 
-    runs = tuple(map(resolved, runs))
-    for run in runs:
-        if not run.is_dir():
-            raise click.UsageError(f"expected the folder of a run, got {run}")
+    runs = [resolved(path) for path in (run, other) if path is not None]
+    for path in runs:
+        if not path.is_dir():
+            raise click.UsageError(f"expected the folder of a run, got {path}")
     listener, address = listen(host, port, allow_remote)
     with listener:
-        # The port is open before torch is imported and data are read: an early browser just waits for the answer.
+        # The port is open before torch is imported and data are read, so an early browser waits for its answer.
         click.echo(f"{address} shows {', '.join(map(printable, runs))} as soon as it is read; Ctrl-C stops it")
         from lipkit.experiments import run as pipeline
         from lipkit.experiments.build import load_data
         from lipkit.explorer import open_runs, serve
 
         opened = []
-        for run in runs:
-            data = load_data(pipeline.read_recipe(run, root, allow_code=allow_code, build=False))
-            opened.append((run, data.test, data.classes))
+        for path in runs:
+            data = load_data(pipeline.read_recipe(path, root, allow_code=allow_code, build=False))
+            opened.append((path, data.test, data.classes))
         serve(open_runs(opened), listener, host)

@@ -66,6 +66,7 @@ def networks() -> list[list[str]]:
 
 
 def _measured(folder: Path) -> list[str]:
+    """Cells of a packaged network: data, proved constant, and two accuracies; of a critic, its bound of W1."""
     from lipkit.report import Record, read_record
     from lipkit.text import format_radius
 

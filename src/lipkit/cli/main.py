@@ -17,12 +17,12 @@ from lipkit.errors import LipkitError, alike, lacks_memory, suggestion
 from lipkit.memory import keep_freed_memory
 from lipkit.text import printable
 
-# Sections of the recipe that a command takes as KEY=VALUE, if not all.
+# Command -> the sections of the recipe that it takes as KEY=VALUE, unless it takes all.
 SECTIONS = {"certify": ("certify", "data")}
 
 
 def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
-    """The message for an unknown option; if it is a key of the recipe, how to write that."""
+    """The message for an unknown option; if a key of the recipe is meant, how to write it."""
     command = None if error.ctx is None else error.ctx.command
     if command is None or not any("KEY=VALUE" in (p.metavar or "") for p in command.params):
         return error.format_message()
@@ -34,7 +34,7 @@ def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
 
 
 def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
-    """The keys of a recipe that an unknown option may mean: those of the same name, else of the closest name.
+    """The keys of a recipe that an unknown option may mean: those of its name, else those of the closest name.
 
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
@@ -53,12 +53,12 @@ def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
 
 
 def _value(given: Sequence[str], place: int) -> str:
-    """The value of the option at this index of the arguments."""
+    """The value that the option at this index of the arguments was given, or the word VALUE."""
     _, equals, value = given[place].partition("=")
     if equals:
         return value
     following = given[place + 1] if place + 1 < len(given) else "-"
-    # After a flag comes the next option or an override, not a value.
+    # What follows a flag is another option or an override, not a value.
     return "VALUE" if following.startswith("-") or "=" in following else following
 
 
@@ -70,7 +70,7 @@ VERBS = (
 
 
 def data_root(path: Path) -> str:
-    """The override of ``data.root`` by an absolute path, as a YAML string, so that the run finds it from anywhere.
+    """The override that sets ``data.root`` to the absolute path, quoted for YAML, so that it holds in every folder.
 
     >>> data_root(Path("/it's here"))
     "data.root='/it''s here'"
@@ -79,7 +79,7 @@ def data_root(path: Path) -> str:
 
 
 def once(changes: Sequence[str]) -> Sequence[str]:
-    """Changes ``KEY=VALUE``, options of the command line among them; a usage error if a key has two values.
+    """The changes ``KEY=VALUE`` as given, options among them; a usage error if two of them set the same key.
 
     >>> once(["train.epochs=5", "train.lr=1"])
     ['train.epochs=5', 'train.lr=1']
@@ -93,7 +93,7 @@ def once(changes: Sequence[str]) -> Sequence[str]:
     return changes
 
 
-# Options that several commands share. ALLOW_CODE belongs to all that can run code named by a recipe.
+# Options that several commands share. Every command that can run code named by a recipe has ALLOW_CODE.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
 LARGE_EPS = click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images (often a forgotten /255).")

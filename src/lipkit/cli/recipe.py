@@ -1,4 +1,4 @@
-"""``lipkit recipe``: a recipe as YAML, with every key described."""
+"""``lipkit recipe show``: a recipe as YAML, with every key described."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.group("recipe")
 def command() -> None:
-    """The keys of a recipe, and the text of the packaged ones."""
+    """Show recipes and their keys."""
 
 
 @command.command("show")
@@ -33,12 +33,12 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
 
     if name is not None and "=" in name:
         raise click.UsageError(f"expected a recipe in front of changes KEY=VALUE, got {name!r}")
-    text = printable_lines(commented(load_recipe(name or DEFAULT, once(changes))))
-    click.echo(text if name else "\n".join([text, *named_options()]))
+    text = printable_lines(commented(load_recipe(DEFAULT if name is None else name, once(changes))))
+    click.echo("\n".join([text, *named_options()]) if name is None else text)
 
 
 def commented(recipe: Recipe) -> str:
-    """A whole recipe as YAML with a comment after every key; keys of a section that is null are comments themselves.
+    """A whole recipe as YAML with a comment after every key; the keys of a section that is null are commented out.
 
     >>> from lipkit.experiments import load_recipe
     >>> print(commented(load_recipe("digits_cayley")).splitlines()[2])
@@ -58,7 +58,7 @@ def commented(recipe: Recipe) -> str:
         value = value if place is None else place[path[-1]]
         texts = (yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=u) for u in (True, False))
         plain, escaped = (str(text).removesuffix("...\n").strip() for text in texts)
-        shown = plain if plain.isprintable() else escaped  # so that YAML reads what makes it printable
+        shown = plain if plain.isprintable() else escaped  # YAML's own escapes, so that it reads the value back
         start = f"{'# ' * (place is None)}{'  ' * (len(path) - 1)}{path[-1]}:"
         line = start if section and value is not None else f"{start} {shown}"
         kind: Any = Annotated[field.annotation, None, *field.metadata]
@@ -97,7 +97,8 @@ def named_options() -> list[str]:
     from lipkit.models import MODELS
     from lipkit.training.options import TABLES
 
-    given = ("input_shape", "classes", "device", "dtype", "outputs", "targets", "fraction")  # not by the recipe
+    # Arguments that the program passes, which a recipe cannot set.
+    given = ("input_shape", "classes", "device", "dtype", "outputs", "targets", "fraction")
     lines = []
     for kind, table in {"model": MODELS, **TABLES}.items():
         for name, function in table.items():

@@ -1,6 +1,6 @@
-"""Tables of the package, read from its source text, because importing them loads torch, which takes seconds.
+"""Reads tables of the package from its source text, because importing them would load torch, which takes seconds.
 
-A test compares the tables read here with the imported ones.
+A test compares them with the imported tables.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import lipkit
 
 
 class Source:
-    """The text of one module of the package, named in full."""
+    """The statements of one module of the package, given by its full name."""
 
     def __init__(self, module: str) -> None:
         path = Path(lipkit.__file__).parent.joinpath(*module.split(".")[1:])
         found = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         self._statements: dict[str, ast.AST] = {}
-        self._imported: dict[str, str] = {}
+        self._imported: dict[str, str] = {}  # name -> module that it is imported from
         for node in ast.parse(found.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom):  # name -> the module that has it
+            if isinstance(node, ast.ImportFrom):
                 self._imported |= {name.name: str(node.module) for name in node.names}
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._statements[node.targets[0].id] = node.value
@@ -31,11 +31,11 @@ class Source:
                 self._statements[node.name] = node
 
     def find(self, name: str) -> ast.AST:
-        """The value or definition that a name stands for, in the module that it is imported from."""
+        """The value or definition of a name, followed through its imports."""
         return self._statements[name] if name in self._statements else Source(self._imported[name]).find(name)
 
     def names(self, table: str) -> list[str]:
-        """The imported names in a table, in order."""
+        """The imported names that a table lists, in order."""
         found = [node for node in ast.walk(self.find(table)) if isinstance(node, ast.Name)]
         found.sort(key=lambda node: (node.lineno, node.col_offset))  # ast.walk goes level by level
         return [node.id for node in found if node.id in self._imported]
@@ -53,7 +53,7 @@ class Source:
         return (ast.get_docstring(node) or "").split("\n")[0]
 
     def fields(self, name: str) -> dict[str, str]:
-        """The strings of ``name = Class(field="...")`` over its defaults, or of ``replace(other, field="...")``."""
+        """Field -> text, of ``name = Class(field="...")`` or ``name = replace(other, field="...")``, with defaults."""
         if name in self._imported:
             return Source(self._imported[name]).fields(name)
         node = self.find(name)
@@ -68,4 +68,5 @@ class Source:
 
 
 def _strings(fields: Iterable[tuple[str, ast.AST | None]]) -> dict[str, str]:
+    """The fields whose value is a string."""
     return {key: v.value for key, v in fields if isinstance(v, ast.Constant) and isinstance(v.value, str)}

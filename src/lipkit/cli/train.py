@@ -55,7 +55,7 @@ def command(
         with importing():
             from lipkit.experiments.recipe import DEFAULT, load_recipe
 
-        recipe = load_recipe(name or DEFAULT, once(overrides + placed))
+        recipe = load_recipe(DEFAULT if name is None else name, once(overrides + placed))
     elif name is not None or overrides or seeds is not None or out is not None:
         raise click.UsageError(
             "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"
@@ -90,7 +90,7 @@ def command(
 
 
 def started(name: str | None, resume: Path | None) -> str:
-    """One line about the run, printed before torch is imported; empty if the name will be refused.
+    """A line about the run to print before torch is imported; empty if the recipe or run does not exist.
 
     >>> started("digits_sll", None)[:41], started("no_such_recipe", None)
     ('digits_sll: 8 x 8 digits, small SLL netwo', '')
@@ -98,7 +98,8 @@ def started(name: str | None, resume: Path | None) -> str:
     known = {row[0]: ": ".join(row) for row in recipes()}
     if resume is not None:
         return f"continuing {printable(resume)}" if resume.is_dir() else ""
-    name = name or ast.literal_eval(ast.unparse(Source("lipkit.experiments.recipe").find("DEFAULT")))
+    if name is None:
+        name = str(ast.literal_eval(ast.unparse(Source("lipkit.experiments.recipe").find("DEFAULT"))))
     return known.get(name, printable(name) if Path(name).is_file() else "")
 
 

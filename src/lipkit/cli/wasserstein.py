@@ -67,7 +67,7 @@ def command(
 
 
 def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
-    """The data that an argument names, as floating-point samples."""
+    """The samples (n, ...) that the argument X or Y names, as floating-point numbers."""
     import torch
 
     from lipkit import data

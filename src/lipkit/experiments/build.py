@@ -1,4 +1,4 @@
-"""From a recipe to data and network; errors in the user's code are reported in one sentence."""
+"""Makes a recipe's data and network; an error in the user's code becomes one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from lipkit.lowering import export, lipschitz
 def load_data(recipe: Recipe, large_eps: bool | None = None) -> datasets.Data:
     """The recipe's data; ``RecipeError`` if they are for another task.
 
-    Its radii are checked against them, unless ``large_eps`` is None: see `lipkit.certificates.intervals.check_radii`.
+    Unless ``large_eps`` is None, the recipe's radii are checked for these data, see
+    `lipkit.certificates.intervals.check_radii`.
     """
     section = recipe.data
     root = None if section.root is None else Path(section.root)
@@ -89,6 +90,7 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
 
 
 def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
+    """The network that a factory makes; ``OptionError`` with the model's name if it fails or makes something else."""
     try:
         # The imported object may be the network itself.
         model = factory if isinstance(factory, nn.Module) else factory(**options)

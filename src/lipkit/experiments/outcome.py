@@ -1,4 +1,4 @@
-"""The end of a run: certify, attack or search, measure the latency, record, report; and the display of progress."""
+"""The end of a run: certify, attack or search, measure the latency, record, report; and displays of progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lipkit.training.checkpoints import create
 
 
 class Display:
-    """Receives the progress of a run; this one shows nothing."""
+    """Receives the progress of a run. This base class shows nothing."""
 
     def note(self, text: str) -> None:
         """Show one line."""

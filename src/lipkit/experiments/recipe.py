@@ -24,12 +24,12 @@ DEFAULT = "digits_cayley"
 # Limits far above the size of any recipe.
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
-# Values that YAML reads in a surprising way: 010 is 8, 1:30 is 90, no is false.
+# Type that YAML reads -> texts that it reads so by surprise: 010 is 8, 1:30 is 90, no is false.
 _ODD = {"int": r"[-+]?0[\d_]+|.*:.*", "float": r".*:.*", "bool": r"(?i)yes|no|on|off"}
 
 # Sections that may be written as one string, and the key that the string sets.
 SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
-# Sections whose options belong to their name, with the default name.
+# Sections whose options belong to their name -> the default name.
 _NAMED = {("model",): None, ("loss",): LossSection().name, ("train", "schedule"): ScheduleSection().name}
 
 
@@ -100,7 +100,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
-# Newer keys, written only where they are used: so the text of an older recipe, which names folders of tables, is kept.
+# Newer keys, written only if they are set: so the text of an older recipe, whose hash names folders of runs, is kept.
 LATER = frozenset({"budget", "manifold_lr", "range"})
 
 
@@ -113,15 +113,15 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def unplaced(recipe: Recipe) -> Recipe:
-    """The recipe without the device and time limit of a run, which a resume may change."""
+    """The recipe with the default devices and time limit; a resumed run may have others, but must agree in the rest."""
     plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
 
 
 def differences(recipe: Recipe) -> tuple[str, list[str]]:
-    """The name of a run, and the keys in which its recipe differs from the packaged one of its name, if there is one.
+    """The name of a run, and the keys in which its recipe differs from the packaged recipe of the same name, if any.
 
-    Seed, device and data folder do not count. Changes of model and loss are part of the name.
+    Seed, device and data folder do not count. Changes of model and loss become part of the name.
 
     >>> differences(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
     ('mnist_cayley-aol-width2', ['model.options.layer', 'model.options.width', 'train.epochs'])
@@ -138,12 +138,12 @@ def differences(recipe: Recipe) -> tuple[str, list[str]]:
 
 
 def seeded(recipe: Recipe, seed: int) -> Recipe:
-    """A recipe with another seed."""
+    """The recipe with this ``train.seed``."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})})
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """``below`` changed by ``above``, in which a section may be one string; neither is changed in place."""
+    """A copy of ``below`` changed by ``above``, in which a section may be one string."""
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
         out.pop("options", None)  # they belong to the other model, loss or schedule
@@ -155,7 +155,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] 
 
 
 def _load(content: str | bytes, origin: str) -> Any:
-    """The value of a YAML text, checked by `_count` before anything is built: a merge key copies its mapping."""
+    """The value of a YAML text. `_count` checks it before it is built: aliases and merge keys multiply values."""
     try:
         loader = yaml.SafeLoader(content)  # builds plain values only
         node = loader.get_single_node()
@@ -191,7 +191,7 @@ def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
         elif (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
             read = json.dumps(yaml.safe_load(text))
             raise ValueError(f"{line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
-        above.add(id(node))  # `above` holds the nodes on the path; one that recurs contains itself
+        above.add(id(node))  # the nodes on the path from the root: one that recurs holds itself
         known[id(node)] = 1 + sum(_count(part, known, above) for part in inner)
         above.remove(id(node))
     if known[id(node)] > MOST_VALUES:
@@ -224,12 +224,12 @@ def _override(content: dict[str, Any], override: str) -> None:
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:
-    """The first wrong value and all missing keys, in words."""
+    """The message about the first wrong value and all missing keys."""
     known, missing, wrong, whole = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
     for error in errors:
         path = tuple(map(str, error["loc"]))
         key = ".".join(path)
-        if error["type"] == "missing":  # of a missing section its required keys
+        if error["type"] == "missing":  # of a missing section, name its required keys
             inner = [".".join(k) for k, field in known.items() if k[:-1] == path and field.is_required()]
             missing += [key] if path in SHORT else inner or [key]
             whole = whole or len(path) == 1
@@ -249,10 +249,9 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _key_hint(path: tuple[str, ...]) -> str:
-    """The key that was probably meant: a similar name in that section, or the same name in another one."""
+    """A hint at the key that was probably meant: a similar one in that section, or the same one in another section."""
     known = [found for found, *_ in keys()]
     siblings = [k[-1] for k in known if k[:-1] == path[:-1]]
-    # In the same section a similar name counts; in another section only the same name does.
     if similar := difflib.get_close_matches(path[-1], siblings, 1, 0.7):
         return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
     if elsewhere := [k for k in known if k[-1] == path[-1]]:

@@ -1,4 +1,4 @@
-"""The schema of recipes: a run as one YAML file, checked completely before anything is loaded or trained."""
+"""The schema of recipes: one YAML file describes a run, and is checked before anything is loaded or trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lipkit.training.regularisation import PENALTIES
 
 
 def parse_numbers(value: Any) -> Any:
-    """The numbers in a list, in a text with commas, or a single one, as a tuple; None stays None.
+    """A list, a text with commas, or a single number as a tuple of numbers; None stays None.
 
     >>> parse_numbers("1/2, 1"), parse_numbers([1, "1/4"]), parse_numbers(0.5)
     ((0.5, 1.0), (1, 0.25), (0.5,))

@@ -56,16 +56,16 @@ def train(
 
     Args:
         recipe: a `Recipe`, or the name of a packaged one or the path of a file, as for `load_recipe`.
-        out: folder of runs; the new run's folder in it is ``<name>-001`` or the next free number.
-        folder: the new run's folder instead, which must not hold a run.
-        resume: the folder of a run to continue instead; its recipe must be ``recipe``.
+        out: folder of runs; the new run gets a folder ``<name>-001`` in it, or the next free number.
+        folder: the new run's own folder, in place of one in ``out``; it must not hold a run.
+        resume: the folder of a run to continue, in place of a new run; its recipe must be ``recipe``.
         display: receives progress and messages; None shows nothing.
         fabric: a launched Fabric; None makes one as ``recipe.train`` says.
         large_eps: accept radii above 8 for images, see `lipkit.certificates.intervals.check_radii`.
 
     Returns:
-        The outcome; for a run that was already finished, the one in its record. None in every training process but the
-        first, and if ``train.max_minutes`` ended training early.
+        The outcome; for a run that was already finished, the one in its record. None if ``train.max_minutes`` ended
+        training early, and in every training process but the first.
 
     Raises:
         LipkitError: invalid data, model or options; all are checked before training.
@@ -130,7 +130,7 @@ def train(
 
 
 def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], None] | None = None) -> TrainOptions:
-    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError`` if the data cannot be augmented so."""
+    """The options of ``lipkit.fit`` that a recipe describes; ``RecipeError`` if the data cannot be augmented."""
     section, penalty, adversary, change = recipe.train, recipe.penalty, recipe.adversary, recipe.augment
     moved = functools.partial(augment, crop=change.crop, flip=change.flip) if change.crop or change.flip else None
     if moved is not None and len(data.input_shape) != 3:
@@ -171,7 +171,8 @@ def certify(
     no measurement is replaced.
 
     Args:
-        folder, recipe: the run's, see `read_recipe`; perhaps with another section ``certify`` or ``data``.
+        folder: the run's folder.
+        recipe: the run's recipe, see `read_recipe`; its sections ``certify`` and ``data`` may be changed.
         device: where to compute.
         display, large_eps: as in `train`.
 
@@ -219,7 +220,9 @@ def certify_network(
 def load_network(folder: Path) -> modules.Network:
     """The exported network of a run; ``RunError`` if the folder has none."""
     if not (folder / NETWORK).is_dir():
-        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
+        above = folder.resolve().parent  # the run, if the folder is that of a later certification
+        hint = f"{above} has one" if (above / NETWORK).is_dir() else "train it to the end first"
+        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: {hint}")
     return modules.load(folder / NETWORK)
 
 
@@ -231,7 +234,7 @@ def read_recipe(
     Args:
         folder, overrides: the run's folder, and changes as in `load_recipe`.
         allow_code: whether data and model may be code, which `train` and `certify` then run; else it raises `RunError`.
-        build: whether the caller will build the model; if not, its name may be code, or that of a file.
+        build: whether the caller will build the model; if not, its name may be code, or the path of a file.
 
     Raises:
         RunError: the folder has no run, or its recipe names code; the message has the module.

@@ -1,6 +1,6 @@
-"""A page to look at finished runs: pick an image, slide the radius, see certificate and attack. Loopback only.
+"""A page that shows finished runs: pick an image, slide the radius, see certificate and attack. Loopback by default.
 
-The modules that need torch are imported on first use, so `lipkit explore` opens its port before torch is loaded.
+Modules that need torch are imported on first use, so that `lipkit explore` opens its port before torch is loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run as the explorer shows it: its test images, certified radii, and attacks at any radius."""
+"""A run as the explorer shows it: test images, certified radii, and attacks at any radius."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ExploredRun:
         return math.ceil(top * 1.25 * 255) / 255  # the slider moves in steps of 1/255
 
     def summary(self, largest: float) -> dict[str, Any]:
-        """Facts of the run, and its certified accuracy at each position of the slider, 0 to ``largest``."""
+        """Facts of the run, and its certified accuracy at each position of the slider, from 0 to ``largest``."""
         eps = np.arange(round(255 * largest) + 1) / 255
         return {
             "name": self.name,
@@ -80,7 +80,7 @@ class ExploredRun:
         }
 
     def attack(self, index: int, eps: float) -> dict[str, Any]:
-        """Attack a sample by l2 PGD within ``eps``: the point, confirmed in float64, and whether eps is certified."""
+        """Attack a sample by l2 PGD within ``eps``: the example that float64 confirms, and whether eps is certified."""
         x, y = self._at(index)
         if not (0 <= eps <= 1e6):
             raise OptionError(f"expected a radius between 0 and 1000000, got {eps}")
@@ -129,8 +129,7 @@ class ExploredRun:
     def _at(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise OptionError(f"expected a sample between 0 and {len(self) - 1}, got {index}")
-        x, y = self.split.batch(torch.tensor([index]))
-        return x.float(), y
+        return self.split.batch(torch.tensor([index]))
 
 
 def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:

@@ -1,6 +1,6 @@
 """The explorer's web server: one page, a few JSON addresses, nothing loaded from elsewhere.
 
-It answers only requests whose Host and Origin are this server, with strict headers, and runs one attack at a time.
+It answers only requests whose Host and Origin name this server, sends strict headers, and runs one attack at a time.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Guard:
             origins = [urlsplit(origin) for origin in found[1]]
         except ValueError:
             return 400  # no address at all
-        # Links and images on foreign pages send no Origin, but a foreign Sec-Fetch-Site.
+        # For links and images on a foreign page, browsers send no Origin, but a Sec-Fetch-Site that is foreign.
         own = len(found[0]) == 1 and found[0][0] in self.allowed and {"same-origin", "none"}.issuperset(found[2])
         return 0 if own and all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
 
@@ -220,7 +220,7 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
 
     with listener:
         app = make_app(runs, authorities(host, listener.getsockname()[1]), lambda: server.should_exit)
-        # The lambda above reads this name at the first attack, when it is set.
+        # The lambda above reads `server` only during an attack, when the name is bound.
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off"))
         server.run(sockets=[listener])
         raise KeyboardInterrupt  # only a signal ends it, which the event loop may have swallowed
