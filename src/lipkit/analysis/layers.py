@@ -165,7 +165,7 @@ class Constants:
         return float(total.detach()), self._table(total)
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
-        """The modules; products get limits that inputs in the box do not exceed."""
+        """The modules, with limits on products and the like that inputs in the box do not exceed."""
         nodes: list[nn.Module] = []
         for m, read in zip(self._modules, self._sources, strict=True):
             chain: list[nn.Module] = []

@@ -135,7 +135,7 @@ def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
 
 
 def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps: int) -> tuple[Tensor, Tensor]:
-    """Adam on both ends of the secants; the best pair of each start."""
+    """Improve both ends (x, y) of secants by Adam; the steepest pair seen from each start."""
     box = box and (torch.as_tensor(box[0], dtype=x.dtype), torch.as_tensor(box[1], dtype=x.dtype))
     x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
     best_x, best_y, best = x.detach().clone(), y.detach().clone(), x.new_zeros(len(x))
@@ -171,7 +171,10 @@ def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps
 def _polish(
     f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Box | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Power iteration on the Jacobian at x, then a short secant along its strongest direction."""
+    """Both ends (x, y) of a short secant at x along the direction that the Jacobian stretches most.
+
+    Power iteration finds the direction, from ``d``.
+    """
     d = torch.where(_per_sample(_norms(d) > 0, d), d, torch.ones_like(d)).to(dtype)
     at = x.to(dtype).detach().requires_grad_()
     y = f(at) + 0 * at.flatten(1).sum(1, keepdim=True)  # a network that ignores its input has a derivative as well

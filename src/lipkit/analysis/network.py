@@ -217,7 +217,11 @@ def analyze(
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
-    """The network lowered for bounds alone; if it has none without a box, as plain modules, which can get limits."""
+    """The copy of the network, its calls as modules, and its output.
+
+    The modules are those of a bound. If that meets a call without a Lipschitz constant, such as a product, and a box is
+    given, they are those of an export, whose products can get limits from the box.
+    """
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
         root = Root(constant_copy(model))

@@ -200,7 +200,10 @@ class _Barrier:
         return float(z[0]), p + p.tril(-1).mT, z[1 + len(self.rows) :]
 
     def start(self) -> tuple[Tensor, float]:
-        """A strictly feasible point and its rate: with small P and multipliers of later units, large gain and rate."""
+        """A strictly feasible point, and the rate for which it is.
+
+        P and the multipliers of later units are small, gain and rate large.
+        """
         d11 = float(self.q[: self.nv, : self.nv].norm()) if self.nv else 1.0
         step = min(1.0, 1 / (2 * d11 * self.nv)) ** 2 if self.system.block < self.nv else 1.0
         lam = step ** (torch.arange(self.nv) // max(self.system.block, 1)).double()

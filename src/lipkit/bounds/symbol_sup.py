@@ -149,12 +149,12 @@ def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None)
 
 
 def _relative(tolerance: float) -> float:
-    """Fraction by which the first level for G = F* F exceeds the largest eigenvalue found."""
+    """r such that ``1 + r`` times the largest eigenvalue found of G = F* F is the first level that a proof tries."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
 def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
-    """The proved bound, or for ``finer`` None the estimate, with the gradient of the largest singular value."""
+    """The proved bound, or the estimate if ``finer`` is None, with the gradient of the largest singular value."""
     if kernels.shape[-2:] == (1, 1):
         return spectral_norm(kernels[..., 0, 0])
     with outside(kernels) as values:
@@ -179,10 +179,14 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 
 
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
-    """A proved level of G = F* F, whose root is at most ``tolerance`` above ``sup ||F||``, and the peak's frequency.
+    """A proved upper bound of ``sup ||G||``, G = F* F, and the frequency that required it.
+
+    Its root exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
 
     Args:
-        peak, squared: the frequency of a search, and the largest eigenvalue there.
+        values: kernels of all groups.
+        peak, squared: the frequency that the search found, and the largest eigenvalue of G there.
+        finer: True tries smaller tolerances first, where a few cells suffice.
     """
     symbol = GramSymbol(values)
     sample = peak.sample.double()
@@ -204,7 +208,9 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
 def on_grid(
     kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
 ) -> Tensor:
-    """Bound by norms at equispaced frequencies, times `grid_correction`, as u* F(w) v has degree k - 1 per axis.
+    """Bound by the largest norm at equispaced frequencies, times `grid_correction`.
+
+    The correction holds because u* F(w) v, for fixed u and v, is a trigonometric polynomial of k taps per axis.
 
     Args:
         sizes: points per axis.

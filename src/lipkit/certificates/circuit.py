@@ -179,7 +179,7 @@ class Circuit:
         return self._add(Stack(dim, sizes), values, shape)
 
     def select(self, value: int, index: Tensor) -> int:
-        """Add the entries of a value at ``index``, of the result's shape; it counts from 1, and 0 gives a zero."""
+        """Add the entries of a value at ``index``, of the result's shape. Entries count from 1; 0 gives a zero."""
         return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
 
     def maximum(self, a: int, b: int) -> int:

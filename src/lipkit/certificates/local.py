@@ -164,7 +164,7 @@ class Ball:
         return gamma * sums + floor.reshape(-1, *[1] * (sums.ndim - 1))
 
     def _room(self, peak: Tensor) -> None:
-        """Drop the samples for which an intermediate number could overflow."""
+        """Keep in ``fits`` only samples whose intermediate numbers, at most ``peak``, cannot overflow."""
         machine = self.circuit.arithmetic
         if machine is not None:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
@@ -321,7 +321,7 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds after each module of the network, by its place, from the constants up to it; -1 is the input."""
+        """Error bounds after each module, by its index (-1: the input), from the Lipschitz constants up to there."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:

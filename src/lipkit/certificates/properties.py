@@ -99,7 +99,7 @@ def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.flo
 
 
 class _Group:
-    """The cases of one box: all their conditions as rows, and which case has which."""
+    """The cases of one box: all conditions on outputs as rows, and which of these conditions each case has."""
 
     def __init__(self, cases: Sequence[Case], network: Network, dtype: torch.dtype, outputs: int) -> None:
         self.cases, self.network, self.dtype, shape = cases, network, dtype, network.input_shape

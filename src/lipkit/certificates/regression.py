@@ -245,7 +245,7 @@ def reach(constants: Tensor, distance: float) -> Tensor:
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
-    """Proved gain of the run with one row of its last layer: its multipliers count as they are, or balanced."""
+    """Proved gain of the run to one of its outputs, by its multipliers or a multiple of them: the smaller gain."""
     weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))

@@ -159,7 +159,10 @@ def radii(
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Error bounds (N, K) of the label's margin over each class: at the samples, and their growth per distance."""
+    """Error bounds (N, K) of the label's margin over each class: at the samples, and their growth per distance.
+
+    ``rows`` (K, K) holds the distances between rows of the last layer; None bounds margins by the whole output's error.
+    """
     values, walk, own = logits.values, logits.walk, logits.own
     spread = walk.spread
     if own is None or rows is None:

@@ -48,7 +48,8 @@ def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
 def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide: bool) -> NormalMatrices:
     """:func:`normal_matrices` of a kernel given in two parts, which saves copies of the kernel and of its gradient.
 
-    W_1 is ``(n, n, kh, kw)``, W_2 ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a square kernel.
+    ``own`` is W_1 ``(n, n, kh, kw)``. ``rest`` is W_2, ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a
+    square kernel.
     """
     own = centred(own)
     real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
@@ -213,7 +214,10 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill ``out`` with ``form`` at the rows; return conj(h) ('first adjoint': h), and conj(x_2) if it is needed."""
+    """Fill ``out`` with ``form`` applied to the rows, and return what :func:`backward_rows` needs.
+
+    That is conj(h), h the solution ('first adjoint': h itself), and conj(x_2), None where W_2 multiplies no input.
+    """
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None
     n, rest, x2 = group.factors.matrix.shape[-1], group.rest, None
@@ -260,7 +264,12 @@ def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
 def backward_rows(
     form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2."""
+    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2.
+
+    Args:
+        h, x2: the results of :func:`forward_rows`.
+        g: rows of the upstream gradient.
+    """
     if form == "first adjoint":  # the adjoint of A* is A, the square transform
         k = forward_rows("wide", group, g, out)[0]
         return (product(k.mT, h, -2) if symbol else None), None

@@ -106,7 +106,7 @@ class Call:
 
     @property
     def moved(self) -> Any:
-        """The first operand, for rules that only copy its numbers; it may hold the batch size."""
+        """The first operand, for rules that only copy its numbers: unlike :meth:`tensor`, it accepts the batch size."""
         self.read.add(0)
         return self.operands[0]
 

@@ -182,7 +182,7 @@ class Biased(nn.Module):
 
 
 class Constrained(Biased, ABC):
-    """Base of dense layers and convolutions: free parameters, made once, and a bias."""
+    """Base of dense layers and convolutions: free parameters, which the constructor makes once, and a bias."""
 
     shape: tuple[int, ...]  # of the weight: (outputs, inputs), or (outputs, inputs after downsampling, kh, kw)
     shown: tuple[str, ...] = ()  # options in ``repr``

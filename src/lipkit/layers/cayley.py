@@ -51,8 +51,9 @@ class CayleyLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
 
     Cost:
-        From 32 features on, LU factors of size min(in_features, out_features) and solves, or an inverse for large
-        batches; smaller layers, and under autocast those below 384 or with a large batch, form Q by one inverse.
+        Let c = min(in_features, out_features). From c = 32 on, Q is not formed: LU factors of size c and solves, or
+        an inverse for large batches. Layers with c < 32 form Q by one inverse. Under autocast, so do those with
+        c < 384 and those with more than c samples.
 
     >>> x = torch.ones(1, 3)
     >>> bool(torch.isclose(CayleyLinear(3, 5, bias=False)(x).norm(), x.norm()))
@@ -95,9 +96,9 @@ class CayleyConv2d(SymbolConv2d):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if out_channels >= s^2 in_channels.
 
     Cost:
-        At each of about H W / (2 s^2) frequencies LU factors of size c = min(out_channels, s^2 in_channels) and solves
-        (``lipkit.conv.cayley_conv``), for large batches an inverse and products; the layer's matrices are not formed. A
-        1 x 1 kernel has one matrix for all frequencies: one transform, then one product for each s x s patch.
+        At each of about H W / (2 s^2) frequencies: LU factors of size c = min(out_channels, s^2 in_channels) and solves
+        (``lipkit.conv.cayley_conv``), or an inverse and products for large batches. The layer's matrices are not
+        formed. A 1 x 1 kernel has one matrix for all frequencies: one transform, then one product for each s x s patch.
 
     >>> x = torch.ones(1, 3, 7, 5)
     >>> bool(torch.isclose(CayleyConv2d(3, 8, 3, bias=False)(x).norm(), x.norm()))

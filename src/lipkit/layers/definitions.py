@@ -147,9 +147,11 @@ def exponential(a: Tensor, terms: int) -> Tensor:
 
 
 def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tuple[int, int], centre: Any) -> Tensor:
-    """The product of factors P_i + (I - P_i) z and of H at each frequency, with P_i = V_i V_i^T and alternating axes.
+    """The product of two-tap factors P_i + (I - P_i) z and of H at each frequency of an image, with P_i = V_i V_i^T.
 
-    Along each axis, the first, third, ... factor exchanges P_i and I - P_i.
+    z is the wave of a shift by one pixel along the factor's axis; axes alternate, and the longer side of the ``kernel``
+    takes the rest. Along each axis, the first, third, ... factor exchanges P_i and I - P_i. ``centre`` is the tap that
+    multiplies the pixel itself.
     """
     if h.shape[0] < h.shape[1]:
         return projector_product(h.mT, v, image, kernel, centre).mT  # the factors act on the larger side

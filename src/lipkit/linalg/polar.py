@@ -41,7 +41,10 @@ class _FirstOnly(torch.autograd.Function):
 
 
 def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
-    """The differential of the polar factor of W = U S V* along ``change``: a self-adjoint map, so the gradient too."""
+    """The differential of the polar factor of W = U S V* along ``change``.
+
+    The map is self-adjoint, so this is the gradient, too.
+    """
     n = max(u.shape[-2:])
     with autocast_off(change):
         along = change @ vh.mH

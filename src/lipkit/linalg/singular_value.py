@@ -59,7 +59,7 @@ class _Pair(torch.autograd.Function):
 
 
 def _turned(change: Tensor, a: Tensor, pair: Tensor) -> Tensor:
-    r"""The differential of u v* along ``change``: a self-adjoint map, so the gradient too.
+    r"""The differential of u v* along ``change``. The map is self-adjoint, so this is the gradient, too.
 
     Z projects on (u, v), the eigenvector of :math:`K = [0, A; A^*, 0]` for the singular value s:
     :math:`dZ = S\, dK\, Z + Z\, dK\, S` with the inverse S of s I - K on the other eigenvectors.

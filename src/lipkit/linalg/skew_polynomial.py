@@ -161,7 +161,7 @@ def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, ou
 
 
 def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` ``(n, c, c)`` with the polynomial of share a, an even and an odd part; ``room`` is scratch."""
+    """Fill ``out`` ``(n, c, c)`` with the polynomial of ``share a``, see `Powers`; ``room`` is scratch."""
     c = _coefficients(p.share, terms)
     factor = _combination(p, c[1], c[3], c[5], room[0])
     odd = mirrored_product(p.squares[0], factor, room[1], negative=True)

@@ -153,7 +153,10 @@ def multiplied(call: Build) -> Build:
 
 
 def batch_first(call: Build) -> Build:
-    """The call for values whose batch comes first; the batch's place in the result must follow from the arguments."""
+    """The call rewritten for values whose batch comes first.
+
+    It is refused unless the place of the batch in the result follows from the arguments.
+    """
     moved = any(
         isinstance(v, Rows) or (isinstance(v, Operand) and v.place[:2] != (0, 1))
         for v in [*flat((call.args, call.kwargs)), *call.results]

@@ -164,7 +164,7 @@ class Build:
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
-        """The constant ``x`` that is added. Bounds do not depend on it and take 1; 0 could be taken for no addition."""
+        """The constant ``x`` that is added; 1 for bounds, which do not depend on it (0 would look like no addition)."""
         return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
@@ -179,7 +179,7 @@ class Build:
         return self.add(Affine(*full), given)
 
     def named(self, limited: ToLimit) -> ToLimit:
-        """``limited`` with this call as its name in messages; refused if only bounds are made, which have no limits."""
+        """``limited``, named in messages by this call. Refused while bounding: without limits it has no bound."""
         if self.bounding:
             bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
             raise self.refuse(f"{limited.needs}; {bounds}")

@@ -627,7 +627,7 @@ def _of_two(call: Build) -> bool:
 
 
 def _max(sign: int, call: Build, x: Any, *given: Any, **named: Any) -> Value:
-    """The maximum (sign 1) or minimum (-1) of two values, or of one along dimensions; indices get the number -1."""
+    """The maximum (sign 1) or minimum (-1) of two values, or of one along dimensions; -1 (no value) for indices."""
     found = (_larger if _of_two(call) else _largest)(call, sign, x, *given, **named)
     return found if len(call.results) == 1 else (found, -1)
 
@@ -642,7 +642,7 @@ plain(torch.min, torch.amin, torch.minimum, torch.fmin, "min", "amin", "minimum"
 
 @plain(torch.sort, "sort", place=along(1, default=-1))
 def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
-    """`GroupSort` of all entries along a dimension; the indices get the number -1, which stands for no value."""
+    """`GroupSort` of all entries along a dimension; -1, no value of the network, stands for torch's indices."""
     (at,) = call.dims(call.operand(x), dim)
     if descending:
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1

@@ -189,7 +189,10 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
 def _overwritten(
     node: fx.Node, changed: fx.Node, live: dict[fx.Node, Any], last: dict[fx.Node, int], now: int
 ) -> Iterator[fx.Node]:
-    """The nodes that are read later and are the same tensor, in whole, that ``node`` changed and returned."""
+    """The nodes, read later, that hold the same whole tensor as the one that ``node`` changed in place and returned.
+
+    A later read of another view of the same memory is refused.
+    """
     result = live[node]
     memory = {t.untyped_storage().data_ptr() for t in tensors(live[changed])}
     for other, value in live.items():

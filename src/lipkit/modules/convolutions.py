@@ -93,7 +93,10 @@ def padded_copies(module: Any, input_shape: Shape | None) -> int:
 
 
 def kernel_with_stride(module: Any) -> Tensor:
-    """A kernel whose convolution of stride 1 has at least the module's norm on the plane; the same, if not dilated."""
+    """A kernel whose convolution of stride 1 has at least the module's norm, both on the infinite plane.
+
+    The norms are equal unless the module is dilated.
+    """
     if module.weight.ndim == 3:
         module = on_row(module)
     kernel: Tensor = module.weight

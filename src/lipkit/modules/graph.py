@@ -124,7 +124,7 @@ def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
 
 
 class Joining(NamedTuple):
-    """The rules of one type of join; each takes the join first."""
+    """The rules of one type of join; each rule takes the join as its first argument."""
 
     form: Callable[[Any, Sequence[Form]], Form]  # Lipschitz bound of the result, from the bounds of the values
     error: Callable[[Any, Sequence[Line]], Line]  # bounds the move of the exact result, from the moves of the values

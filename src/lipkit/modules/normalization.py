@@ -205,9 +205,9 @@ class BatchLipNorm(Center):
     .. math:: y_c = \frac{x_c - \mathrm E[x_c]}{\sqrt{\max_k \mathrm{Var}[x_k] + \epsilon}} + b_c
 
     In evaluation by running statistics: a gain and a translation of constant :math:`1 / \sqrt{\max_k v_k + \epsilon}`,
-    which may be above 1 (`lipkit.lipschitz` of the network holds it). In training the output depends on the batch, and
-    there is none. One factor for all channels keeps an orthogonal layer in front orthogonal up to scale, unlike the
-    factors of `nn.BatchNorm2d`.
+    which may be above 1 (`lipkit.lipschitz` of the network includes it). In training the output depends on the batch,
+    and no constant exists. One factor for all channels keeps an orthogonal layer in front orthogonal up to scale,
+    unlike the factors of `nn.BatchNorm2d`.
 
     Args:
         momentum: weight of a batch in the running statistics, in (0, 1].
@@ -215,8 +215,8 @@ class BatchLipNorm(Center):
     Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
 
     Raises:
-        OptionError: options out of range. ShapeError: an input with other channels, or in training with one number
-            of each.
+        OptionError: options out of range. ShapeError: an input with other channels, or, in training, with one
+            number per channel.
 
     >>> layer = BatchLipNorm(2, momentum=1.0, eps=1e-9)
     >>> y = layer(torch.tensor([[1.0, 1.0], [3.0, 5.0]]))

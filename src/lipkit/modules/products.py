@@ -174,7 +174,10 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
 
 
 def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
-    """The range of a module's output, and the module with limits on its products."""
+    """The range of a module's output for inputs in the range ``given``, and the module with limits on its products.
+
+    ``double`` is the float64 copy of the module ``plain``; it computes the range.
+    """
     if isinstance(plain, UnitNorm):
         return _rounded(double, [given]), plain.within(given)
     if isinstance(plain, Elementary):
@@ -202,7 +205,7 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
 
 
 def _rounded(module: nn.Module, parts: list[Range]) -> Range:
-    """The range of a module's output, with room for its rounding errors and those of the next centre and radius."""
+    """The range of a module's output, widened by its rounding errors and those of the range's centre and radius."""
     if isinstance(module, Join):
         found, joining = _joined(module, parts), row_of(type(module)).join
         most = [Line(size(torch.maximum(part.low.abs(), part.high.abs())), 0.0) for part in parts]

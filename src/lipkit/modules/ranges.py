@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
     @property
     def radius(self) -> Tensor:
-        """The largest distance of an entry from the `centre`, whose own rounding is covered."""
+        """Half the width of each interval, rounded up; ``centre +- radius`` covers it although `centre` is rounded."""
         return next_up(torch.maximum(self.high - self.centre, self.centre - self.low))
 
     @property

@@ -60,15 +60,17 @@ def opened(
     folder: Path, settings: Mapping[str, Any], resume: bool = False, *,
     name: str | None = None, files: Mapping[str, bytes] | None = None, taken: Sequence[str] = (),
 ) -> Iterator[Path]:  # fmt: skip
-    """Hold a run's folder, so that nobody else trains in it: a new run, or with ``resume`` one with these settings.
+    """Hold the folder of a run inside the block, so that nobody else trains in it; yields the folder.
 
-    With ``name`` the run gets its own folder in ``folder``, see `create`. A new run's folder gets ``files``. If a
-    LipkitError (labels that do not fit, say) or an OSError ends the run before its first epoch or checkpoint, the files
-    that it made are removed, and no others.
+    The run is new, or with ``resume`` an earlier one with the same settings. With ``name`` a new run gets its own
+    folder in ``folder``, see `create`. A new run's folder gets ``files``. If a LipkitError (labels that do not fit,
+    say) or an OSError ends a new run before its first epoch or checkpoint, the files that it made are removed, and no
+    others.
 
     Raises:
-        RunError: another process, thread or call holds it; a new run in a folder with a run, a name in ``taken`` or
-            other ``files``; a resume without a run, or with other settings; a folder that cannot be written.
+        RunError: another process, thread or call holds the folder; the folder cannot be written; a resume finds no
+            run, or other settings; a new run finds in its folder a run, a file named in ``taken``, or one of ``files``
+            with other content.
     """
     files = files or {}
     contents = {**files, SETTINGS: json.dumps(settings, indent=2, allow_nan=False).encode()}
