@@ -252,3 +252,13 @@ def test_programs_choose_too(relu: Callable[[Tensor], Tensor], tmp_path: Path) -
 def test_a_layer_norm_without_weight_is_stored(bias: Tensor | None, tmp_path: Path) -> None:
     plain, x = export(Written(lambda x: F.layer_norm(x, (4,), None, bias, 0.1)), (3, 4)), torch.randn(5, 3, 4)
     torch.testing.assert_close(load(save(plain, tmp_path / "net"))(x), F.layer_norm(x, (4,), None, bias, 0.1))
+
+
+@pytest.mark.parametrize("memory", [lambda z: z.numpy()[:], lambda z: z.untyped_storage()])
+def test_zeros_whose_memory_is_written_are_not_taken_for_zeros(memory: Callable[[Tensor], object]) -> None:
+    def jumps(x: Tensor) -> Tensor:
+        memory(zeros := torch.zeros_like(x))  # may be filled by what torch does not see
+        return torch.where(x > 0, x, zeros)
+
+    with pytest.raises(NoRuleError, match="expected tensors, got their memory"):
+        lipschitz(Written(jumps), (4,))
