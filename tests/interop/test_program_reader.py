@@ -181,7 +181,7 @@ class Refused(nn.Module):
     ("f", "words"),
     [
         (lambda x: torch.fft.fft(x).real, "fft"),
-        (lambda x: torch.where(x > 0, x, -x), r"gt\.Scalar"),
+        (lambda x: torch.where(x > 0, x, -x), r"Tensor\.gt"),
         (lambda x: (x, x + 1), "one as output"),
         (lambda x: F.dropout(x, 0.5, True), "random"),
         (lambda x: x * x, "constant"),

@@ -180,6 +180,7 @@ TABLES |= {"circular": CIRCULAR, "ceil": CEIL, "odd": ODD}
 # What is written differently in float64, and what has numbers of its own.
 DOUBLE: list[Case] = [
     conv(2, 2),
+    conv((3, 2), (3, 2)),
     conv(2, 2, padding=1),
     pool(4, divisor_override=4),
     (nn.GELU, (3,)),
@@ -268,6 +269,14 @@ def test_float64_is_the_same_in_the_reference_evaluator(table: str, tmp_path: Pa
     """onnxruntime has no convolution in float64: the file was compared in the reference evaluator."""
     network = beside_each_other((TABLES | {"double": DOUBLE})[table], torch.float64)
     assert differences(network, reference(interop.write_onnx(network, tmp_path / "network.onnx"))) == []
+
+
+@pytest.mark.parametrize("gate", [nn.GELU(), nn.GELU("tanh"), nn.Hardswish()])
+def test_gates_of_large_halves_are_finite(gate: nn.Module, tmp_path: Path) -> None:
+    network = modules.Network([nn.Linear(1, 1), gate], (1,)).half()
+    network[0].load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
+    x = torch.tensor([[6e4], [2e4], [-1e4]]).half()
+    assert torch.equal(reference(interop.write_onnx(network, tmp_path / "network.onnx"))(x), x.relu())
 
 
 @pytest.mark.thorough

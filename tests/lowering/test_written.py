@@ -236,3 +236,29 @@ def test_files_of_both_forms_write_them_out_too(tmp_path: Path) -> None:
     read = interop.load_program(tmp_path / "net.pt2")
     assert torch.allclose(read(x), net(x), atol=1e-5)
     assert [type(part) for part in read][:2] == [nn.GELU, type(found[0])]
+
+
+@pytest.mark.parametrize(
+    "relu", [lambda x: torch.where(x > 0, x, 0.0), lambda x: torch.where(x <= 0, torch.zeros_like(x), x)]
+)
+def test_programs_choose_too(relu: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    program = torch.export.export(Written(relu), (x,), dynamic_shapes=({0: torch.export.Dim("n", min=2)},))
+    torch.export.save(program, tmp_path / "net.pt2")
+    assert [type(part) for part in interop.load_program(tmp_path / "net.pt2")] == [nn.ReLU]
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(4)])
+def test_a_layer_norm_without_weight_is_stored(bias: Tensor | None, tmp_path: Path) -> None:
+    plain, x = export(Written(lambda x: F.layer_norm(x, (4,), None, bias, 0.1)), (3, 4)), torch.randn(5, 3, 4)
+    torch.testing.assert_close(load(save(plain, tmp_path / "net"))(x), F.layer_norm(x, (4,), None, bias, 0.1))
+
+
+@pytest.mark.parametrize("memory", [lambda z: z.numpy()[:], lambda z: z.untyped_storage()])
+def test_zeros_whose_memory_is_written_are_not_taken_for_zeros(memory: Callable[[Tensor], object]) -> None:
+    def jumps(x: Tensor) -> Tensor:
+        memory(zeros := torch.zeros_like(x))  # may be filled by what torch does not see
+        return torch.where(x > 0, x, zeros)
+
+    with pytest.raises(NoRuleError, match="expected tensors, got their memory"):
+        lipschitz(Written(jumps), (4,))

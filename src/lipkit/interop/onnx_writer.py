@@ -139,7 +139,7 @@ def _gelu(w: Writer, x: Value, approximate: str) -> Any:
         gate = w.add("Tanh", w.add("Mul", w.add("Add", x, cubic), math.sqrt(2 / math.pi)))
     else:
         gate = w.add("Erf", w.add("Div", x, math.sqrt(2)))
-    return w.add("Mul", w.add("Mul", x, w.add("Add", gate, 1.0)), 0.5)
+    return w.add("Mul", w.add("Add", gate, 1.0), w.add("Mul", x, 0.5))  # 2 x may exceed the range of the format
 
 
 def _reshape(w: Writer, x: Any, *_: Any) -> Any:
@@ -236,7 +236,8 @@ def _conv(w: Writer, x: Value, weight: Any, bias: Any, stride: Any, padding: Any
         pads = [n // 2 for n in spans] + [n - n // 2 for n in spans]  # as torch pads: the odd one behind
     else:
         pads = _each(padding, len(kernel)) * 2
-    if w.dtype == torch.float64 and kernel == strides and not any(pads) and {groups, *dilations} == {1}:
+    patches = len(kernel) == 2 and kernel == strides and not any(pads) and {groups, *dilations} == {1}
+    if w.dtype == torch.float64 and patches:
         return _patches(w, x, weight, bias)
     return w.add("Conv", x, weight, bias, strides=strides, pads=pads, dilations=dilations, group=groups)
 
@@ -244,7 +245,10 @@ def _conv(w: Writer, x: Value, weight: Any, bias: Any, stride: Any, padding: Any
 def _patches(w: Writer, x: Value, weight: Any, bias: Any) -> Any:
     """A convolution of patches that do not overlap as one product: onnxruntime has no convolution in float64."""
     (_, c, h, v), (m, _, p, q) = x.shape, weight.shape
-    y = w.add("Transpose", w.shaped(x, (-1, c, h // p, p, v // q, q)), perm=[0, 2, 4, 1, 3, 5])
+    y: Any = x
+    for axis, n, rest in ((2, h, h % p), (3, v, v % q)):
+        y = w.cut(y, axis, 0, n - rest) if rest else y
+    y = w.add("Transpose", w.shaped(y, (-1, c, h // p, p, v // q, q)), perm=[0, 2, 4, 1, 3, 5])
     y = w.shaped(y, (-1, h // p, v // q, c * p * q))
     y = _linear(w, Value(y, (-1, h // p, v // q, c * p * q), w.dtype), w.shaped(weight, (m, c * p * q)), bias)
     return w.add("Transpose", y, perm=[0, 3, 1, 2])
@@ -339,7 +343,7 @@ RULES: dict[str, Callable[..., Any] | str] = {
     "log_sigmoid": lambda w, x: w.add("Neg", w.add("Softplus", w.add("Neg", x))),
     "softshrink": lambda w, x, end: w.add("Sub", x, w.add("Clip", x, -float(end), float(end))),
     "hardsigmoid": _hardsigmoid,
-    "hardswish": lambda w, x: w.add("Div", w.add("Mul", x, _relu6(w, x)), 6.0),
+    "hardswish": lambda w, x: w.add("Mul", x, w.add("Div", _relu6(w, x), 6.0)),
     "leaky_relu": _leaky_relu,
     "prelu": _slopes,
     "elu": _elu,

@@ -79,6 +79,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "upsample_bicubic2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bicubic", corners),
     "upsample_bilinear2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bilinear", corners),
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
+    **dict.fromkeys(("where.self", "where.ScalarOther", "where.ScalarSelf"), torch.where),  # as a method: x.where(mask)
+    "zeros_like.default": lambda x, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
 }
 _OF_SIZES = {f"_operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "mul")}
 

@@ -183,7 +183,9 @@ def _batch_norm(
 def _layer_norm(
     call: Build, input: Operand, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> nn.Module:
-    module = nn.LayerNorm(normalized_shape, call.constant(eps, "eps"), device="meta")
+    if weight is None and bias is not None:  # the module has no bias alone
+        weight = torch.ones_like(call.constant(bias, "bias"))
+    module = nn.LayerNorm(normalized_shape, call.constant(eps, "eps"), weight is not None, device="meta")
     return with_tensors(call, module, weight=weight, bias=bias)
 
 

@@ -176,6 +176,11 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                 before = {n: [t._version for t in tensors(live[n])] for n in node.all_input_nodes}
                 with run.calls:
                     live[node] = evaluate(root, node, given[0], given[1])
+                if how.get(node) and isinstance(live[node], (np.ndarray, torch.UntypedStorage, torch.TypedStorage)):
+                    raise NoRuleError(
+                        f"analyze: expected tensors, got their memory from {node.name!r}{where(node)}, in which "
+                        "changes cannot be seen"
+                    )
                 for n, versions in before.items():
                     if versions != [t._version for t in tensors(live[n])]:
                         if n.op == "get_attr":
