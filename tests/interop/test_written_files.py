@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -276,7 +277,9 @@ def test_gates_of_large_halves_are_finite(gate: nn.Module, tmp_path: Path) -> No
     network = modules.Network([nn.Linear(1, 1), gate], (1,)).half()
     network[0].load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
     x = torch.tensor([[6e4], [2e4], [-1e4]]).half()
-    assert torch.equal(reference(interop.write_onnx(network, tmp_path / "network.onnx"))(x), x.relu())
+    written = reference(interop.write_onnx(network, tmp_path / "network.onnx"))
+    with np.errstate(over="ignore"):  # of cubes inside tanh
+        assert torch.equal(written(x), x.relu())
 
 
 @pytest.mark.thorough

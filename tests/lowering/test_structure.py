@@ -598,7 +598,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "whole numbers": (V, lambda s, x: x.long().float(), "Tensor.long.*int64"),
     "bits": (V, lambda s, x: x.view(torch.int32).view(torch.float32), "Tensor.view.*int32"),
     "halves": (V, lambda s, x: x.half().float(), "Tensor.half.*float16"),
-    "comparison": (V, lambda s, x: x * (x > 0), "gt.*torch.bool"),
+    "comparison": (V, lambda s, x: x * (x > 1), "gt.*torch.bool"),
     "rounding": (V, lambda s, x: x.round(), "Tensor.round"),
     "softmax of the batch": (V, lambda s, x: x.softmax(0), "Tensor.softmax.*mixes samples"),
     "softmax from the end": (V, lambda s, x: x.softmax(-2), "Tensor.softmax.*mixes samples"),

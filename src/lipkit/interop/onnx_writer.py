@@ -379,7 +379,8 @@ _FORMS = ("mT", *(name for name, r in RULES.items() if r is _reshape), *(f.__nam
 
 
 def _operator(node: fx.Node) -> str:
-    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+    packet: Any = getattr(node.target, "overloadpacket", node.target)  # aten.add of aten.add.Tensor
+    return str(packet.__name__)
 
 
 class _Graph:
