@@ -120,6 +120,7 @@ def test_every_form_of_import_is_seen(source: str, found: str) -> None:
     assert [name for _, name in _imported(source, ("lipkit", "conv"))] == [found]
 
 
+@pytest.mark.thorough
 def test_programs_import_names_that_exist() -> None:
     """Tests import few of the programs beside the package, so a name that moved would show only when one is run."""
     wrong = []

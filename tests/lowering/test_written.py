@@ -188,6 +188,7 @@ def test_what_is_written_otherwise_is_refused(name: str) -> None:
             call(Written(function))
 
 
+@pytest.mark.thorough
 def test_the_mean_subtracted_has_constant_one_and_a_later_change_in_place_is_seen() -> None:
     plain = export(Written(lambda x: x - x.mean((1, 2), keepdim=True)), (3, 4))
     assert float(lipschitz(plain)) == 1
