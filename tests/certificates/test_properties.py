@@ -59,7 +59,6 @@ class Residual(nn.Module):
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
@@ -87,8 +86,6 @@ def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("last", [nn.GELU(), nn.Softmax(1), Residual()], ids=["scalar", "leaf", "joins"])
 def test_what_can_be_violated_never_holds(monkeypatch, clock: None, last: nn.Module) -> None:
@@ -112,7 +109,6 @@ def test_what_can_be_violated_never_holds(monkeypatch, clock: None, last: nn.Mod
         assert verify_property(network, cases(text, 2, 2), seconds=5, batch=8).answer == "unknown"
 
 
-@pytest.mark.thorough
 @pytest.mark.thorough
 @pytest.mark.fast
 def test_the_answer_is_about_the_evaluator(monkeypatch, clock: None) -> None:
@@ -148,7 +144,6 @@ def test_nothing_holds_where_the_evaluator_may_overflow(evaluator: str, answer: 
     assert verify_property(network, unsafe, evaluator=evaluator).answer == answer
 
 
-@pytest.mark.thorough
 @pytest.mark.thorough
 @pytest.mark.fast
 def test_numbers_are_not_rounded_towards_an_answer(monkeypatch, clock: None) -> None:
@@ -245,7 +240,6 @@ def written(term: Any) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.fast
 @pytest.mark.parametrize("seed", range(5))
 def test_formulas_keep_their_meaning(seed: int) -> None:
@@ -306,7 +300,6 @@ def test_what_is_wrong_with_a_file_is_said(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.thorough
 @pytest.mark.thorough
 @pytest.mark.fast
 def test_the_command_line_answers(tmp_path, capsys) -> None:

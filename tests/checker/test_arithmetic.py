@@ -118,7 +118,6 @@ def is_bound(t: Fraction, a: np.ndarray) -> bool:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 6), st.floats(-6, 1))
 @settings(max_examples=15, deadline=None)
 @pytest.mark.filterwarnings("ignore")
@@ -285,7 +284,6 @@ def test_a_convolution_is_bounded_by_its_dense_matrix(
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 def test_pools_are_bounded_by_their_dense_matrix(arithmetic: Any) -> None:
     torch = pytest.importorskip("torch")
     options = itertools.product((2, 3), (1, 2, 3), (0, 1), (False, True), (False, True), (None, 5))
@@ -362,7 +360,6 @@ def test_norms_of_a_machine_that_may_lose_a_unit_are_bounds(n: int) -> None:
     k.ops = k.Floats()
 
 
-@pytest.mark.thorough
 @pytest.mark.thorough
 def test_balls_of_a_bad_machine_hold_the_exact_values() -> None:
     rng = np.random.default_rng(9)

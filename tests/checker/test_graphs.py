@@ -421,7 +421,6 @@ def test_graphs_wired_otherwise_are_refused(turn: int, joined: Path, tmp_path: P
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 def test_claims_beyond_a_graph_are_refused_with_the_own_radius(tmp_path: Path, capsys: Any) -> None:
     write_run(tmp_path, *model_of("LeNet"))
     for share, said in ((0.5, "refused  constant: claimed"), (2.0, "confirmed")):

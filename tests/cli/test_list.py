@@ -27,7 +27,6 @@ def test_list_names_everything(kind, expected, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 def test_what_is_read_from_the_source_is_what_is_imported(capsys):
     expected = {
         "layers": [[f.name, f.title, f.claim, f"{f.paper}, {f.equation}"] for f in FAMILIES.values()],

@@ -198,7 +198,6 @@ def test_a_controller_of_any_number_of_outputs_stays_within_the_error_that_its_h
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @needs_compiler
 def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Path, tmp_path: Path) -> None:
     main = tmp_path / "main.c"

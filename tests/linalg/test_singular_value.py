@@ -18,7 +18,6 @@ def largest(a: torch.Tensor) -> torch.Tensor:
 
 # Torch warns of its own code when it first takes a forward derivative.
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (3, 3), (1, 2)])
@@ -60,7 +59,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_have_second_derivatives_in_their_parameters(kind: str) -> None:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
+from lipkit.interop.onnx_layers import DTYPES
 
 # The first versions of ONNX with circular padding, and with torch's number of windows under ceil_mode.
 OPSET, CEIL_OPSET = 19, 22
+KINDS = {dtype: number for number, dtype in DTYPES.items()}
 END = 2**63 - 1  # of a slice that goes to the last entry
 LARGE = 256  # numbers of a parameter that is stored once, whatever forms of it are needed
 
@@ -42,7 +44,7 @@ class Writer:
         self.names, self.dtype = names, dtype  # of tensors with names of their own, by id; of the network
         self.nodes: list[Any] = []
         self.stored: dict[str, Tensor] = {}
-        self.numbers: dict[Any, str] = {}  # what is stored without a name of its own, so that it is stored once
+        self.numbers: dict[Any, str] = {}  # names of the other stored tensors, by content: equal ones are stored once
         self.opset = OPSET
         self.out: Any = None  # the example of the result of the call that is being written
 
@@ -182,15 +184,8 @@ def _filled(value: float, w: Writer, *_: Any) -> Any:
     return w.rows(torch.full((1,) * w.out.ndim, value, dtype=w.out.dtype))
 
 
-def _kind(dtype: torch.dtype) -> int:
-    """A number format, as TensorProto numbers them."""
-    from onnx import helper
-
-    return helper.np_dtype_to_tensor_dtype(torch.empty(0, dtype=dtype).numpy().dtype)
-
-
 def _cast(w: Writer, x: Value, *_: Any) -> Any:
-    return x if w.out.dtype == x.dtype else w.add("Cast", x, to=_kind(w.out.dtype))
+    return x if w.out.dtype == x.dtype else w.add("Cast", x, to=KINDS[w.out.dtype])
 
 
 def _reduced(kind: str, w: Writer, x: Value, dims: Any, keep: bool, *_: Any) -> Any:
@@ -458,7 +453,7 @@ def model_of(program: torch.export.ExportedProgram) -> Any:
         for names in (node.input, node.output):
             names[:] = ["output" if name == end.name else name for name in names]
     ends = [
-        helper.make_tensor_value_info(name, _kind(value.dtype), ["batch", *value.shape[1:]])
+        helper.make_tensor_value_info(name, KINDS[value.dtype], ["batch", *value.shape[1:]])
         for name, value in (("input", next(iter(graph.values.values()))), ("output", end))
     ]
     stored = [numpy_helper.from_array(t.detach().contiguous().numpy(), name) for name, t in writer.stored.items()]

@@ -364,7 +364,7 @@ def aoc_conv2d(
     dtype: Any = None,
     **options: Any,
 ) -> NativeConv2d:
-    """The convolution of the family AOC: an orthogonal, circular :class:`NativeConv2d`, with a stride of its own.
+    """The convolution of the family AOC: an orthogonal, circular :class:`NativeConv2d` that strides natively.
 
     A kernel smaller than the stride grows to it, so that no pixel is lost: 1 gives a matrix on patches.
     """

@@ -81,7 +81,7 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 def flushes(workers: bool = True) -> bool:
     """True if numbers below the normal range count as zero (``torch.set_flush_denormal``), found by computing with one.
 
-    Each thread has a mode of its own, which new threads inherit. ``workers`` asks torch's worker threads, too.
+    Each thread has its own mode; a new thread inherits that of its creator. ``workers`` checks torch's workers, too.
     """
     tiny = sys.float_info.min
     if tiny * 0.5 == 0.0:
