@@ -53,17 +53,25 @@ FLAWS = """() => {
 FAST_CASES = 3
 
 
+def _seed(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is fast unless it or its file is marked thorough or slow; doctests are thorough, and so are most cases."""
+    """Cases beyond those that ``usual`` allows are slow; of the others, those without a slower mark are fast."""
     cases: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
-        slower = {"slow", "thorough"} & {mark.name for mark in item.iter_markers()}
-        if not slower and not isinstance(item, pytest.DoctestItem):
+        if not isinstance(item, pytest.DoctestItem):
             cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
     for alike in cases.values():
-        for place in range(min(FAST_CASES, len(alike))):
-            alike[place * len(alike) // min(FAST_CASES, len(alike))].add_marker("fast")
+        usual = alike[0].get_closest_marker("usual")
+        # Drawn, as every third case of a product may be the same third of one factor.
+        for item in sorted(alike, key=_seed)[usual.args[0] if usual else len(alike) :]:
+            item.add_marker("slow")
+        quick = [item for item in alike if not {"slow", "thorough"} & {mark.name for mark in item.iter_markers()}]
+        for place in range(min(FAST_CASES, len(quick))):
+            quick[place * len(quick) // min(FAST_CASES, len(quick))].add_marker("fast")
 
 
 def pytest_collection_finish() -> None:
@@ -82,7 +90,7 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A seed from the name of the test: it draws the same numbers alone, in any order, and in any process."""
-    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+    torch.manual_seed(_seed(item))
 
 
 @pytest.fixture(scope="module")

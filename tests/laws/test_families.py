@@ -115,6 +115,7 @@ DENSE_OPTIONS: dict[Any, dict[str, tuple[Any, ...]]] = {
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(160)
 @each_law
 @each_family
 def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
@@ -145,6 +146,7 @@ def test_compiled_convolution(name: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(90)
 @each_law
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_layer(name: str, dtype: torch.dtype, number: int) -> None:
@@ -189,6 +191,7 @@ def test_dense_layer_of_each_function(function: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(72)
 @each_family
 @pytest.mark.parametrize("what", EXTRA)
 def test_bounds_of_other_shapes(name: str, what: str) -> None:
