@@ -135,7 +135,7 @@ class Build:
 
     def moving(self, *values: Any) -> list[Operand]:
         """The operands among ``values``. Constants beside them are left out of bounds, and refused in exports."""
-        return [self.operand(x) for x in values if not (self.bounding and isinstance(x, (Tensor, Varies)))]
+        return [self.operand(x) for x in values if not (self.bounding and isinstance(x, Tensor))]
 
     def add(self, module: nn.Module, *values: Operand | int) -> int:
         """Add a module that reads these values (operands, or value numbers); return the number of its output."""
@@ -165,7 +165,8 @@ class Build:
 
     def shift(self, x: Any) -> Tensor:
         """The constant ``x`` that is added; 1 for bounds, which do not depend on it (0 would look like no addition)."""
-        return self.like + 1 if self.bounding else self.number(x, "term")
+        term = self.constant(x, "term")
+        return self.like + 1 if self.bounding else self.number(term, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, with torch's broadcasting."""

@@ -543,6 +543,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     if call.bounding or len(moving) == len(tensors):
         return _beside(call, at, moving[0], [x.number for x in moving])
     # Constants before and after moving values: zeros around these, and a shift.
+    call.constant([t for t in tensors if not isinstance(t, Operand)], "tensor")
     here = [isinstance(t, Operand) for t in tensors]
     first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
     expected = "expected constants before or after what depends on the input, got some in between"
