@@ -125,7 +125,7 @@ REFUSED = {
     "spectrum": (lambda s, x: torch.fft.rfft(x).abs(), "torch.fft.rfft.*got torch.complex64"),
     "quantised": (lambda s, x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), "fake_quantize.*jumps"),
     "comparison": (lambda s, x: x * (x > 1), "operator.gt.*got torch.bool: .*torch.relu"),
-    "comparison as numbers": (lambda s, x: x * torch.ge(x, 0).float(), "torch.ge.*got torch.bool"),
+    "comparison as numbers": (lambda s, x: x * torch.ge(x, 1).float(), "torch.ge.*got torch.bool"),
     "where": (lambda s, x: torch.where(x > 0, x, x + 1), "got torch.bool"),
     "masked": (lambda s, x: x.masked_fill(x < 0, 7.0), "got torch.bool"),
     "logical": (lambda s, x: x * torch.logical_not(x), "logical_not.*got torch.bool"),

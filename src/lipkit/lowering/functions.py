@@ -302,6 +302,7 @@ def _mul(call: Build, x: Any, y: Any) -> int:
 
 
 plain(torch.where, place=joined)(lambda call, condition, x, y: _lerp(call, y, x, condition))
+plain("where", place=joined)(lambda call, x, condition, y: _lerp(call, y, x, condition))
 plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, value: _lerp(call, x, value, mask))
 
 
@@ -422,6 +423,18 @@ def _gated(call: Build, input: Operand, dim: int = -1) -> int:
     n = call.shape[at - 1]
     first, gate = call.piece(input, at, range(n)), call.piece(input, at, range(n, 2 * n))
     return call.add(call.named(Product()), first, call.add(nn.Sigmoid(), gate))
+
+
+def swish(x: Tensor, slope: float) -> Tensor:
+    """``x * sigmoid(slope * x)``, which is ``silu(slope * x) / slope``."""
+    return x * torch.sigmoid(slope * x)
+
+
+@plain(swish, place=viewed)
+def _swish(call: Build, x: Operand, slope: float) -> Value:
+    call.require(slope != 0, "expected a slope other than 0")
+    number: Any = call.add(nn.SiLU(), call.elementwise(x, scale=call.like + slope))
+    return _div(call, replace(call.results[0], number=number), slope)
 
 
 def root_mean_square(x: Tensor, dims: Any, eps: float) -> Tensor:
