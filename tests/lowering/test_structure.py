@@ -565,7 +565,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
         "einsum.*at least two.*'bni,ij->bj'",
     ),
     "einsum of two sizes": (V, lambda s, x: torch.einsum("bi,ij->bj", x, s.w[:1]), "einsum.*one size.*other 'i'"),
-    "einsum of rows": (V, lambda s, x: torch.einsum("bi,bi->bi", x, torch.ones_like(x)), "einsum.*except.*'bi,bi->bi'"),
+    "einsum over rows": (V, lambda s, x: torch.einsum("bi,bi->i", x, torch.ones_like(x)), "einsum.*'bi,bi->i'|mixes"),
     "einsum of two that move": (V, lambda s, x: torch.einsum("bi,bi->b", x, x), "einsum.*one factor to be constant"),
     "vector": (M, lambda s, x: s.mid @ x.mT, "matmul.*matrix that leaves the batch"),
     "addmm with a factor": (V, lambda s, x: torch.addmm(s.mid, x, s.w, alpha=2), "torch.addmm.*alpha"),

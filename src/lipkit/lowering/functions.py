@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.linalg.matrices import all_finite
-from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
+from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, stacked, viewed
 from lipkit.lowering.build import FUNCTIONS, Bounded, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand, Varies
@@ -571,7 +571,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
 plain(torch.hstack)(lambda call, tensors: _cat(call, tensors, 1))
 
 
-@plain(torch.stack)
+@plain(torch.stack, place=stacked)
 def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     given = call.moving(*tensors)
     at = dim % (given[0].ndim + 1)
