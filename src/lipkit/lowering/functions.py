@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, stacked, viewed
-from lipkit.lowering.build import FUNCTIONS, Bounded, Build, Function, Rule, Value, function_rule
+from lipkit.lowering.build import FINITE, FUNCTIONS, Bounded, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
@@ -283,7 +283,7 @@ plain(torch.rsub, place=joined)(lambda call, x, y, *, alpha=1: _add(call, y, x, 
 def _lerp(call: Build, input: Any, end: Any, weight: Any) -> int:
     w = call.number(weight, "weight")
     stored = [w, *(call.number(t, "value") for t in (input, end) if not isinstance(t, Operand))]
-    call.require(all(map(all_finite, stored)), "expected finite numbers as weight and values, got infinite ones or NaN")
+    call.require(all(map(all_finite, stored)), FINITE)
     if isinstance(input, Operand) and isinstance(end, Operand):
         if not w.ndim:
             return call.add(Blend(w), call.broadcast(end), call.broadcast(input))
@@ -499,7 +499,10 @@ def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = 
 @plain(F.scaled_dot_product_attention)
 def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale: Any = None, **options: Any) -> int:
     if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
-        raise call.refuse("expected no mask, dropout or grouped heads, and is_causal=False, got one: -inf has no range")
+        raise call.refuse(
+            "expected no mask, dropout or grouped heads, and is_causal=False, got one: -inf has no range; write the "
+            "attention with torch.matmul, torch.softmax and a mask of -1e4"
+        )
     n, d = call.operand(query).shape[-2:]
     turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed
     scaled = call.add(Affine(call.like[None] + (d**-0.5 if scale is None else scale), call.like[None]), query)
@@ -662,6 +665,13 @@ def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stab
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1
     minus = Affine(-1 - call.like[None], call.like[None])  # GroupSort sorts downwards
     return call.add(minus, _along(call, GroupSort(None), call.add(minus, x.number), at, x.ndim)), -1
+
+
+@plain(torch.topk, "topk", place=along(2, default=-1))
+def _topk(call: Build, input: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Value:
+    call.require(sorted, "expected sorted=True, got False, for which the order is open")
+    values: Any = _sort(call, input, dim, largest)
+    return call.piece(replace(input, number=values[0]), *call.dims(input, dim), range(k)), -1
 
 
 @plain(torch.mean, "mean", torch.sum, "sum", place=along(1))

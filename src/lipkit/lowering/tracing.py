@@ -302,7 +302,7 @@ class _Proxy(fx.Proxy):
         value = self.tracer.value(self.node)
         if isinstance(value, (tuple, list)) and self.tracer.how.get(self.node) != BATCH:
             return len(value)
-        return self.tracer.refuse("the length of a tensor, which is the size of the batch, is asked for")
+        return self.tracer.refuse("the length of a tensor, its batch, is asked for: in a shape, write x.shape[0]")
 
     def dim(self) -> Any:
         shape = self._shape()
