@@ -167,11 +167,10 @@ class Build:
 
     def shift(self, x: Any) -> Tensor:
         """The constant ``x`` that is added; 1 for bounds, which do not depend on it (0 would look like no addition)."""
-        term = self.constant(x, "term")
-        if self.bounding:
-            return self.like + 1
-        self.require(all_finite(number := self.number(term, "term")), FINITE)
-        return number
+        self.constant(x, "term")
+        term = self.like + 1 if self.bounding else self.number(x, "term")
+        self.require(all_finite(term), FINITE)
+        return term
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, with torch's broadcasting."""
