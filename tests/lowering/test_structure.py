@@ -522,6 +522,11 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "samples repeated": (V, lambda s, x: x.repeat(2, 1), "Tensor.repeat.*row per sample"),
     "split of the batch": (V, lambda s, x: x.split(1)[0], "Tensor.split"),
     "unbound batch": (V, lambda s, x: torch.stack(x.unbind(0)), "Tensor.unbind|any size"),
+    "stacked with rows": (
+        V,
+        lambda s, x: torch.stack([x, torch.ones_like(x)], 1),
+        "got a value that depends on the size",
+    ),
     "stacked in front": (V, lambda s, x: torch.stack([x, x]), "torch.stack.*row per sample"),
     "joined batches": (V, lambda s, x: torch.cat([x, x]), "torch.cat.*mixes samples"),
     "outer sum": (V, lambda s, x: x[:, :, None] + x[:, None] + x.mean(0), "Tensor.mean"),

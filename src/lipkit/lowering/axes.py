@@ -154,7 +154,6 @@ def stacked(call: Build) -> Build:
     tensors, out = call.args[0], call.results[0]
     at = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % out.rank
     before = out.axis - (at < out.axis), out.inner, out.rank - 1
-    call.require(at != out.axis and all(not isinstance(v, Rows) for v in tensors))
     call.require(all(v.place == before for v in tensors if isinstance(v, Operand)))
     return call.to(call.target, tensors, out.plain(at))
 

@@ -500,7 +500,7 @@ def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = 
 def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale: Any = None, **options: Any) -> int:
     if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
         raise call.refuse(
-            "expected no mask, is_causal, dropout or grouped heads, got one: write it with softmax and a mask of -1e4"
+            "expected no mask, dropout, is_causal or grouped heads, got one: write it with softmax and a mask of -1e4"
         )
     n, d = call.operand(query).shape[-2:]
     turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed

@@ -44,7 +44,7 @@ class Varies:
 VARIES = Varies()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rows(Varies):
     """A constant tensor that repeats ``row`` for each sample along dimension ``axis``, where ``row`` has size 1."""
 
