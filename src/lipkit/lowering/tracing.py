@@ -51,7 +51,7 @@ _SIZED = ("view", "reshape", torch.reshape)
 _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
             "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
-            operator.matmul, torch.matmul, F.linear,
+            "flatten", "unflatten", operator.matmul, torch.matmul, F.linear,
             *(function for row in ACTIVATIONS.values() for function in row.functions))  # fmt: skip
 
 
