@@ -670,7 +670,7 @@ def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stab
 def _topk(call: Build, input: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Value:
     call.require(sorted, "expected sorted=True, got False, for which the order is open")
     values: Any = _sort(call, input, dim, largest)
-    return call.piece(replace(input, number=values[0]), *call.dims(input, dim), range(k)), -1
+    return call.piece(replace(input, number=values[0]), call.dims(input, dim)[0], range(k)), -1
 
 
 @plain(torch.mean, "mean", torch.sum, "sum", place=along(1))
