@@ -185,7 +185,7 @@ class Refused(nn.Module):
         (lambda x: (x, x + 1), "one as output"),
         (lambda x: F.dropout(x, 0.5, True), "random"),
         (lambda x: x * x, "constant"),
-        (lambda x: x.topk(2, 1).values, "topk"),
+        (lambda x: x.kthvalue(2, 1).values, "kthvalue"),
         (lambda x: x - x.mean(0, keepdim=True), "batch"),
         (lambda x: x + torch.rand_like(x), "rand"),
     ],

@@ -64,6 +64,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "batch first": lambda: Net(self_attention, 4, 2, batch_first=True),
     "batch behind": lambda: Net(of_a_batch_behind, 4, 2),
     "one head, no bias": lambda: Net(self_attention, 4, 1, batch_first=True, bias=False),
+    "stored queries": lambda: Net(lambda a, x: a(x.new_ones((x.size(0), 2, 4)), x, x)[0], 4, 2, batch_first=True),
     "with weights": lambda: Net(lambda a, x: a(x, x, x)[0] + a(x, x, x)[1][..., :1], 4, 2, batch_first=True),
     "weights of each head": lambda: Net(lambda a, x: a(x, x, x, average_attn_weights=False)[1], 4, 2, batch_first=True),
     "keys of another size": lambda: Net(

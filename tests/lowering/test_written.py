@@ -48,6 +48,13 @@ ACTIVATIONS: dict[str, tuple[Forward, nn.Module]] = {
     "relu by the other choice": (lambda x: torch.where(x < 0, 0.0, x), nn.ReLU()),
     "relu by a mask": (lambda x: (x > 0) * x, nn.ReLU()),
     "relu by filling": (lambda x: x.masked_fill(x.lt(0), 0), nn.ReLU()),
+    "relu by a choice of the value": (lambda x: x.where(x >= 0, torch.tensor(0.0)), nn.ReLU()),
+    "relu by a mask of its format": (lambda x: (x >= 0).to(x.dtype) * x, nn.ReLU()),
+    "relu by a mask of a format": (lambda x: x.mul(torch.gt(x, 0).float()), nn.ReLU()),
+    "relu by a mask like a value": (lambda x: x * (x > 0).type_as(x), nn.ReLU()),
+    "leaky relu": (lambda x: torch.where(x > 0, x, 0.1 * x), nn.LeakyReLU(0.1)),
+    "leaky relu by the value": (lambda x: x.where(x >= 0, x * torch.tensor([-2.5])), nn.LeakyReLU(-2.5)),
+    "leaky relu, the other side": (lambda x: torch.where(x <= 0, 3 * x, x), nn.LeakyReLU(3.0)),
 }
 
 
@@ -59,6 +66,17 @@ def test_a_written_activation_is_the_module(name: str) -> None:
     x = 3 * torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(plain(x), function(x), atol=1e-6)
     assert float(analyze(Written(function), (5,)).upper) == float(lipschitz(module))
+
+
+@pytest.mark.parametrize("slope", [1.702, -0.3, torch.tensor([2.0])])
+def test_a_gate_with_a_slope_has_the_constant_of_silu(slope: float) -> None:
+    net = Written(lambda x: x * torch.sigmoid(slope * x))
+    plain, x = export(net, (5,)), 3 * torch.randn(20, 5)
+    torch.testing.assert_close(plain(x), net(x))
+    a = torch.linspace(-4, 4, 10**5, dtype=torch.float64, requires_grad=True)
+    steepest = torch.autograd.grad((a * torch.sigmoid(slope * a)).sum(), a)[0].abs().max()
+    for bound in (float(lipschitz(plain)), analyze(net, (5,)).upper):
+        assert float(steepest) <= bound == pytest.approx(float(lipschitz(nn.SiLU())), rel=1e-6)
 
 
 def rms(x: Tensor, dim: int | tuple[int, ...], eps: float = 0.01) -> Tensor:
@@ -156,7 +174,9 @@ def test_gated_halves_and_flips_along_each_dimension(dim: int) -> None:
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {
-    "another gate": (lambda x: x * torch.sigmoid(2 * x), "no Lipschitz constant"),
+    "another gate": (lambda x: x * torch.sigmoid(2 * x + 1), "no Lipschitz constant"),
+    "a gate that is open": (lambda x: x * torch.sigmoid(0 * x), "slope other than 0"),
+    "a gate with a slope for each entry": (lambda x: x * torch.sigmoid(x * torch.ones(6)), "no Lipschitz constant"),
     "gate of another value": (lambda x: x * torch.sigmoid(x.roll(1, 1)), "no Lipschitz constant"),
     "another root": (lambda x: x * 0.5 * (1 + torch.erf(x / 1.4)), "torch.erf"),
     # Steeper than the module by 1e-7, which a bound would have to say.
@@ -168,6 +188,14 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "without eps": (lambda x: rms(x, -1, 0.0), "pow|rsqrt"),
     "a choice that jumps": (lambda x: torch.where(x > 1, x, 0.0), "operator.gt"),
     "the falling side": (lambda x: torch.where(x > 0, 0.0, x - 1), "operator.gt"),
+    "the steep side above": (lambda x: torch.where(x > 0, 0.1 * x, x), "operator.gt"),
+    "a choice of the value that jumps": (lambda x: x.where(x < 0, 0.1 * x + 1), "operator.lt"),
+    "another threshold": (lambda x: torch.where(x > 1e-9, x, 0.1 * x), "operator.gt"),
+    "leaky from another value": (lambda x: torch.where(x > 0, x, 0.1 * x.roll(1, 1)), "operator.gt"),
+    "a slope without end": (lambda x: torch.where(x > 0, x, math.inf * x), "operator.gt"),
+    "a slope for each entry": (lambda x: torch.where(x > 0, x, x * torch.ones(6)), "operator.gt"),
+    "a slope that moves": (lambda x: torch.where(x > 0, x, x * x), "operator.gt"),
+    "a mask of a format that jumps": (lambda x: x * (x > 0.5).float(), "operator.gt"),
     "a mask of other numbers": (lambda x: (x - 1) * (x > 0), "operator.gt"),
     "of the batch": (lambda x: rms(x, 0), "pow|Tensor.mean"),
     "unbiased": (lambda x: (x - x.mean(1, True)) * torch.rsqrt(x.var(1, keepdim=True) + 0.1), "Tensor.var"),

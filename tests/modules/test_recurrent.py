@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -146,12 +147,13 @@ def test_other_networks_of_torch_are_refused(rnn: nn.RNN) -> None:
 @pytest.mark.thorough
 def test_a_trained_network_with_its_own_forward_pass() -> None:
     class Trained(nn.Module):
-        def __init__(self, last: bool) -> None:
+        def __init__(self, last: bool, start: Callable[[Tensor], Any] | None = None) -> None:
             super().__init__()
             self.rnn, self.head, self.last = nn.RNN(2, 3, batch_first=True), nn.Linear(3, 2), last
+            self.start = start
 
         def forward(self, u: Tensor) -> Tensor:
-            outputs, state = self.rnn(u)
+            outputs, state = self.rnn(u, self.start(u)) if self.start else self.rnn(u)
             return self.head(outputs[:, -1] if self.last else state[0])
 
     torch.manual_seed(0)
@@ -161,6 +163,13 @@ def test_a_trained_network_with_its_own_forward_pass() -> None:
     assert 0 < float(lipschitz(plain)) < 10
     with pytest.raises(NoRuleError, match=r"the last state: read outputs\[:, -1\]"):
         export(Trained(last=False).eval(), (6, 2))
+    for start in (lambda u: torch.zeros(1, u.size(0), 3), lambda u: None):
+        beginning = Trained(True, start).eval()
+        beginning.load_state_dict(model.state_dict())
+        assert torch.equal(export(beginning, (6, 2))(u), plain(u))
+    for start in (lambda u: torch.ones(1, u.size(0), 3), lambda u: torch.cat((u, u), -1)[:, :1, :3].transpose(0, 1)):
+        with pytest.raises(NoRuleError, match="expected a module from one tensor to one, got 2 arguments"):
+            export(Trained(True, start).eval(), (6, 2))
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, "input, forget, cell and output"), (nn.GRU, "reset and update")])

@@ -132,6 +132,9 @@ def contracted(call: Build) -> Build:
     expected = "expected two values, each letter once in at least two of the equation's three parts, of one size"
     call.require(fits and all(letters.count(one) > 1 for one in letters), f"{expected}, got {equation!r}")
     batch = parts[-1][call.results[0].axis]
+    for k, value in enumerate(values):
+        if isinstance(value, Rows) and parts[k].find(batch) == value.axis:
+            parts[k], values[k] = parts[k].replace(batch, ""), value.row.squeeze(value.axis)
     for part, value in zip(parts, (*values, *call.results), strict=True):
         place = value.axis if isinstance(value, Operand) and value.inner == 1 else None  # no sum runs over the batch
         fits = part.find(batch) == (-1 if isinstance(value, Tensor) else place)
@@ -141,15 +144,35 @@ def contracted(call: Build) -> Build:
     return call.to(call.target, [part.replace(batch, "") for part in parts], sizes, *values)
 
 
+def _for_each(value: Any) -> bool:
+    """True for a constant that holds several matrices."""
+    return isinstance(value, Tensor) and value.ndim > 2
+
+
+def stacked(call: Build) -> Build:
+    """Rewrites ``torch.stack``, whose new dimension may stand before the batch."""
+    tensors, out = call.args[0], call.results[0]
+    at = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % out.rank
+    before = out.axis - (at < out.axis), out.inner, out.rank - 1
+    call.require(all(v.place == before for v in tensors if isinstance(v, Operand)))
+    return call.to(call.target, tensors, out.plain(at))
+
+
 def multiplied(call: Build) -> Build:
-    """Rewrites matrix products of two values, or of a value and one constant matrix. No sum can run over the batch."""
-    (x, y), out = call.args, call.results[0]
+    """Rewrites matrix products of two values, or of a value and constant matrices. No sum can run over the batch."""
+    out = call.results[0]
+    x, y = (_beside(call, v) if isinstance(v, Rows) or (_for_each(v) and len(v) == 1) else v for v in call.args)
+    if _for_each(x) or _for_each(y):
+        front = "abcdefgh"[: out.rank - 2]
+        ranks = (v.rank if isinstance(v, Operand) else v.ndim for v in (x, y))
+        first, last = ((front + pair)[-rank:] for pair, rank in zip(("xy", "yz"), ranks, strict=True))
+        return contracted(call.to(torch.einsum, f"{first},{last}->{front}xz", x, y))
     for v in (x, y):
         call.require(isinstance(v, Operand) or (isinstance(v, Tensor) and v.ndim == 2), "expected a constant matrix")
         call.require(not isinstance(v, Operand) or v.place == out.place)
     if isinstance(x, Tensor) and out.axis == out.rank - 1 and out.inner == 1:
         return call.to(call.target, y, x.T)  # without the batch, the dimension before it is the last
-    return call
+    return call.to(call.target, x, y)
 
 
 def batch_first(call: Build) -> Build:
@@ -163,6 +186,7 @@ def batch_first(call: Build) -> Build:
     )
     place = FUNCTIONS.get(call.target, Function()).place
     turns = place in (ordered, indexed, contracted) and (call.target is not getattr or call.args[1] in ("T", "mT"))
+    turns |= place is multiplied and any(map(_for_each, call.args))
     if (call.target is operator.getitem and isinstance(call.args[0], tuple)) or not (moved or turns):
         return call
     call.require(all(v.place == call.results[0].place for v in call.results))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, NoRuleError
+from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
 from lipkit.modules.dense import Affine
@@ -22,6 +23,7 @@ from lipkit.modules.views import Expand, Piece, reshaped
 from lipkit.proof.roundoff import to_double
 
 MIXED = "expected a result with one row per sample, got one whose shape mixes the batch with other dimensions"
+FINITE = "expected finite numbers, got infinite ones or NaN; in front of a softmax, -1e4 has the effect of -inf"
 
 Value = int | tuple[int, ...]
 Rule = Callable[..., Value]
@@ -135,7 +137,7 @@ class Build:
 
     def moving(self, *values: Any) -> list[Operand]:
         """The operands among ``values``. Constants beside them are left out of bounds, and refused in exports."""
-        return [self.operand(x) for x in values if not (self.bounding and isinstance(x, (Tensor, Varies)))]
+        return [self.operand(x) for x in values if not (self.bounding and isinstance(x, Tensor))]
 
     def add(self, module: nn.Module, *values: Operand | int) -> int:
         """Add a module that reads these values (operands, or value numbers); return the number of its output."""
@@ -165,7 +167,10 @@ class Build:
 
     def shift(self, x: Any) -> Tensor:
         """The constant ``x`` that is added; 1 for bounds, which do not depend on it (0 would look like no addition)."""
-        return self.like + 1 if self.bounding else self.number(x, "term")
+        self.constant(x, "term")
+        term = self.like + 1 if self.bounding else self.number(x, "term")
+        self.require(all_finite(term), FINITE)
+        return term
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, with torch's broadcasting."""

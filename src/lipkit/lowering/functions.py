@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.linalg.matrices import all_finite
-from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, viewed
-from lipkit.lowering.build import FUNCTIONS, Bounded, Build, Function, Rule, Value, function_rule
+from lipkit.lowering.axes import along, behind, contracted, indexed, joined, multiplied, ordered, stacked, viewed
+from lipkit.lowering.build import FINITE, FUNCTIONS, Bounded, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
@@ -283,7 +283,7 @@ plain(torch.rsub, place=joined)(lambda call, x, y, *, alpha=1: _add(call, y, x, 
 def _lerp(call: Build, input: Any, end: Any, weight: Any) -> int:
     w = call.number(weight, "weight")
     stored = [w, *(call.number(t, "value") for t in (input, end) if not isinstance(t, Operand))]
-    call.require(all(map(all_finite, stored)), "expected finite numbers as weight and values, got infinite ones or NaN")
+    call.require(all(map(all_finite, stored)), FINITE)
     if isinstance(input, Operand) and isinstance(end, Operand):
         if not w.ndim:
             return call.add(Blend(w), call.broadcast(end), call.broadcast(input))
@@ -302,6 +302,7 @@ def _mul(call: Build, x: Any, y: Any) -> int:
 
 
 plain(torch.where, place=joined)(lambda call, condition, x, y: _lerp(call, y, x, condition))
+plain("where", place=joined)(lambda call, x, condition, y: _lerp(call, y, x, condition))
 plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, value: _lerp(call, x, value, mask))
 
 
@@ -424,6 +425,18 @@ def _gated(call: Build, input: Operand, dim: int = -1) -> int:
     return call.add(call.named(Product()), first, call.add(nn.Sigmoid(), gate))
 
 
+def swish(x: Tensor, slope: float) -> Tensor:
+    """``x * sigmoid(slope * x)``, which is ``silu(slope * x) / slope``."""
+    return x * torch.sigmoid(slope * x)
+
+
+@plain(swish, place=viewed)
+def _swish(call: Build, x: Operand, slope: float) -> Value:
+    call.require(slope != 0, "expected a slope other than 0")
+    number: Any = call.add(nn.SiLU(), call.elementwise(x, scale=call.like + slope))
+    return _div(call, replace(call.results[0], number=number), slope)
+
+
 def root_mean_square(x: Tensor, dims: Any, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)``, the mean over these dimensions."""
     return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
@@ -486,7 +499,9 @@ def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = 
 @plain(F.scaled_dot_product_attention)
 def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale: Any = None, **options: Any) -> int:
     if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
-        raise call.refuse("expected no mask, dropout or grouped heads, and is_causal=False, got one: -inf has no range")
+        raise call.refuse(
+            "expected no mask, dropout, is_causal or grouped heads, got one: write it with softmax and a mask of -1e4"
+        )
     n, d = call.operand(query).shape[-2:]
     turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed
     scaled = call.add(Affine(call.like[None] + (d**-0.5 if scale is None else scale), call.like[None]), query)
@@ -543,6 +558,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     if call.bounding or len(moving) == len(tensors):
         return _beside(call, at, moving[0], [x.number for x in moving])
     # Constants before and after moving values: zeros around these, and a shift.
+    call.constant([t for t in tensors if not isinstance(t, Operand)], "tensor")
     here = [isinstance(t, Operand) for t in tensors]
     first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
     expected = "expected constants before or after what depends on the input, got some in between"
@@ -557,7 +573,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
 plain(torch.hstack)(lambda call, tensors: _cat(call, tensors, 1))
 
 
-@plain(torch.stack)
+@plain(torch.stack, place=stacked)
 def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     given = call.moving(*tensors)
     at = dim % (given[0].ndim + 1)
@@ -648,6 +664,13 @@ def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stab
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1
     minus = Affine(-1 - call.like[None], call.like[None])  # GroupSort sorts downwards
     return call.add(minus, _along(call, GroupSort(None), call.add(minus, x.number), at, x.ndim)), -1
+
+
+@plain(torch.topk, "topk", place=along(2, default=-1))
+def _topk(call: Build, input: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Value:
+    call.require(sorted, "expected sorted=True, got False, for which the order is open")
+    values: Any = _sort(call, input, dim, largest)
+    return call.piece(replace(input, number=values[0]), call.dims(input, dim)[0], range(k)), -1
 
 
 @plain(torch.mean, "mean", torch.sum, "sum", place=along(1))

@@ -14,7 +14,7 @@ from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import batch_first, keeps_place
 from lipkit.lowering.build import MIXED, Build, Function, function_name
 from lipkit.lowering.functions import FUNCTIONS
-from lipkit.lowering.observe import Operand, Varies, check_outputs, observe
+from lipkit.lowering.observe import Operand, Rows, Varies, check_outputs, observe
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, trace, where
 from lipkit.lowering.written import recognise
 from lipkit.modules.activations import ACTIVATIONS
@@ -185,6 +185,7 @@ class Interpreter:
             raise self._refuse(node, why)
         if type(module) is nn.RNN and isinstance(value, tuple):
             value = value[0]
+            given = [g for g in given if not (g is None or (isinstance(g, Rows) and not bool(g.row.any())))]
         if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Operand):
             got = f"{len(given)} arguments" if len(given) != 1 else "a list, or several results"
             raise self._refuse(node, f"expected a module from one tensor to one, got {got}")

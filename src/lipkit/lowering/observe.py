@@ -44,7 +44,7 @@ class Varies:
 VARIES = Varies()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rows(Varies):
     """A constant tensor that repeats ``row`` for each sample along dimension ``axis``, where ``row`` has size 1."""
 
@@ -145,6 +145,10 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
                 user.replace_input_with(old, new)
     how = dependence(graph)
     values = {n: _merged(how.get(n), runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
+    for n in graph.nodes:
+        # A step function of 1 / B may be the same for both batch sizes and another for a third.
+        if how.get(n) == ROWS and any(values[m] is VARIES for m in n.all_input_nodes if how.get(m) == ROWS):
+            values[n] = VARIES
     # A condition is a constant; in-place calls may have changed it since.
     if any(n.target is operator.truth and (n in how or value is VARIES) for n, value in values.items()):
         raise NoRuleError(

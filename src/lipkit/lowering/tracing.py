@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.network import Network, first_floating
 from lipkit.modules.plain import bounded
 from lipkit.modules.registry import TRACED
@@ -44,11 +45,14 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 # How a value depends on the input: on its values; it is the batch size; it has one equal row for each sample; or it
 # depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
-# Functions that make a given number of equal rows, and functions that keep rows equal, also beside constants.
+# Functions that make a given number of equal rows, that keep rows equal (also beside constants), and that take sizes.
 _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
-_ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
-            operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
-            operator.matmul, torch.matmul, F.linear)  # fmt: skip
+_SIZED = ("view", "reshape", torch.reshape)
+_ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
+            "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
+            "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
+            "flatten", "unflatten", operator.matmul, torch.matmul, F.linear,
+            *(function for row in ACTIVATIONS.values() for function in row.functions))  # fmt: skip
 
 
 def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -66,12 +70,13 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
     read = node.args[1] if node.target is getattr else node.target
     metadata = read in (METADATA if node.target is getattr else (*LIKE, *METADATA_METHODS, *LIKE_METHODS))
+    allowed = {ROWS, None, *[SIZE] * (node.target in _SIZED and hows[0] == ROWS)}  # to give rows again
     # A call that reads the metadata of its first argument ignores its values; x.new_tensor(y) holds those of y.
     if node.op == "placeholder" or VALUES in hows[metadata:]:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
-    elif (node.target in _ROWWISE or node.op == "call_module") and {*hows} <= {ROWS, None}:
+    elif (node.target in _ROWWISE or node.op == "call_module") and {*hows} <= allowed:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
         if read not in (*_STATIC, *_STATIC_METHODS):
@@ -297,7 +302,7 @@ class _Proxy(fx.Proxy):
         value = self.tracer.value(self.node)
         if isinstance(value, (tuple, list)) and self.tracer.how.get(self.node) != BATCH:
             return len(value)
-        return self.tracer.refuse("the length of a tensor, which is the size of the batch, is asked for")
+        return self.tracer.refuse("the length of a tensor, its batch, is asked for: in a shape, write x.shape[0]")
 
     def dim(self) -> Any:
         shape = self._shape()

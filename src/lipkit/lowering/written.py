@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lipkit.lowering.functions import centred, root_mean_square, standardised
+from lipkit.lowering.functions import centred, root_mean_square, standardised, swish
 from lipkit.lowering.observe import Observed, Operand
 from lipkit.lowering.tracing import Root, fetch, flat
 from lipkit.modules.activations import ACTIVATIONS
@@ -45,12 +45,16 @@ def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
     yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
     positive, negative = ("Greater", "x", 0.0), ("Less", "x", 0.0)
     chosen: Any = [("Where", positive, "x", 0.0), ("Where", negative, 0.0, "x"), ("MaskedFill", "x", negative, 0.0)]
-    for whole in (*chosen, ("Mul", "x", positive)):
+    for whole in (*chosen, ("Mul", "x", positive), ("Mul", "x", ("Cast", positive))):
         yield whole, nn.ReLU
 
 
-def _norms() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
-    """Pairs: a pattern in x, dims and eps, and the function f(x, dims, eps) that it computes."""
+def _functions() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
+    """Pairs: a pattern in x and some of dims, eps and slope, and the function of these that it computes."""
+    scaled: Any = ("Mul", "x", "slope")
+    yield ("Where", ("Greater", "x", 0.0), "x", scaled), F.leaky_relu
+    yield ("Where", ("Less", "x", 0.0), scaled, "x"), F.leaky_relu
+    yield ("Mul", "x", ("Sigmoid", scaled)), swish
     moved: Any = ("Sub", "x", ("Mean", "x", "dims"))
     kinds: Any = [("x", root_mean_square), (moved, standardised)]
     squares = [(v, ("Mean", s, "dims"), f) for v, f in kinds for s in (("Pow", v, 2.0), ("Mul", v, v))]
@@ -65,8 +69,8 @@ def _norms() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
     yield moved, centred
 
 
-GATES, NORMS = tuple(_gates()), tuple(_norms())
-ENDS = {pattern[0] for pattern, _ in (*GATES, *NORMS)}
+GATES, FUNCTIONS = tuple(_gates()), tuple(_functions())
+ENDS = {pattern[0] for pattern, _ in (*GATES, *FUNCTIONS)}
 Look = Callable[[Any, str, Mapping[str, float]], Sequence[Any] | None]
 
 
@@ -113,6 +117,7 @@ _WORDS = {
     "HardSigmoid": "hardsigmoid",
     "Clip": "relu6 hardtanh clamp clip",
     "Where": "where",
+    "Cast": "to type type_as float double",
     "MaskedFill": "masked_fill",
     "Greater": "gt greater ge greater_equal",
     "Less": "lt less le less_equal",
@@ -146,6 +151,10 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
         args += [named.pop(name) for name in _OPERANDS if name in named]
         if own == "Square":
             own, args = "Pow", [*args, 2.0]
+        if own == "Where" and value.op == "call_method":
+            args[:2] = args[1::-1]  # x.where(condition, y)
+        if own == "Cast":  # of truth values, which every format holds
+            args, named = args[:1], {}
         if own in ("Mean", "Var"):
             named |= dict(zip(("unbiased", "keepdim")[own == "Mean" :], args[2:], strict=False))
             asked = {"keepdim": True} | ({"unbiased": False} if own == "Var" else {})
@@ -170,19 +179,22 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
         target = node.target if node.op != "call_module" else type(fetch(root, str(node.target)))
         if node in gone or KINDS.get(target) not in ENDS or not isinstance(observed.values[node], Operand):
             continue
-        for pattern, make in (*GATES, *NORMS):
+        for pattern, make in (*GATES, *FUNCTIONS):
             found: dict[str, Any] = {}
-            if not fits(pattern, node, look, equals, found) or not number(eps := found.get("eps", 1.0)) > 0:
+            if not fits(pattern, node, look, equals, found):
+                continue
+            numbers = {name: number(found[name]) for name in ("eps", "slope") if name in found}
+            if not numbers.get("eps", 1.0) > 0 or not math.isfinite(numbers.get("slope", 1.0)):
                 continue
             given, dims = observed.values.get(found["x"]), flat(found.get("dims", ()))
             if not isinstance(given, Operand) or not all(type(d) is int and d % given.rank != given.axis for d in dims):
                 continue
             function: Any = make
             named: dict[str, Any] = {}
-            if "dims" not in found:
+            if (pattern, make) in GATES:
                 row = ACTIVATIONS[type(module := function())]
                 function, named = row.functions[0], {name: getattr(module, name) for name in row.arguments or ()}
-            options = [number(eps) if name == "eps" else found[name] for name in ("dims", "eps") if name in found]
+            options = *([found["dims"]] if "dims" in found else []), *numbers.values()
             node.op, node.target, node.args, node.kwargs = "call_function", function, (found["x"], *options), named
             for inner in found["inside"][-2::-1]:
                 if inner not in gone and not inner.users:
