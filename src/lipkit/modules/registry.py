@@ -139,7 +139,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Of the export,
+        whose batch normalisations are folded into the layers before them, the bound can be several times smaller.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
