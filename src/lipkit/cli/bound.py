@@ -70,7 +70,7 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     path = Path(model)
     suffix = path.suffix.lower()
     network: Any
-    if path.is_dir():
+    if model and path.is_dir():
         from lipkit.modules import load
 
         network = load(path)

@@ -98,7 +98,8 @@ def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
     from lipkit.lowering import export
 
     network, shape = read(model, parse_shape(input_shape))
-    name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(model.replace(":", "_")).stem).lstrip("_-")[:100]
+    words = Path(model).stem if Path(model).exists() else model  # pkg.mod:factory has no suffix
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", words).lstrip("_-")[:100]
     return export(network, shape), name or "network"
 
 
