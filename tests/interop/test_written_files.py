@@ -391,6 +391,14 @@ def test_halves_keep_their_range(tmp_path: Path) -> None:
             runtimes.model_of(program)
 
 
+@pytest.mark.thorough
+def test_what_a_choice_leaves_out_may_overflow(tmp_path: Path) -> None:
+    """onnxruntime has no ELU in float64, and the evaluator that is asked instead takes exp(800)."""
+    network = modules.Network([nn.ELU(), nn.Linear(2, 2)], (2,)).double()
+    network.input_range = (700.0, 800.0)
+    assert interop.write_onnx(network, tmp_path / "network.onnx").exists()
+
+
 class Ends(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.interpolate(x.narrow(2, -3, 3), scale_factor=2, mode="bilinear", align_corners=True)
