@@ -284,6 +284,7 @@ def test_inputs_outside_of_the_box_are_clamped_and_nan_is_refused() -> None:
         (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), "'zeros' or 'circular', got reflect"),
         (nn.Conv2d(2, 2, 7, padding=3, padding_mode="circular"), r"windows within the image \(6, 6\), got \(7, 7\)"),
         (nn.AvgPool2d(3, 2, 1), "no padding and no ceil_mode"),
+        (nn.Sequential(modules.Reshape(6, 12), nn.AvgPool2d(2)), "images with channels, got inputs of shape"),
         (layers.CayleyConv2d(2, 16, 3, padding=1, padding_mode="circular"), None),
         (modules.Mean(1), "rows and columns of images"),
         (

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -309,6 +310,29 @@ def test_what_is_pickled_is_never_read(program: Path, tmp_path: Path) -> None:
     only = rewritten(program, lambda found: found.update({n: pickle.dumps(Trap()) for n in found if n.endswith(".pt")}))
     assert load_program(only).input_shape == (4,)  # the sample inputs are not looked at
     assert not (tmp_path / "trapped").exists()
+
+
+@pytest.mark.parametrize("other", [str.upper, str.lower])
+def test_two_entries_of_one_name_are_refused(other: Callable[[str], str], program: Path, tmp_path: Path) -> None:
+    """torch reads the first one."""
+    forged = tmp_path / "forged.pt2"
+    forged.write_bytes(program.read_bytes())
+    (name,) = (name for name in entries(program) if name.endswith("weight_0"))
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(forged, "a") as archive:
+        archive.writestr(name.replace("weight_0", other("weight_0")), bytes(64))
+    with pytest.raises(DataError, match="entries of different names"):
+        load_program(forged)
+
+
+def test_numbers_are_read_where_torch_reads_them(program: Path) -> None:
+    def put(found: dict[str, bytes]) -> None:
+        zeros = {n.replace("/data", "/inner/data"): bytes(len(c)) for n, c in found.items() if "/weight_" in n}
+        whole = dict(sorted(found.items(), key=lambda entry: "/weights/" in entry[0]))  # weights do not come first
+        found.clear()
+        found.update(dict([*whole.items()][:1]) | zeros | whole)
+
+    x, forged = torch.randn(2, 4), rewritten(program, put)
+    torch.testing.assert_close(load_program(forged)(x), torch.export.load(forged).module()(x))
 
 
 def test_bombs_and_fragments(program: Path, tmp_path: Path) -> None:

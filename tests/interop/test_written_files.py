@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 from tests.interop.test_read_back import claimed
 from tests.interop.test_read_back import written as written_program
@@ -62,7 +63,7 @@ PLAIN: list[Case] = [
     (lambda: modules.Shift2d(9, 2), (9, 2, 3)),
     (nn.ReLU, (3,)),
     (lambda: nn.LeakyReLU(-0.5), (3,)),
-    (lambda: nn.LeakyReLU(2.0), (3,)),
+    (lambda: nn.LeakyReLU(2), (3,)),
     (lambda: nn.PReLU(2, -0.7), IMAGE),
     (lambda: nn.PReLU(1, 1.7), (3,)),
     (lambda: nn.ELU(0.3), (3,)),
@@ -119,6 +120,9 @@ PLAIN: list[Case] = [
     pool((3, 2), (3, 2), 1, ceil_mode=True, divisor_override=5),
     pool(3, 2, (0, 1), ceil_mode=True, divisor_override=7),
     (lambda: nn.MaxPool2d((3, 2), (2, 3), (1, 0)), IMAGE),
+    (lambda: nn.MaxPool2d(2, 1), (3, 4)),
+    (lambda: nn.AvgPool2d(2, divisor_override=3), (3, 4)),
+    (lambda: nn.AdaptiveAvgPool2d(2), (3, 4)),
     (lambda: modules.L2NormPool2d(2), IMAGE),
     (modules.L2NormPool2d, IMAGE),
     (lambda: nn.AdaptiveAvgPool2d((None, 1)), IMAGE),
@@ -372,6 +376,38 @@ def test_every_model_is_the_same_in_both_files(name: str, tmp_path: Path) -> Non
     x = torch.rand(5, *shape)
     for other in others:
         assert other(x).numpy() == pytest.approx(network(x).numpy(), rel=1e-4, abs=1e-5)
+
+
+def test_halves_keep_their_range(tmp_path: Path) -> None:
+    """Squares of 300 and an eps of 1e-9 are beyond it."""
+    network = modules.Network([nn.LayerNorm(4, 1e-9), nn.LayerNorm(4, 1e-9, elementwise_affine=False)], (4,)).half()
+    program = runtimes._program(network)
+    x = torch.stack([torch.linspace(0, 300, 4), torch.zeros(4)]).half()
+    got = ReferenceEvaluator(runtimes.model_of(program)).run(None, {"input": x.numpy()})[0]
+    assert got == pytest.approx(network(x).numpy(), abs=2e-3)
+    for lost in (nn.Softplus(1e6), nn.Softplus(1e-8)):
+        program = runtimes._program(modules.Network([nn.Linear(4, 4), lost], (4,)).half())
+        with pytest.raises(NoRuleError, match=r"expected numbers within the range of torch\.float16, got 1"):
+            runtimes.model_of(program)
+
+
+@pytest.mark.thorough
+def test_what_a_choice_leaves_out_may_overflow(tmp_path: Path) -> None:
+    """onnxruntime has no ELU in float64, and the evaluator that is asked instead takes exp(800)."""
+    network = modules.Network([nn.ELU(), nn.Linear(2, 2)], (2,)).double()
+    network.input_range = (700.0, 800.0)
+    assert interop.write_onnx(network, tmp_path / "network.onnx").exists()
+
+
+class Ends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x.narrow(2, -3, 3), scale_factor=2, mode="bilinear", align_corners=True)
+
+
+def test_places_counted_from_the_end() -> None:
+    network, x = modules.Network([Ends()], (1, 4, 2)), torch.randn(3, 1, 4, 2)
+    got = ReferenceEvaluator(runtimes.model_of(runtimes._program(network))).run(None, {"input": x.numpy()})[0]
+    assert got == pytest.approx(network(x).numpy(), abs=1e-6)
 
 
 class Erfinv(nn.Module):

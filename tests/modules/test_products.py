@@ -55,6 +55,20 @@ def test_the_constant_is_attained() -> None:
     assert float(torch.linalg.matrix_norm(v, 2)) == pytest.approx(product.norms()[1])
 
 
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x * torch.exp(x))
+
+
+def test_all_of_a_double_network_without_layers_is_double() -> None:
+    plain = export(Gate().double(), (3,), box=(-1.0, 1.0))
+    assert {t.dtype for t in plain.state_dict().values()} == {torch.float64}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_limits_have_room_whatever_the_default_format(dtype: torch.dtype) -> None:
     class Square(nn.Module):

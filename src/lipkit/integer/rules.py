@@ -188,13 +188,15 @@ def _responses(module: Any, impulses: Tensor) -> tuple[Tensor, Tensor]:
 @integer_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
 def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> IntValue:
     shape = output_shape(module, value.shape)
+    if len(value.shape) != 3:
+        raise _refuse(module, "images with channels", f"inputs of shape {value.shape}")
     if type(module) is nn.AvgPool2d:
         if module.ceil_mode or _pair(module.padding) != [0, 0]:
             raise _refuse(module, "no padding and no ceil_mode", module)
         kernel, stride = _pair(module.kernel_size), _pair(module.stride)
         divisor = module.divisor_override or math.prod(kernel)
     else:
-        if isinstance(module, Mean) and (sorted(module.dims) != [2, 3] or len(value.shape) != 3):
+        if isinstance(module, Mean) and sorted(module.dims) != [2, 3]:
             raise _refuse(module, "the mean over rows and columns of images", module)
         sides = [*zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
         if any(n % m for n, m in sides):

@@ -65,8 +65,12 @@ class Writer:
         if isinstance(value, Value | str):
             return value if isinstance(value, str) else value.name
         name = self.names.get(id(value))
-        if not isinstance(value, Tensor):
-            value = torch.tensor(value, dtype=torch.int64 if isinstance(value, list) else self.dtype)
+        if isinstance(value, list):
+            value = torch.tensor(value, dtype=torch.int64)
+        elif not isinstance(value, Tensor):
+            number, value = value, torch.tensor(value, dtype=self.dtype)
+            if not math.isclose(value, number, rel_tol=2 * torch.finfo(self.dtype).eps):
+                raise NoRuleError(f"write: expected numbers within the range of {self.dtype}, got {number}")
         if name is None:
             key = value.dtype, value.shape, value.detach().numpy().tobytes()
             name = self.numbers.setdefault(key, f"number_{len(self.numbers)}")
@@ -115,7 +119,7 @@ def _short(w: Writer, alpha: float) -> bool:
 
 
 def _leaky_relu(w: Writer, x: Value, slope: float) -> Any:
-    return w.add("LeakyRelu", x, alpha=slope) if _short(w, slope) else w.add("PRelu", x, slope)
+    return w.add("LeakyRelu", x, alpha=float(slope)) if _short(w, slope) else w.add("PRelu", x, slope)
 
 
 def _elu(w: Writer, x: Value, alpha: float, *_: Any) -> Any:
@@ -158,9 +162,7 @@ def _slice(w: Writer, x: Value, dim: int, start: int | None, stop: int | None, s
     return x if (start, stop, step) == (0, END, 1) else w.cut(x, dim, start, stop, step)
 
 
-def _split(w: Writer, x: Value, *_: Any) -> list[Any]:
-    pairs = enumerate(zip(x.shape, w.out[0].shape, strict=True))
-    dim = next((d for d, (n, m) in pairs if isinstance(n, int) and n != m), 0)
+def _split(w: Writer, x: Value, _: Any, dim: int) -> list[Any]:
     sizes = [int(part.shape[dim]) for part in w.out]
     return w.add("Split", x, sizes, results=len(sizes), axis=dim) if len(sizes) > 1 else [x]
 
@@ -200,9 +202,10 @@ def _norm(w: Writer, x: Value, order: float, dims: Any, keep: bool, *_: Any) -> 
 
 
 def _layer_norm(w: Writer, x: Value, shape: Sequence[int], weight: Any, bias: Any, eps: float, *_: Any) -> Any:
-    if w.dtype != torch.float64 and weight is not None:
-        return w.add("LayerNormalization", x, weight, bias, axis=-len(shape), epsilon=eps)
-    # Written out: that operator needs a scale, has its eps in float32, and takes moments of float64 in float32.
+    if w.dtype != torch.float64:
+        weight = torch.ones([*shape], dtype=w.dtype) if weight is None else weight
+        return w.add("LayerNormalization", x, weight, bias, axis=-len(shape), epsilon=float(eps))
+    # Written out: that operator has its eps in float32, and takes moments of float64 in float32.
     dims = [*range(-len(shape), 0)]
     moved = w.add("Sub", x, w.add("ReduceMean", x, dims))
     square = w.add("ReduceMean", w.add("Mul", moved, moved), dims)
@@ -258,7 +261,14 @@ def _conv_transpose(
     )  # fmt: skip
 
 
-def _max_pool(w: Writer, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
+def _pool(pool: Callable[..., Any], w: Writer, x: Value, *given: Any) -> Any:
+    """A pool of images (B, H, W), for which torch has no channels and ONNX needs one, or (B, C, H, W)."""
+    if len(x.shape) == 4:
+        return pool(w, x, *given)
+    return w.add("Squeeze", pool(w, w.add("Unsqueeze", x, [1]), *given), [1])
+
+
+def _max_pool(w: Writer, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
     w.opset = CEIL_OPSET if ceil else w.opset
     return w.add(
         "MaxPool", x, kernel_shape=_each(kernel), strides=_each(stride or kernel), pads=_each(padding) * 2,
@@ -284,7 +294,7 @@ def _average_pool(
 def _adaptive_pool(w: Writer, x: Value, _: Any) -> Any:
     """A matrix of means along each axis."""
     tables = []
-    for n, o in zip(x.shape[2:], w.out.shape[2:], strict=True):
+    for n, o in zip(x.shape[-2:], w.out.shape[-2:], strict=True):
         table = torch.zeros(o, n, dtype=torch.float64)
         for i in range(o):
             start, stop = i * n // o, -(-(i + 1) * n // o)
@@ -302,9 +312,10 @@ def _pad(w: Writer, x: Value, padding: Sequence[int], mode: str, value: float | 
     return w.add("Pad", x, ends, float(value) if value else None, mode=_MODES[mode])
 
 
-def _bilinear(w: Writer, x: Value, *_: Any) -> Any:
+def _bilinear(w: Writer, x: Value, size: Any, corners: bool, *_: Any) -> Any:
     factors = torch.tensor([1.0, 1.0, *(m / n for n, m in zip(x.shape[2:], w.out.shape[2:], strict=True))])
-    return w.add("Resize", x, None, factors, mode="linear", coordinate_transformation_mode="half_pixel")
+    place = "align_corners" if corners else "half_pixel"
+    return w.add("Resize", x, None, factors, mode="linear", coordinate_transformation_mode=place)
 
 
 _SAME = {
@@ -350,7 +361,7 @@ RULES: dict[str, Callable[..., Any] | str] = {
     "select": lambda w, x, dim, index: w.add("Gather", x, torch.tensor(index), axis=dim),
     "unbind": lambda w, x, dim: [w.add("Gather", x, torch.tensor(i), axis=dim) for i in range(len(w.out))],
     "slice": _slice,
-    "narrow": lambda w, x, dim, start, length: w.cut(x, dim, start, start + length),
+    "narrow": lambda w, x, dim, start, length: w.cut(x, dim, start, start + length or END),
     "cat": lambda w, values, dim: w.add("Concat", *(v for v in values if w.name(v)), axis=dim),
     "stack": lambda w, values, dim: w.add("Concat", *(w.add("Unsqueeze", v, [dim]) for v in values), axis=dim),
     "roll": _roll,
@@ -364,8 +375,8 @@ RULES: dict[str, Callable[..., Any] | str] = {
     "layer_norm": _layer_norm,
     "linear": _linear,
     "conv_transpose2d": _conv_transpose,
-    "max_pool2d": _max_pool,
-    "avg_pool2d": _average_pool,
+    "max_pool2d": partial(_pool, _max_pool),
+    "avg_pool2d": partial(_pool, _average_pool),
     "adaptive_avg_pool2d": _adaptive_pool,
     "pad": _pad,
     "upsample_bilinear2d": _bilinear,

@@ -149,6 +149,10 @@ def read_program(path: str | Path) -> ReadNetwork | Network:
     try:
         with open_regular(path) as file:
             archive = zipfile.ZipFile(file)
+            # torch finds entries whatever the case of their letters, and the first of one name, Python the last.
+            names = {e.filename.lower() for e in archive.infolist() if e.filename == e.orig_filename}
+            if len(names) < len(archive.infolist()):
+                raise DataError(f"{path}: expected entries of different names in the archive, got some of the same")
             program = _json(archive, "models/", path)
             if (major := program["schema_version"]["major"]) != SCHEMA:
                 raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
@@ -260,11 +264,17 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 
 def _json(archive: zipfile.ZipFile, folder: str, path: str | Path, end: str = ".json") -> dict[str, Any]:
     """The content of the one file in a folder of the archive whose name ends so."""
-    names = [name for name in archive.namelist() if f"/{folder}" in name and name.endswith(end)]
+    inside = f"{_top(archive)}/{folder}"
+    names = [name for name in archive.namelist() if name.startswith(inside) and name.endswith(end)]
     if len(names) != 1:
         raise DataError(f"{path}: expected one file {folder}*{end} in the archive, got {len(names)}")
     found: dict[str, Any] = json.loads(_entry(archive, names[0], path))
     return found
+
+
+def _top(archive: zipfile.ZipFile) -> str:
+    """The folder of the first entry, in which torch looks for all others."""
+    return archive.namelist()[0].partition("/")[0]
 
 
 def _entry(archive: zipfile.ZipFile, name: str, path: str | Path) -> bytes:
@@ -286,8 +296,8 @@ def _tensors(archive: zipfile.ZipFile, kind: str, path: str | Path) -> dict[str,
         sizes, strides = ([one["as_int"] for one in meta[key]] for key in ("sizes", "strides"))
         if (total := total + abs(math.prod(sizes))) > LARGEST:
             raise DataError(f"{path}: expected at most {LARGEST} stored numbers, got {total}")
-        folder = next(n for n in archive.namelist() if f"/data/{kind}/" in n).partition("/data/")[0]
-        content, dtype = _entry(archive, f"{folder}/data/{kind}/{entry['path_name']}", path), _DTYPES[meta["dtype"]]
+        content = _entry(archive, f"{_top(archive)}/data/{kind}/{entry['path_name']}", path)
+        dtype = _DTYPES[meta["dtype"]]
         offset = meta["storage_offset"]["as_int"]
         if min([*sizes, *strides, offset, 0]) < 0 or meta["layout"] != 7:  # 7: torch.strided
             raise DataError(f"{path}: expected a dense tensor with sizes from 0 on, got {name!r}: {sizes}, {strides}")

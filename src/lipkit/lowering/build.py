@@ -189,6 +189,7 @@ class Build:
             bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
             raise self.refuse(f"{limited.needs}; {bounds}")
         limited.where = self.what
+        limited.limits = limited.limits.to(torch.promote_types(limited.limits.dtype, self.results[0].dtype))
         return limited
 
     def piece(self, x: Operand, dim: int, entries: range) -> int:
