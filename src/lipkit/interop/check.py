@@ -107,7 +107,7 @@ def check_runtime(
 
 
 def module_runtime(module: nn.Module) -> Runtime:
-    """A module of torch as it is, without gradients."""
+    """A module of torch as a runtime: evaluated as it is, without gradients."""
     first = first_floating(module)
 
     def run(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shared by the readers of ONNX and .pt2 files: the network that they make, checks of its sizes, and its export."""
+"""What the readers of ONNX and .pt2 files share: the network that they make, checks of its sizes, and its export."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 r"""SLL and CPL: residual layers :math:`y = x - F^* \Lambda\, \sigma(F x + b)` with slopes :math:`\sigma'` in [0, 1].
 
 They are 1-Lipschitz if the positive diagonal :math:`\Lambda` has :math:`\|\Lambda^{1/2} F\|^2 \le 2` (Araujo et al.,
-ICLR 2023, theorem 1), and differ in how it is found.
+ICLR 2023, theorem 1). SLL and CPL differ in how they find :math:`\Lambda`.
 """
 
 from __future__ import annotations

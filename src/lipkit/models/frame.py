@@ -74,7 +74,7 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    In the docstring, these replace the line for ``image``. A function without ``**options`` ends in
+    In the docstring, their descriptions replace the line for ``image``. A function without ``**options`` ends in
     ``**common: Unpack[Common]``, for type checkers only. The builder is `checked`.
 
     Args:

@@ -1,12 +1,12 @@
 r"""Rounding errors of linear layers whose weights are inner products: dense layers, convolutions, scalings, averages.
 
-The machine's :math:`\hat y_i` of :math:`y_i = \sum_j w_{ij} h_j + b_i`, n terms in any order, is within
+A machine computes :math:`y_i = \sum_j w_{ij} h_j + b_i`, n terms in any order, with an error of at most
 
 .. math:: \gamma_d \Big(\sum_j |w_{ij}| |h_j| + |b_i|\Big)
           + \eta \Big(\sum_j |w_{ij}| + \sum_{j: |w_{ij}| < \eta} |h_j| + 2 n + 2\Big), \qquad d = n + 1
 
-of it. The first sum is measured at the sample, :math:`\| |W| |x| \|`, and grows by at most :math:`\| |W| \| s`
-around it; :math:`\| |W| \|_2` is bounded by the root of its largest row sum times its largest column sum (Schur).
+The first sum is measured at the sample x, :math:`\| |W| |x| \|`, and grows by at most :math:`\| |W| \| s` within
+distance s of x; :math:`\| |W| \|_2` is bounded by the root of its largest row sum times its largest column sum (Schur).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Elementary(Shown):
         return low, high
 
     def within(self, x: Range) -> Self:
-        """A copy with limits as narrow as inputs in a range allow."""
+        """A copy whose limits are as narrow as possible without clipping any input in the range ``x``."""
         made = copy.deepcopy(self)
         info, low, high = torch.finfo(self.limits.dtype), float(x.low.min()), float(x.high.max())
         # Room for the rounding of the limits, also below the normal range.
