@@ -49,7 +49,7 @@ class Writer:
         self.out: Any = None  # the example of the result of the call that is being written
 
     def add(self, kind: str, *operands: Any, results: int = 1, **attributes: Any) -> Any:
-        """Add a node; operands are values, tensors, numbers or lists of integers. Returns the name(s) of its results."""
+        """Add a node on values, tensors, numbers or integer lists; returns the name of its result, or a list."""
         from onnx import helper
 
         while operands[-1] is None:  # operands left out at the end

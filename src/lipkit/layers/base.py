@@ -386,7 +386,7 @@ class KernelConv2d(ConstrainedConv2d):
         """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
 
     def kernel_in_use(self) -> Tensor:
-        """The kernel of a forward pass; a subclass may skip its proof in training, where it would dominate."""
+        """The kernel of a forward pass; in training a subclass may skip a proof that would dominate the time."""
         return self.kernel()
 
     @half_through_float32

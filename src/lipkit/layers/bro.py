@@ -50,7 +50,7 @@ class NearIdentity(base.Constrained):
 
 
 class Reflector(NearIdentity):
-    """Base of the dense and the convolutional reflector; V is a kernel, of one tap in the dense layer."""
+    """Base of `BroLinear` and `BroConv2d`: V is a kernel, with a single tap in the dense layer."""
 
     shown = ("rank",)
 

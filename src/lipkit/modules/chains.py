@@ -47,7 +47,7 @@ _SAME = (nn.Flatten, Reshape)
 
 
 def in_runs(module: nn.Module) -> bool:
-    """True for modules of types that runs can hold."""
+    """True for modules that can be part of a `SlopeRun`."""
     return type(module) in (nn.Linear, Affine, *_SAME) or slope_restricted(module)
 
 

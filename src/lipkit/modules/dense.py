@@ -213,8 +213,8 @@ def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
 def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor]:
     """The rounding error of each single output of a dense layer, as (measure, slope).
 
-    ``measure`` maps inputs (N, n) to the error (N, K) there, which grows by ``slope`` (K,) per unit of l2 distance, and
-    to bounds (N, K) of the moduli of intermediate numbers.
+    ``measure`` maps inputs (N, n) to two bounds (N, K): of the error at the input, which grows by ``slope`` (K,) per
+    unit of l2 distance, and of the moduli of intermediate numbers.
     """
     weight = module.weight.detach().abs()
     bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().abs()

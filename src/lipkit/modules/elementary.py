@@ -49,7 +49,7 @@ CURVES = {
 
 
 class Elementary(Shown):
-    """A function of `CURVES`, of numbers clipped to ``limits`` (2,), a lower and an upper one; infinite until known.
+    """A function named in `CURVES`, of inputs clipped to ``limits`` (low, high), which are infinite until known.
 
     Raises:
         OptionError: another function. NoRuleError (of its constant): limits between which the slope is not bounded.

@@ -186,7 +186,7 @@ def _gain(module: Recurrent) -> float:
 
 
 def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
-    """The gain over all steps; a rate above 1 multiplies it once for each step after the first."""
+    """The gain over T steps: ``gain``, times ``rate^(T - 1)`` if the rate is above 1."""
     if rate <= 1 or not math.isfinite(gain):
         return gain
     if input_shape is None:
@@ -198,7 +198,7 @@ def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
 
 
 class _Numbers(NamedTuple):
-    """Bounds of the norms of parts of a system."""
+    """Bounds of the norms of the blocks of a system, and of its metric."""
 
     state: float  # ||x|| / ||x||_P
     metric: float  # ||x||_P / ||x||

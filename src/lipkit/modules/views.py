@@ -22,7 +22,7 @@ from lipkit.proof.roundoff import root
 
 
 class Reshape(Shown):
-    """The numbers of each sample under another shape, in the same order; without sizes one number, outputs ``(N,)``.
+    """The numbers of each sample under another shape, in the same order; ``Reshape()`` takes one number, to ``(N,)``.
 
     Raises:
         OptionError: sizes below 1. ShapeError: an input of another number of entries.
