@@ -262,7 +262,7 @@ def _conv_transpose(
 
 
 def _pool(pool: Callable[..., Any], w: Writer, x: Value, *given: Any) -> Any:
-    """A pool of images (B, H, W), for which torch has no channels and ONNX needs one, or (B, C, H, W)."""
+    """``pool`` on images (B, C, H, W), or on (B, H, W), to which this adds the axis of channels that ONNX needs."""
     if len(x.shape) == 4:
         return pool(w, x, *given)
     return w.add("Squeeze", pool(w, w.add("Unsqueeze", x, [1]), *given), [1])

@@ -157,7 +157,7 @@ WIDE = 64  # from this width on, a proof in every step would dominate training
 
 
 def always_proved(kernel: Tensor) -> bool:
-    """True if training proves the norm of this kernel, too, since the proof is cheap or a search is likely to miss."""
+    """True if training, too, divides by the proved norm: the proof is cheap, or a search is likely to miss the norm."""
     return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3  # symbols of many taps have narrow peaks
 
 
