@@ -4,8 +4,8 @@ A rule takes a writer and the arguments of a call of ATen, defaults filled in, a
 operands are all stored are evaluated, except for large parameters that are only transposed or reshaped: the file holds
 those once.
 
-Gain over torch.onnx.export: 4 to 16 times less time for a file (five models, one core of an Intel Xeon), and float64
-constants where that has attributes in float32.
+Gain over torch.onnx.export: 4 to 16 times less time for a file (five models, one core of an Intel Xeon), and
+constants in float64 where torch.onnx.export writes float32 attributes.
 """
 
 from __future__ import annotations

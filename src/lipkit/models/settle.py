@@ -41,7 +41,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter` for images: negative dimensions count from four axes; on other inputs `_compare` refuses it."""
+    """A `LayerCenter`, with negative dimensions counted as for images (four axes): `_compare` refuses other inputs."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)

@@ -198,7 +198,7 @@ def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
 
 
 class _Numbers(NamedTuple):
-    """Bounds of the norms of the blocks of a system, and of its metric."""
+    """Bounds of the norms of the blocks of M, of the metric and of the map through phi."""
 
     state: float  # ||x|| / ||x||_P
     metric: float  # ||x||_P / ||x||
