@@ -1,4 +1,4 @@
-"""What the readers of ONNX and .pt2 files share: the network that they make, checks of its sizes, and its export."""
+"""The common part of the readers of ONNX and .pt2 files: the network they make, checks of its sizes, its export."""
 
 from __future__ import annotations
 
