@@ -119,7 +119,7 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
-    """Write files of one folder once ``check`` has accepted drafts of them; it gets the path of the first draft.
+    """Write files of one folder once ``check``, called with the path of the first draft, has accepted the drafts.
 
     Returns the path of the first file.
     """

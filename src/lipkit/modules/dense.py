@@ -115,7 +115,7 @@ def inner_products(
     copies: float = 1.0,
     blocked: bool = True,
 ) -> RoundingError:
-    """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
+    """Rounding rule of ``W x + b``, by inner products of at most ``terms`` terms: the bound at the top of the file.
 
     ``absolute`` maps |x| to ``|W| |x| + |b|``; ``sums`` maps |W| to its largest row sum and its largest column sum.
     ``copies`` bounds how often padding repeats an input. ``blocked`` is False if even the evaluator that sums in blocks

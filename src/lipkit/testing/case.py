@@ -132,7 +132,7 @@ class Case:
             return self.make(**options).to(dtype).train()
 
     def moved(self, layer: nn.Module, extra: int = 1) -> nn.Module:
-        """Add random numbers to every parameter in place, about 0.3 times as large as it is; return the layer."""
+        """Add random numbers of about 0.3 times its size to every parameter, in place; return the layer."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
                 spread = p.square().mean().sqrt() + 0.05  # 0.05 moves parameters that are zero
