@@ -67,7 +67,7 @@ class PredictionSets(Shown):
         return float(self.sets.gather(1, labels[:, None]).double().mean())
 
     def describe(self) -> str:
-        """The promise, and the mean size of the sets."""
+        """The guaranteed coverage in words, and the mean size of the sets."""
         count, classes = self.sets.shape
         return f"{count} sets of {classes} classes {_covers(self)}\nmean size {self.mean_size:.3f}"
 
@@ -97,7 +97,7 @@ class PredictionIntervals(Shown):
         return float(((self.low <= y) & (y <= self.high)).double().mean())
 
     def describe(self) -> str:
-        """The promise, and the mean width of the intervals."""
+        """The guaranteed coverage in words, and the mean width of the intervals."""
         return f"{len(self.low)} intervals {_covers(self)}\nmean width {self.mean_width:.6g}"
 
 

@@ -358,7 +358,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
 
 class _Trained(nn.Module):
-    """The function f of the module docstring, with free parameters; one output for two classes and regressions."""
+    """The function f (top of the file) with its free parameters; one output for two classes and regressions."""
 
     def __init__(self, sizes: list[int], signs: Array, gain: float, labels: bool) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class _Trained(nn.Module):
             nn.init.orthogonal_(weight, generator=random)  # the rescaling leaves it unchanged
 
     def weights(self) -> list[Tensor]:
-        """The matrices W_1 D, W_2, ..., L W_K of the module docstring."""
+        """The matrices W_1 D, W_2, ..., L W_K of f (top of the file)."""
         found = []
         for i, free in enumerate(self.free):
             if self.signs is not None:

@@ -1,4 +1,4 @@
-"""Programs in int32: a network with one rounding for each number, the proof of its error, and its text in C."""
+"""Integer programs: networks in int32 and int64 arithmetic, with a proved bound of their error and C source."""
 
 from lipkit.integer import rules as rules  # registers them
 from lipkit.integer.program import Program

@@ -261,7 +261,7 @@ int main(int argc, char **argv)
 
 
 class Radii(NamedTuple):
-    """``radius = (margin - error) rate 2^-fraction`` for each pair of classes; margin and radius are integers."""
+    """Integers that give the C program's radii: ``(margin - error) rate 2^-fraction`` for each pair of classes."""
 
     classes: int
     errors: list[int]  # of each pair, rounded up
@@ -333,7 +333,7 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
 
 
 def _memory(program: Program) -> tuple[list[str], int]:
-    """The C expression of each value's place, and the size of ``work``, the memory of all values in between.
+    """The C expression of each value's place, and the size of ``work``, the memory of all intermediate values.
 
     A place is free again after the last use of its value.
     """

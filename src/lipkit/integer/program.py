@@ -56,7 +56,7 @@ class Sort:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """``max(x, 0)`` (``relu``) or ``|x|`` (``abs``) of the first ``count`` numbers; the others stay."""
+    """``max(x, 0)`` (kind ``relu``) or ``|x|`` (kind ``abs``) of the first ``count`` numbers; the others stay."""
 
     kind: str
     count: int
@@ -140,7 +140,7 @@ class IntLinear:
 
     @property
     def most(self) -> int:
-        """A bound of the modulus of all partial sums, by exact integers."""
+        """An upper bound of the modulus of every partial sum, computed in exact integers."""
         high, low = self.weight.flatten(1) >> 16, self.weight.flatten(1) & 0xFFFF
         parts = [(a * b).sum(1).tolist() for a, b in ((high, high), (high, low), (low, low))]
         squares = [(hh << 32) + (hl << 17) + ll for hh, hl, ll in zip(*parts, strict=True)]  # (2^16 h + l)^2
@@ -169,8 +169,8 @@ class Program:
         box: (low, high) of the inputs, which are clamped to it.
         input_fraction, fraction: of the integers that go in, and of those that come out.
         operations: each with the values that it reads.
-        body_error: bound, on all inputs, of the l2 error of the last dense layer's input; of the outputs if the network
-            does not end in a dense layer.
+        body_error: bound of the l2 error of the last dense layer's input, for all inputs of the network; of the
+            outputs if the network does not end in a dense layer.
         own_error: (K,) error that the last dense layer adds to each output; None without such a layer.
     """
 
@@ -184,7 +184,7 @@ class Program:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The box in integers."""
+        """Smallest and largest integer input: the ends of the box, scaled and rounded."""
         low, high = (round(math.ldexp(end, self.input_fraction)) for end in self.box)
         return low, high
 

@@ -1,4 +1,4 @@
-r"""A plain network in int32 and int64 alone: its program, a proof of its error, and one that nothing overflows.
+r"""Makes the integer program of a network, proves a bound of its error, and proves that nothing overflows.
 
 An array q of integers with the fraction f stands for :math:`2^{-f} q`. A linear map with integer weights of fraction g
 sums exactly in int64 and rounds once, half up, to the fraction f' of its output:
@@ -99,8 +99,8 @@ class Builder:
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
 
-        It may also pad by copies of entries, for a convolution in which no window holds an entry twice. Norm, error and
-        reach are then those before padding, as `linear` expects.
+        The operation may also pad by copies of entries, for a convolution in which no window holds an entry twice.
+        Norm, error and reach then stay those before padding, as `linear` expects.
         """
         index = self.put(operation, value.index)
         assert not isinstance(operation, IntBlend)
@@ -173,7 +173,7 @@ class Builder:
         reads: Sequence[int] | None = None,
         entry: float = math.inf,
     ) -> IntValue:
-        """Round sums of fraction ``places`` to the largest fraction whose entries fit.
+        """The value from sums of fraction ``places``, rounded to the largest fraction that fits into 32 bits.
 
         Args:
             own: error that the operation adds before it rounds.
@@ -235,7 +235,7 @@ class Builder:
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
-        """The value after a part of a module, with the errors of this part alone, as if its input were exact."""
+        """The value after a chain inside a module; its error is counted as if the module's input were exact."""
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 

@@ -1,6 +1,6 @@
 """The integer programs of single modules, which `lipkit.integer.quantisation` puts together.
 
-A convolution is a move, which pads and puts windows side by side, and then a product. A Fourier layer becomes a
+A convolution is a move, which pads and lays windows side by side, then a matrix product. A Fourier layer becomes a
 circular convolution with a kernel as large as the image; a Taylor polynomial becomes a matrix. Their weights are
 responses to impulses in float64, and the distance of these from the exact responses is part of the error.
 """
@@ -46,7 +46,7 @@ def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
 
 
 def _indices(shape: Shape) -> Tensor:
-    """The numbers 1, 2, ... in this shape. A module that moves entries shows by them what it moves; 0 is padding."""
+    """The numbers 1, 2, ... in this shape. After a module that moves entries, they tell their origin; 0 is padding."""
     return torch.arange(1, math.prod(shape) + 1).double().view(1, *shape)
 
 
@@ -230,7 +230,7 @@ def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, ga
 
 @integer_rule(Graph)
 def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> IntValue:
-    """A `Graph`: errors in it count from the input that the program computes, and each value has its own gain."""
+    """The value after a `Graph`. Its errors are bounded as if its input were exact; the input's error is added last."""
     shapes = value_shapes(module, value.shape)
     wired = list(zip(module.nodes, module.sources, strict=True))
     constants = [None if isinstance(n, Join) else enlarged(lipschitz(n, shapes[read[0]])) for n, read in wired]

@@ -107,7 +107,7 @@ def check_runtime(
 
 
 def module_runtime(module: nn.Module) -> Runtime:
-    """A module of torch as it is, without gradients."""
+    """A module of torch as a runtime: evaluated as it is, without gradients."""
     first = first_floating(module)
 
     def run(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def module_runtime(module: nn.Module) -> Runtime:
 
 
 def write_checked(files: Mapping[Path, bytes], check: Callable[[Path], None]) -> Path:
-    """Write files of one folder once ``check`` has accepted drafts of them; it gets the path of the first draft.
+    """Write files of one folder once ``check``, called with the path of the first draft, has accepted the drafts.
 
     Returns the path of the first file.
     """

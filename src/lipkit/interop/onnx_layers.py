@@ -1,7 +1,7 @@
 """A node of an ONNX file with its operands, and the operators that have weights or windows: layers of torch.
 
-A rule gives a module, which is applied to the first operand, or calls functions of torch. It runs on stored operands
-to compute with them, on values on the meta device for their sizes, and on symbols to be traced.
+A rule returns a module, to be applied to the first operand, or the result of functions of torch. It is called with
+stored operands to evaluate a node, with meta tensors to find sizes, and with symbols to be traced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Numbers computed from it cannot be recognised; they are refused."""
 
 
 def holds_batch(tensor: Tensor) -> bool:
-    """True if a number is `BATCH`, which formats of less than four bytes cannot hold."""
+    """True if an entry is `BATCH`, which formats of less than four bytes cannot hold."""
     return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
 
 
@@ -53,7 +53,7 @@ class Node(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An operator of ONNX: its ``rule`` makes the module of a `Call`, or computes its values."""
+    """How one operator of ONNX is read: its ``rule`` returns the module of a `Call`, or the values it computes."""
 
     rule: Callable[[Call], Any]
     versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
@@ -82,7 +82,7 @@ class Call:
         return replace(self, operands=operands, source=source, used=set(), read=set())
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
-        """The error, to be raised, for a call that its rule does not cover."""
+        """The error to raise for a call that no rule covers."""
         got = re.sub(r"\d{7,}", _in_words, got)
         return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
 
@@ -91,7 +91,7 @@ class Call:
         return index < len(self.operands) and self.operands[index] is not None
 
     def tensor(self, index: int) -> Any:
-        """An operand to compute with, which may not hold the batch size."""
+        """Operand ``index``, for computations: refused if it is missing or depends on the batch size."""
         if not self.has(index):
             raise self.refuse(f"operand {index}", "none")
         if index in self.sized:
@@ -101,7 +101,7 @@ class Call:
 
     @property
     def x(self) -> Any:
-        """The first operand, to compute with."""
+        """The first operand, as :meth:`tensor` returns it."""
         return self.tensor(0)
 
     @property

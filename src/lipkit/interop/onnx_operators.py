@@ -1,4 +1,4 @@
-"""The operators of ONNX that `lipkit.interop.onnx_reader` reads: a row each, with what they compute in torch."""
+"""The operators of ONNX that `lipkit.interop.onnx_reader` reads: a `Row` each."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid"
 
 
 def _step(call: Call, numbers: dict[str, Tensor]) -> Callable[..., Any]:
-    """The step of a node; ``numbers`` are its sizes, axes and limits by name."""
+    """A function ``(network, values)`` that evaluates a node; ``numbers`` are its sizes, axes and limits by name."""
     node, call = call.node, call.on([], None)
 
     def step(network: ReadNetwork, values: dict[str, Any]) -> Any:

@@ -4,8 +4,8 @@ A rule takes a writer and the arguments of a call of ATen, defaults filled in, a
 operands are all stored are evaluated, except for large parameters that are only transposed or reshaped: the file holds
 those once.
 
-Gain over torch.onnx.export: 4 to 16 times less time for a file (five models, one core of an Intel Xeon), and float64
-constants where that has attributes in float32.
+Gain over torch.onnx.export: 4 to 16 times less time for a file (five models, one core of an Intel Xeon), and
+constants in float64 where torch.onnx.export writes float32 attributes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Writer:
         self.out: Any = None  # the example of the result of the call that is being written
 
     def add(self, kind: str, *operands: Any, results: int = 1, **attributes: Any) -> Any:
-        """Add a node of values, tensors, numbers and lists of integers; returns the name of its result, or names."""
+        """Add a node on values, tensors, numbers or integer lists; returns the name of its result, or a list."""
         from onnx import helper
 
         while operands[-1] is None:  # operands left out at the end
@@ -78,7 +78,7 @@ class Writer:
         return name
 
     def shaped(self, x: Any, shape: Sequence[Any]) -> Any:
-        """``x`` with these sizes; a size that depends on the batch follows from the others."""
+        """``x`` reshaped to ``shape``; a size that depends on the batch follows from the others."""
         return self.add("Reshape", x, [n if isinstance(n, int) else -1 for n in shape])
 
     def cut(self, x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
@@ -86,7 +86,7 @@ class Writer:
         return self.add("Slice", x, [start], [stop], [axis], [step])
 
     def rows(self, row: Any) -> Any:
-        """``row`` for every sample: its first size becomes that of the batch."""
+        """``row`` (1, ...), repeated for every sample of the batch."""
         batch = self.cut(self.add("Shape", "input"), 0, 0, 1)
         return self.add("Expand", row, self.add("Concat", batch, [int(n) for n in self.out.shape[1:]], axis=0))
 
@@ -262,7 +262,7 @@ def _conv_transpose(
 
 
 def _pool(pool: Callable[..., Any], w: Writer, x: Value, *given: Any) -> Any:
-    """A pool of images (B, H, W), for which torch has no channels and ONNX needs one, or (B, C, H, W)."""
+    """``pool`` on images (B, C, H, W), or on (B, H, W), to which this adds the axis of channels that ONNX needs."""
     if len(x.shape) == 4:
         return pool(w, x, *given)
     return w.add("Squeeze", pool(w, w.add("Unsqueeze", x, [1]), *given), [1])
@@ -292,7 +292,7 @@ def _average_pool(
 
 
 def _adaptive_pool(w: Writer, x: Value, _: Any) -> Any:
-    """A matrix of means along each axis."""
+    """Adaptive average pooling: along each axis, a product with a matrix that averages."""
     tables = []
     for n, o in zip(x.shape[-2:], w.out.shape[-2:], strict=True):
         table = torch.zeros(o, n, dtype=torch.float64)
@@ -390,7 +390,7 @@ def _operator(node: fx.Node) -> str:
 
 
 class _Graph:
-    """Writes the nodes of a program; those whose operands are all stored are evaluated."""
+    """Translates a program node by node; a node whose operands are all stored is evaluated instead."""
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
         given, tensors = program.graph_signature, {**program.state_dict, **program.constants}
@@ -408,7 +408,7 @@ class _Graph:
         return self.values.get(node, self.constants.get(node))
 
     def written(self, node: fx.Node) -> Any:
-        """The value of a call, whose node is added."""
+        """Add the ONNX node of an ATen call, and return its value (a list for several results)."""
         args = [
             node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
             for i, a in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Shared by the readers of ONNX and .pt2 files: the network that they make, checks of its sizes, and its export."""
+"""The common part of the readers of ONNX and .pt2 files: the network they make, checks of its sizes, its export."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load(
 
 
 class Budget(TorchFunctionMode):
-    """Limits memory: runs every call of torch on the meta device first, and refuses it beyond `VALUES` numbers in all.
+    """Limits memory: every call of torch runs on the meta device first; all together may make `VALUES` numbers at most.
 
     ``batch`` samples count as one.
     """

@@ -65,7 +65,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
 
 
 def onnx_model(network: modules.Network) -> Any:
-    """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models."""
+    """The ONNX model that :func:`write_onnx` writes, without its :func:`claim`. Equal networks give equal models."""
     try:
         import onnx  # noqa: F401
     except ImportError as error:
@@ -87,8 +87,8 @@ def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
 def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Network], bool]) -> modules.Network | None:
     """The network that a file written by lipkit claims to be; None without a claim, or if the claim is false.
 
-    A claim proves nothing: ``same`` writes the network again and compares, since a graph that is written for a network
-    computes what it does. Its multipliers are proved wherever they are used.
+    A claim is not trusted: ``same`` writes the claimed network again and compares it with the file, because equal
+    graphs compute the same function. The network's multipliers are proved wherever they are used.
     """
     try:
         config = parse_json(text)

@@ -23,7 +23,7 @@ from lipkit.modules.attention import attraction
 
 
 class Attention(Biased, ABC):
-    """Base of both layers, on sequences (B, n, d) and images (B, d, H, W), whose pixels are the tokens."""
+    """Base of both attention layers, on sequences (B, n, d) and images (B, d, H, W), whose pixels are the tokens."""
 
     slope: float  # Lipschitz constant of F: the longest step is 2 / (slope |A|^2)
     least: int  # fewest dimensions of an input

@@ -157,7 +157,7 @@ WIDE = 64  # from this width on, a proof in every step would dominate training
 
 
 def always_proved(kernel: Tensor) -> bool:
-    """True if training proves the norm of this kernel, too, since the proof is cheap or a search is likely to miss."""
+    """True if training, too, divides by the proved norm: the proof is cheap, or a search is likely to miss the norm."""
     return min(kernel.shape[:2]) < WIDE or max(kernel.shape[2:]) > 3  # symbols of many taps have narrow peaks
 
 
@@ -386,7 +386,7 @@ class KernelConv2d(ConstrainedConv2d):
         """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
 
     def kernel_in_use(self) -> Tensor:
-        """The kernel of a forward pass; a subclass may skip its proof in training, where it would dominate."""
+        """The kernel of a forward pass; in training a subclass may skip a proof that would dominate the time."""
         return self.kernel()
 
     @half_through_float32

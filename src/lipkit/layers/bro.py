@@ -37,7 +37,7 @@ class NearIdentity(base.Constrained):
     """Base of BRO and LiResNet layers: a kernel by :func:`near_identity`, with parameters N and g."""
 
     def make_residual(self, shape: tuple[int, ...], depth: int, device: Any, dtype: Any) -> None:
-        """Parameters for a kernel of this shape: noise of variance 1 / (n kh kw), and ones."""
+        """Create the parameters of a kernel of this shape: N, noise of variance 1 / (n kh kw), and g, ones."""
         base.check_positive(depth=depth)
         n, _, kh, kw = shape
         noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)  # columns of norm about 1
@@ -45,12 +45,12 @@ class NearIdentity(base.Constrained):
         self.scale = nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
     def directions(self) -> Tensor:
-        """The kernel, which is V in a reflector, in float32 or better."""
+        """The kernel of :func:`near_identity`, in float32 or better; a reflector takes it as V."""
         return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
 
 class Reflector(NearIdentity):
-    """Base of the dense and the convolutional reflector; V is a kernel, of one tap in the dense layer."""
+    """Base of `BroLinear` and `BroConv2d`: V is a kernel, with a single tap in the dense layer."""
 
     shown = ("rank",)
 

@@ -7,8 +7,8 @@ them. A convolution with kernel K multiplies the Fourier transform of an image b
           \hat K(f) = \sum_s K[s]\, e^{2\pi i \langle f,\, (s - c) / n \rangle},
 
 with the centre c = (k - 1) // 2, and a dense layer is a convolution on one pixel. A stride s first moves each s x s
-patch into the channels. Each function takes a layer and its input, (N, C, H, W) or (N, features), and reads the free
-parameters of the layer; the row of the family names it.
+patch into the channels. A definition maps a layer and its input, (N, C, H, W) or (N, features), to the output, by the
+free parameters of the layer; each `Family` names its own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def biased(layer: Any, y: Tensor) -> Tensor:
 
 
 def linear(of: Callable[[Any, int, int], Tensor]) -> Definition:
-    """The definition of an affine layer from its matrices at the frequencies of h x w."""
+    """A definition ``(layer, x) -> y`` from ``of(layer, h, w)``, the matrices of an affine layer at all frequencies."""
 
     @functools.wraps(of)
     def definition(layer: Any, x: Tensor) -> Tensor:

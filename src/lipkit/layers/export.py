@@ -38,7 +38,7 @@ def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
 def in_float64(layer: Layer) -> Layer:
     """A float64 copy of a layer, on the CPU where its device has no float64.
 
-    A transform that is badly conditioned in float32 (Cayley of huge weights) then ends within rounding of its claim.
+    A transform that is ill-conditioned in float32 (Cayley of huge weights) then keeps its guarantee up to rounding.
     """
     twin = copy.deepcopy(layer)  # .double() acts in place
     return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()

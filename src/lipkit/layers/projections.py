@@ -20,7 +20,7 @@ Call = tuple[nn.Module, Tensor, Any]
 
 
 class AfterStep(ABC):
-    """A layer whose weights need work after an optimiser step, such as a projection: a base beside ``nn.Module``.
+    """Mix-in for layers whose weights need work after an optimiser step, such as a projection.
 
     Most layers need none: they make their constrained weights at each forward pass.
     """

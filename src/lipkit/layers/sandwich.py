@@ -60,7 +60,7 @@ def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
 
 
 class CayleyPair(base.Constrained):
-    r"""Abstract: free :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`, the blocks of a Cayley transform."""
+    r"""Abstract: free :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`, whose Cayley transform gives A and B."""
 
     # Initial singular values of Y: A and B = 2 Y / (1 + Y^2) are balanced, and the linear form is near an isometry.
     birth = math.tan(math.pi / 8)
@@ -119,7 +119,7 @@ export.register_one_lipschitz(ContractionLinear)
 
 
 class Sandwich(CayleyPair):
-    """Abstract: the layers with an activation inside, or without one in their linear form."""
+    """Abstract base of both sandwich layers. The activation inside may be None: then the layer is linear."""
 
     log_psi: nn.Parameter | None
     activation: nn.Module | None
@@ -145,7 +145,7 @@ class Sandwich(CayleyPair):
             )
 
     def solved(self, x: Tensor, own: Tensor, rest: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer on images, from the kernels X and Y, by `solve_form`: neither of the two linear maps is formed."""
+        """The output for images x, from the kernels X and Y, by `solve_form`: neither of the linear maps is formed."""
         psi = self.psi()
         normal = normal_matrices_of(own, rest, *x.shape[-2:], wide=True)
         factors = factors_for(normal, x, uses=2)  # both maps solve with the same matrices
@@ -220,7 +220,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         return F.linear(self.activation(F.linear(x, first, self.bias_as(first))), second)
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
-        """The layer on images of one pixel, in solve form as :class:`SandwichConv2d`: neither matrix is formed."""
+        """The output for rows x, computed as images of one pixel in solve form: neither matrix is formed."""
         batch, q = x.shape[:-1], self.out_features
         own, rest = (one.mT[:, :, None, None] for one in self.free_pair())  # the wide transposes of the tall X and Y
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(own.dtype)

@@ -1,7 +1,7 @@
 r"""SLL and CPL: residual layers :math:`y = x - F^* \Lambda\, \sigma(F x + b)` with slopes :math:`\sigma'` in [0, 1].
 
 They are 1-Lipschitz if the positive diagonal :math:`\Lambda` has :math:`\|\Lambda^{1/2} F\|^2 \le 2` (Araujo et al.,
-ICLR 2023, theorem 1), and differ in how it is found.
+ICLR 2023, theorem 1). SLL and CPL differ in how they find :math:`\Lambda`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlopeResidualLayer(base.Constrained):
 
 
 class SlopeResidualLinear(SlopeResidualLayer, base.DenseLayer):
-    """A dense layer with F as a matrix."""
+    """Base of the dense SLL and CPL layers: F is a matrix."""
 
     shown = ("hidden",)
 
@@ -74,7 +74,7 @@ class SlopeResidualLinear(SlopeResidualLayer, base.DenseLayer):
 
 
 class SlopeResidualConv2d(SlopeResidualLayer, base.ConstrainedConv2d):
-    """A convolution F and its adjoint."""
+    """Base of the SLL and CPL convolutions: F is a convolution, applied once itself and once as its adjoint."""
 
     # Zero padding takes a part of the convolution F of the plane and, for odd kernels, the same part of F^*.
     padding_modes = ("circular", "zeros")
@@ -107,7 +107,7 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
 
 
 class Sll(SlopeResidualLayer):
-    """The multiplier Lambda of SLL, with a learnable q."""
+    """Base of the SLL layers: the multiplier Lambda with a learnable q."""
 
     def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
         super().make_parameters(device, dtype, **options)
@@ -128,7 +128,7 @@ class Sll(SlopeResidualLayer):
 
 
 class Cpl(SlopeResidualLayer):
-    """The multiplier Lambda of CPL."""
+    """Base of the CPL layers: the multiplier Lambda from a bound of the norm of F."""
 
     def multiplier(self, proved: bool = True) -> Tensor:
         free = at_least_float32(self.free)
@@ -220,7 +220,7 @@ def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
 
 @export_rule(SllLinear, CplLinear, SllConv2d, CplConv2d)
 def _export(layer: SlopeResidualLinear | SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
-    """A `SlopeResidual` of the linear maps F and -F^* Lambda, those of a convolution for this image size."""
+    """A `SlopeResidual` of the linear maps F and -F^* Lambda, with kernels as they act on this image size."""
     free, multiplier = at_least_float32(layer.free), layer.multiplier()
     first: nn.Module
     second: nn.Module

@@ -1,6 +1,6 @@
 r"""Products with the Cayley transform of a matrix without forming it: one solve forward, one backward.
 
-With a wide :math:`W = [W_1\ W_2]` (a tall one: :math:`[W_1; W_2]`) and
+The product y of x with the transform of a wide :math:`W = [W_1\ W_2]`, or a tall :math:`W = [W_1; W_2]`, is
 
 .. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2,\; N = I + W_1 - W_1^\top + W_2 W_2^\top \\
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x,\; N = I + W_1 - W_1^\top + W_2^\top W_2

@@ -81,7 +81,7 @@ class _TallPolar(torch.autograd.Function):
 
 
 class _WithForwardMode(_TallPolar):
-    """A variant with forward-mode derivatives, which ``torch.compile`` does not take."""
+    """`_TallPolar` with forward-mode derivatives, which ``torch.compile`` does not take."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:

@@ -75,7 +75,7 @@ class Stream:
 def simulate(
     matrix: Tensor, bias: Tensor, states: int, units: tuple[int, int], block: int, phi: Function, u: Tensor, alone: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run the system of the module docstring over sequences, from rest: :math:`x_0 = 0`.
+    """Run the discrete-time system (M, b) over sequences, from rest: :math:`x_0 = 0`. Its equations: top of the file.
 
     Args:
         matrix, bias: M ``(nv + nx + ny, nw + nx + nu)`` and b ``(nv + nx + ny,)``.
@@ -83,7 +83,7 @@ def simulate(
         block: how many units are computed at once; it divides nv.
         phi: ``(B, nv) -> (B, nw)``.
         u: ``(B, T, nu)``.
-        alone: whether phi acts on each unit by itself, by its place in a block, which the fast backward pass needs.
+        alone: True if phi acts elementwise, by each unit's place in its block; the fast backward pass needs this.
 
     Returns:
         y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``.

@@ -12,7 +12,7 @@ from lipkit.linalg.precision import autocast_off
 
 
 class _Value(torch.autograd.Function):
-    """Returns ``value``, whose gradient is u v*. A first derivative costs no more than with constant vectors."""
+    """Returns ``value`` with the gradient u v*, in which only a second derivative sees that u and v depend on A."""
 
     generate_vmap_rule = True
 
@@ -61,8 +61,8 @@ class _Pair(torch.autograd.Function):
 def _turned(change: Tensor, a: Tensor, pair: Tensor) -> Tensor:
     r"""The differential of u v* along ``change``. The map is self-adjoint, so this is the gradient, too.
 
-    Z projects on (u, v), the eigenvector of :math:`K = [0, A; A^*, 0]` for the singular value s:
-    :math:`dZ = S\, dK\, Z + Z\, dK\, S` with the inverse S of s I - K on the other eigenvectors.
+    The singular value s is an eigenvalue of :math:`K = [0, A; A^*, 0]` with the eigenvector (u, v). The projection Z on
+    it has :math:`dZ = S\, dK\, Z + Z\, dK\, S`, where S is the inverse of s I - K on the other eigenvectors.
     """
     m, n = a.shape
 

@@ -25,7 +25,7 @@ def nnpack_enabled() -> bool:
 
 
 def active_modes() -> list[Any]:
-    """The active modes that intercept torch's operations, without a default device (unless it is meta)."""
+    """The active modes that intercept torch's operations. A default device counts only if it is meta."""
     from torch.utils._device import DeviceContext
 
     functions: list[Any] = getattr(torch.overrides, "_get_current_function_mode_stack", list)()

@@ -197,7 +197,7 @@ def _constrained(
 
 
 def _reason(module: nn.Module) -> str | None:
-    """The reason to report a module other than a linear layer or convolution; None if a rule bounds it."""
+    """Why the report lists a module that is neither a linear layer nor a convolution; None if a rule bounds it."""
     if isinstance(module, BATCH_NORMS):
         return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
     if parametrize.is_parametrized(module):
@@ -244,7 +244,7 @@ class Builder(Converter):
         return nn.Sequential(*self.wiring.chain(value)).requires_grad_(True)
 
     def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> int:
-        """Wire the new form of a module to ``values``, the first of ``shape``; return the number of its result."""
+        """Wire the new form of a module to ``values`` (the first of ``shape``); return the number of its output."""
         if type(module) is Graph:
             place, shapes = [*values], value_shapes(module, shape)  # graph value -> new value
             for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):

@@ -74,7 +74,7 @@ def architecture(
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
-    In the docstring, these replace the line for ``image``. A function without ``**options`` ends in
+    In the docstring, their descriptions replace the line for ``image``. A function without ``**options`` ends in
     ``**common: Unpack[Common]``, for type checkers only. The builder is `checked`.
 
     Args:
@@ -324,7 +324,7 @@ class Layers:
         return copy.deepcopy(self.outer)  # activations may have parameters, so each place needs its own
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
-        """Kernel size of a strided layer. A constrained one downsamples first: ``emulated``, or half by default."""
+        """Kernel size of a strided layer: ``emulated``, by default half, for a family that downsamples first."""
         if self.family.name in UNCONSTRAINED:  # a real stride
             return kernel_size
         return max(1, kernel_size // 2) if emulated is None else emulated

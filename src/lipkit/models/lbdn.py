@@ -340,7 +340,7 @@ def _taken_apart(
 
 
 def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamma: float) -> None:
-    """Set the factors by the recursion of theorem 3.1. If the LMI fails, some B has a norm above 1, cut to 1 here."""
+    """Set A, B and Psi by the recursion of [LBDN] theorem 3.1. If the LMI fails, some B has norm > 1, cut to 1 here."""
     like = weights[0]
     before = like.new_full((like.shape[1],), math.sqrt(gamma / 2))  # Psi_-1, and A_-1 = I
     inverse = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)

@@ -143,7 +143,7 @@ lipschitz_rule(SequenceModel)(chain_constant)
 
 
 def _sum(steps: int, like: Tensor) -> nn.Module:
-    """The plain form of `SumOverTime` for ``steps`` steps; its factor is rounded down, its constant below 1."""
+    """The plain form of `SumOverTime` for ``steps`` steps, its factor rounded down so that the constant is below 1."""
     root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # root * mean = sum / root
     return nn.Sequential(Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root)))
 

@@ -1,4 +1,4 @@
-"""Layers of other libraries, and parametrised ones, as plain layers with fixed numbers."""
+"""Turns layers of other libraries, and parametrised ones, into plain layers with fixed weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN, OWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTransp
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
-    """A `Householder` that computes torchlip's, which keeps the opposite side of the line: our angle plus 2 pi."""
+    """A `Householder` equal to torchlip's, which keeps the other side of the line: its angles are theta plus 2 pi."""
     angles = module.theta.detach().reshape(1, -1) + 2 * math.pi
     fold = Householder(2 * angles.shape[1]).to(angles)  # one angle for each pair of channels
     fold.angles.data.copy_(angles)
@@ -41,7 +41,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter`. Negative dimensions are read as those of images (four axes); else `_compare` refuses it."""
+    """A `LayerCenter`, with negative dimensions counted as for images (four axes): `_compare` refuses other inputs."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)
@@ -120,9 +120,9 @@ def settled(
 ) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
     """Replace parametrised and foreign layers by plain ones, in a copy; returns it, rows of the report, and errors.
 
-    Errors are those of layers that could not be replaced. Each replaced layer, and the whole, is compared with the
-    original on one random input, which finds a layer whose forward pass differs from that of its base class.
-    Certificates do not depend on it: they are proved from the result.
+    The errors are those of layers that could not be replaced. Each replaced layer, and the whole network, is compared
+    with the original on one random input, which finds a layer whose forward pass differs from that of its base class.
+    Certificates do not depend on this comparison: they are proved from the result.
     """
     twin = copy.deepcopy(model, computed_tensors(model))
     modes = {module: module.training for module in twin.modules()}

@@ -271,7 +271,7 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
 
 
 def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> float:
-    """1, the slope of an activation; refuses unless its option ``name`` is positive, finite and at least ``least``."""
+    """The slope 1; ``NoRuleError`` unless the option ``name`` is positive, finite and at least ``least``."""
     value = getattr(module, name)
     if not (math.isfinite(value) and value > 0 and value >= least):
         wanted = f"at least {least:g}" if least else "a positive finite number"

@@ -47,7 +47,7 @@ _SAME = (nn.Flatten, Reshape)
 
 
 def in_runs(module: nn.Module) -> bool:
-    """True for modules of types that runs can hold."""
+    """True for modules that can be part of a `SlopeRun`."""
     return type(module) in (nn.Linear, Affine, *_SAME) or slope_restricted(module)
 
 
@@ -140,7 +140,7 @@ def _product(factors: Sequence[Tensor]) -> Tensor:
 
 
 def whole(factors: Sequence[float]) -> float:
-    """Product of constants, rounded up; infinite if one of them is, even beside 0: its weights may not be finite."""
+    """Product of constants, rounded up; infinite if a factor is, even times 0: its weights may not be finite."""
     return math.inf if math.inf in factors else product(*factors)
 
 

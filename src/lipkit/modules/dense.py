@@ -1,12 +1,12 @@
 r"""Rounding errors of linear layers whose weights are inner products: dense layers, convolutions, scalings, averages.
 
-The machine's :math:`\hat y_i` of :math:`y_i = \sum_j w_{ij} h_j + b_i`, n terms in any order, is within
+A machine computes :math:`y_i = \sum_j w_{ij} h_j + b_i`, n terms in any order, with an error of at most
 
 .. math:: \gamma_d \Big(\sum_j |w_{ij}| |h_j| + |b_i|\Big)
           + \eta \Big(\sum_j |w_{ij}| + \sum_{j: |w_{ij}| < \eta} |h_j| + 2 n + 2\Big), \qquad d = n + 1
 
-of it. The first sum is measured at the sample, :math:`\| |W| |x| \|`, and grows by at most :math:`\| |W| \| s`
-around it; :math:`\| |W| \|_2` is bounded by the root of its largest row sum times its largest column sum (Schur).
+The first sum is measured at the sample x, :math:`\| |W| |x| \|`, and grows by at most :math:`\| |W| \| s` within
+distance s of x; :math:`\| |W| \|_2` is bounded by the root of its largest row sum times its largest column sum (Schur).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def inner_products(
     copies: float = 1.0,
     blocked: bool = True,
 ) -> RoundingError:
-    """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms (module docstring).
+    """Rounding rule of ``W x + b``, by inner products of at most ``terms`` terms: the bound at the top of the file.
 
     ``absolute`` maps |x| to ``|W| |x| + |b|``; ``sums`` maps |W| to its largest row sum and its largest column sum.
     ``copies`` bounds how often padding repeats an input. ``blocked`` is False if even the evaluator that sums in blocks
@@ -213,8 +213,8 @@ def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
 def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor]:
     """The rounding error of each single output of a dense layer, as (measure, slope).
 
-    ``measure`` maps inputs (N, n) to the error (N, K) there, which grows by ``slope`` (K,) per unit of l2 distance, and
-    to bounds (N, K) of the moduli of intermediate numbers.
+    ``measure`` maps inputs (N, n) to two bounds (N, K): of the error at the input, which grows by ``slope`` (K,) per
+    unit of l2 distance, and of the moduli of intermediate numbers.
     """
     weight = module.weight.detach().abs()
     bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().abs()

@@ -49,7 +49,7 @@ CURVES = {
 
 
 class Elementary(Shown):
-    """A function of `CURVES`, of numbers clipped to ``limits`` (2,), a lower and an upper one; infinite until known.
+    """A function named in `CURVES`, of inputs clipped to ``limits`` (low, high), which are infinite until known.
 
     Raises:
         OptionError: another function. NoRuleError (of its constant): limits between which the slope is not bounded.
@@ -96,7 +96,7 @@ class Elementary(Shown):
         return low, high
 
     def within(self, x: Range) -> Self:
-        """A copy with limits as narrow as inputs in a range allow."""
+        """A copy whose limits are as narrow as possible without clipping any input in the range ``x``."""
         made = copy.deepcopy(self)
         info, low, high = torch.finfo(self.limits.dtype), float(x.low.min()), float(x.high.max())
         # Room for the rounding of the limits, also below the normal range.

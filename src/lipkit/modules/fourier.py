@@ -4,13 +4,13 @@ The exact function of a Fourier layer is :math:`T^\top \mathrm{diag}(M_f)\, T x 
 *exact* orthonormal transform T. The machine's operations are counted, with allowances, as follows; the order of rows,
 columns and products does not matter.
 
-* T and its inverse: one product by each matrix of ``matrices()`` (n terms each, :math:`\||T_i|\| \le \sqrt{n}`); of two
-  matrices the larger one counts with 2 n terms, since cosines and sines may be combined along either side.
-  An allowance of four roundings for each. As T is orthogonal the errors of the stages add up.
+* T and its inverse: one product by each matrix :math:`T_i` of ``matrices()``, with n terms, :math:`\||T_i|\| \le
+  \sqrt{n}` and four roundings of allowance. If there are two matrices, the larger one counts with 2 n terms, since
+  cosines and sines may be combined along either side. T is orthogonal, so the errors of the two stages add up.
 * Matrix entries: rounded to the format, after a float64 computation that is within 64 u of :math:`\sqrt{2/n}`.
 * A bias is added to the pixels, or, times the root of their number, to the coefficients of frequency 0.
-* Each frequency: an inner product of 2 cin real terms with coefficients :math:`|R|, |S|` (cin for a real matrix),
-  an allowance of four roundings.
+* The matrix R + i S of a frequency: inner products of 2 cin real terms with coefficients :math:`|R|, |S|` (cin terms
+  if it is real), with four roundings of allowance.
 """
 
 from __future__ import annotations

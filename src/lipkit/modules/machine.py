@@ -85,7 +85,7 @@ def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, 
 
 
 def enlarged(constant: Tensor) -> float:
-    """A proved constant with room for the exact transform of a Fourier layer, which may exceed the stored one."""
+    """A proved constant, enlarged because with the exact transform a Fourier layer may have a slightly larger one."""
     return grow(float(constant.detach()) * (1 + 2.0**-44))
 
 
@@ -108,7 +108,10 @@ def start(x: Tensor) -> ErrorBound:
 
 
 def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
-    r"""The bounds after one more module: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`."""
+    r"""The bounds after one more module of constant L: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`.
+
+    own is the rounding error of that module alone, at a distance from ``centre``.
+    """
     spread, own = bound.spread, step.machine(bound.centre)
     own64 = own if step.double is step.machine else step.double(bound.centre)
     return ErrorBound(
@@ -148,7 +151,7 @@ class NormFactors(NamedTuple):
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:
-    """The factors of a chain. A module's error, at most ``own(0) + slope ||h||``, is multiplied by all later gains."""
+    """The factors of a chain: the error ``own(0) + slope ||h||`` of each module, times the gains of all later ones."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):

@@ -53,7 +53,7 @@ class Limited(Join):
         self.register_buffer("limits", limits.detach().clone())
 
     def clipped(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The two factors within their limits."""
+        """The two factors, each clipped to its limit: entries in [-a, a] and [-b, b]."""
         a, b = self.limits.to(values[0].dtype)
         return torch.maximum(torch.minimum(values[0], a), -a), torch.maximum(torch.minimum(values[1], b), -b)
 

@@ -186,7 +186,7 @@ def _gain(module: Recurrent) -> float:
 
 
 def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
-    """The gain over all steps; a rate above 1 multiplies it once for each step after the first."""
+    """The gain over T steps: ``gain``, times ``rate^(T - 1)`` if the rate is above 1."""
     if rate <= 1 or not math.isfinite(gain):
         return gain
     if input_shape is None:
@@ -198,7 +198,7 @@ def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
 
 
 class _Numbers(NamedTuple):
-    """Bounds of the norms of parts of a system."""
+    """Bounds of the norms of the blocks of M, of the metric and of the map through phi."""
 
     state: float  # ||x|| / ||x||_P
     metric: float  # ||x||_P / ||x||
@@ -242,7 +242,7 @@ def _monotone(d11: Tensor, lam: Tensor) -> float:
 
 
 class _Locals(NamedTuple):
-    """The local errors of one arithmetic at one step."""
+    """Bounds of the rounding errors that one step adds, in one arithmetic."""
 
     v: RoundingBound
     phi: RoundingBound
@@ -303,10 +303,11 @@ class _Step(NamedTuple):
 def _walk(
     local: list[_Locals], centre: list[_Step] | None, n: _Numbers, root: float, rate: float, moves: float
 ) -> list[_Step]:
-    """The recursion of the module docstring: bounds of the rounding errors at each step.
+    """Bounds of the rounding errors at each step, by the recursion :math:`E_{t+1} = a E_t + k_t` (top of the file).
 
-    Without ``centre``, errors of the float64 states at which rounding is measured. With ``centre``, which holds these
-    errors, those of the machine; ``moves`` bounds the states' distance, in the norm of P, per unit of the input's.
+    Without ``centre``: the errors of the float64 run at whose states rounding is measured. With ``centre``, the result
+    of that first call: the errors of the machine. ``moves`` bounds, in the norm of P, how far states move for an input
+    that moves by 1.
     """
     found = list[_Step]()
     error = Line(torch.zeros_like(local[0].s.error.at), 0.0)
@@ -354,7 +355,7 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
 
 
 def _of_torch(module: Any) -> tuple[Any, Tensor, System]:
-    """The ``nn.RNN`` in a module, its biases b and its system in float64; states are the units of the last step."""
+    """The ``nn.RNN`` in a module, its biases b and its system in float64; the states are the previous step's units."""
     rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
     guard(rnn)
     if (kind := type(rnn)) is not nn.RNN:
@@ -398,7 +399,7 @@ def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
 
 
 class Outputs(nn.Module):
-    """The outputs of an ``nn.RNN`` at all steps, without its last state; stands for it in traced networks."""
+    """An ``nn.RNN`` that returns its outputs at all steps only, not the last state: replaces it in traced networks."""
 
     def __init__(self, rnn: nn.RNN) -> None:
         super().__init__()

@@ -263,7 +263,7 @@ def export_parts(parts: Iterable[nn.Module], input_shape: Shape) -> list[nn.Modu
 
 
 def _generalised(network: Network, kind: type[nn.Module]) -> Network:
-    """``network``, which the rule of ``kind`` made, after exporting those of its modules that cannot be stored."""
+    """``network``, made by the export rule of ``kind``, with each module that cannot be stored exported in turn."""
     partial = [type(m) is nn.Flatten and (m.start_dim, m.end_dim) != (1, -1) for m in network]  # is not stored
     rows = [Plain(kind) if type(m) is kind else row_of(type(m)) for m in network]
     again = [row.export is not None and (row.stored is None or flat) for row, flat in zip(rows, partial, strict=True)]

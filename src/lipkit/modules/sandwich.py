@@ -96,7 +96,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
 
 
 def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
-    """The smaller of what the multiplier proves and the product of the three constants; the latter refuses hooks."""
+    """The smaller of the multiplier's bound and the product of the three constants, whose computation refuses hooks."""
     product = chain_constant(module.parts(), None)
     if not slope_restricted(module.activation) or not bool(product.isfinite()):
         return product

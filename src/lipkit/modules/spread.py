@@ -147,7 +147,7 @@ def _transform_distance(module: FourierConv2d) -> float:
 
 
 def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
-    """Constant of the layer, with the symbols F, S and E of the module docstring.
+    """Proved constant of the layer, from the symbols F, S and E that the top of the file defines.
 
     The smaller of ``max ||F S - E||`` over all frequencies and ``||F|| ||S|| + 1``.
     """

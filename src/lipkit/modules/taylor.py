@@ -72,7 +72,7 @@ class TaylorConv2d(nn.Module):
 
 
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
-    """`taylor_norm` for angles up to the norm of the kernel's skew part; its error is the symmetric part's norm."""
+    """`taylor_norm` for a skew kernel: angles up to the norm of its skew part; the symmetric part counts as error."""
     kernel = to_double(module.kernel)
     mirrored = adjoint(kernel)  # the kernel of A^T
     skew_part, rest = (kernel - mirrored) / 2, (kernel + mirrored) / 2  # rest is 0 but for rounding

@@ -1,6 +1,6 @@
 """Modules, torch's among them, that reorder, reshape, repeat, pad or select the numbers of a sample.
 
-All are exact, except bilinear upsampling. Dimensions are counted as in torch; none of these touches the batch, 0.
+All are exact, except bilinear upsampling. Dimensions are counted as in torch; all leave dimension 0, the batch, alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lipkit.proof.roundoff import root
 
 
 class Reshape(Shown):
-    """The numbers of each sample under another shape, in the same order; without sizes one number, outputs ``(N,)``.
+    """The numbers of each sample under another shape, in the same order; ``Reshape()`` takes one number, to ``(N,)``.
 
     Raises:
         OptionError: sizes below 1. ShapeError: an input of another number of entries.

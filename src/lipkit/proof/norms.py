@@ -3,7 +3,7 @@ r"""Spectral norms proved in floating point: a Cholesky factorisation is the pro
 If the float64 Cholesky factorisation of :math:`t I - G` runs to completion, then :math:`t I - G + cI` is positive
 semidefinite for :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(tI - G)` (Rump, "Verification of positive
 definiteness", BIT 2006). With :math:`G` the computed Gram matrix and its a-priori rounding error this bounds the
-norm of the matrix *as stored*, whatever the eigenvalue routine did: that one only proposes ``t``.
+norm of the matrix *as stored*, whatever the eigenvalue routine did: it only proposes ``t``.
 """
 
 from __future__ import annotations

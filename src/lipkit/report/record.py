@@ -107,7 +107,7 @@ class Facts(TypedDict, total=False):
 def _common(
     name: str, data: str, evaluation: Evaluation | RegressionEvaluation, facts: Facts, classes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The fields of `RunRecord`, which records of both tasks have."""
+    """The fields that the records of both tasks share: those of `RunRecord`."""
     certificate = evaluation.certificate
     certificate.evaluator.check()  # refuses other settings of torch than the evaluator's
     evaluator = dataclasses.asdict(certificate.evaluator)

@@ -132,7 +132,7 @@ class Case:
             return self.make(**options).to(dtype).train()
 
     def moved(self, layer: nn.Module, extra: int = 1) -> nn.Module:
-        """Add random numbers to every parameter in place, about 0.3 times as large as it is; return the layer."""
+        """Add random numbers of about 0.3 times its size to every parameter, in place; return the layer."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
                 spread = p.square().mean().sqrt() + 0.05  # 0.05 moves parameters that are zero
@@ -195,7 +195,7 @@ def _input(what: str, verb: Callable[[nn.Module, Shape], Any], shape: Shape, *si
 
 
 def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, ...]:
-    """Bad arguments of a constrained convolution that accepts inputs of this shape, for a factory with keywords."""
+    """Bad arguments of a constrained convolution for inputs of this shape, whose factory takes them as keywords."""
     wrong = (in_channels + 1, height, width)
     return (
         _argument("kernel_size", 0),
@@ -219,7 +219,7 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
 
 
 def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
-    """Bad arguments of every constrained dense layer, for a factory that takes them as keywords."""
+    """Bad arguments of a constrained dense layer, whose factory takes them as keywords."""
     return (
         _argument("in_features", 0),
         _argument("out_features", -1),

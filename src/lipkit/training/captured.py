@@ -107,7 +107,7 @@ def _recorded(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
-    """Attributes that hold tensors, numbers, texts or modules, also of submodules: (name, mapping, key)."""
+    """The place (name, mapping, key) of each tensor, number, text or module in an attribute, also of submodules."""
     found = []
     for root, holder in holders.items():
         for name, part in holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]:
@@ -120,7 +120,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
 
 
 def _read(places: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
-    """Values to compare: address and requires_grad of a tensor; a number, text or module itself; the id of others."""
+    """The present state of each attribute, for comparison: a tensor by address and requires_grad, objects by id."""
     found: list[Any] = []
     for _, values, key in places:
         value = values.get(key)

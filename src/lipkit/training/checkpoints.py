@@ -197,7 +197,7 @@ def save_checkpoint(
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
     """The newest intact checkpoint as (epochs done, weights, state); None if none was completed yet.
 
-    Others are skipped; ``RunError`` if all complete ones are damaged.
+    Interrupted and damaged ones are skipped; ``RunError`` if all complete ones are damaged.
     """
     damaged = None
     for path in _checkpoints(folder):

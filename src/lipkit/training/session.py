@@ -1,4 +1,4 @@
-"""The state of a run, from one step to the next, and its checkpoints: a run continues from one bit for bit."""
+"""The state of a run, from one step to the next, and its checkpoints, from which it continues bit for bit."""
 
 from __future__ import annotations
 

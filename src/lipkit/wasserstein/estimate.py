@@ -270,7 +270,7 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
 
 
 def _evaluate(proof: Proof, x: Tensor, y: Tensor, batch_size: int, constant: float) -> tuple[Tensor, Tensor, float]:
-    """f / constant on both samples, minus its first value, and what rounding can add to the difference of the means."""
+    """Values of (f - f(x_0)) / constant on both samples, and a bound on the rounding of their difference of means."""
     measured = evaluate(proof, torch.cat((x, y)), proof.evaluator, max(batch_size, 1024))
     values = one_output(measured.outputs, len(x) + len(y))
     values = (values - values[0]) / constant  # so that an offset costs sums no digits

@@ -34,7 +34,7 @@ def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
 
 
 def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
-    """Both samples, as `as_samples` makes them; refused unless they have one shape for a sample, and one unit."""
+    """Both samples, as `as_samples` makes them; refused unless their samples agree in shape and unit."""
     first, second = as_samples(x, "x", least), as_samples(y, "y", least)
     for given, other in ((x, second), (y, first)):
         if str(given.dtype) in ("uint8", "torch.uint8") and float(other.max()) > 1:

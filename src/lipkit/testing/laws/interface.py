@@ -63,7 +63,7 @@ def _observe(case: Case, option: str, value: Any) -> list[Tensor] | None:
 
 
 def options_act(case: Case) -> dict[str, float]:
-    """Law 8: any two values of an option differ in an output or a claim, to the last bit, or one is refused."""
+    """Law 8: two values of an option give different outputs or claims (in at least one bit), or one is refused."""
     refused = 0
     for option, values in case.options.items():
         require(len(values) > 1, f"option {option}: expected at least two values to compare, got {values}")
