@@ -30,7 +30,7 @@ class Named:
     Attributes:
         function: (model, x, y, *, box, ...) -> (N, ...) points; takes those options of `run_attack` that it declares.
         words: name shown to the user.
-        package: name of a package that it needs, or empty; ``ran`` states its version.
+        package: name of a package that it needs, or empty; `AttackResult.ran` states the package's version.
     """
 
     function: Callable[..., Tensor]

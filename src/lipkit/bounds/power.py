@@ -121,10 +121,10 @@ def _normed(v: Tensor) -> Tensor:
 
 
 def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower estimates ``(f,)`` of the norms of f matrices of ``a`` ``(F, m, n)``, by Krylov spaces that start at ``v``.
+    """Lower estimates of the norms of matrices ``a`` ``(F, m, n)``, by Krylov spaces that start at ``v``.
 
-    Returns the estimates, the unit vectors ``(f, n)`` that reach them, and the indices of the f matrices in ``a``. They
-    are all F matrices; if F exceeds `FINALISTS`, only the best `FINALISTS` go on after `HEATS` steps.
+    After `HEATS` steps only the best `FINALISTS` matrices go on. Returns, for the f matrices that are left, the
+    estimates ``(f,)``, the unit vectors ``(f, n)`` that reach them, and the indices of the matrices in ``a``.
     """
     v, which = _normed(v), torch.arange(len(a), device=a.device)
     basis, images = v[:, None], v[:, None] @ a.mT
@@ -159,7 +159,7 @@ EXACT = 5_000_000
 
 
 def _points(chosen: Tensor, w: int) -> tuple[Tensor, Tensor]:
-    """The frequencies (f1, f2) of flat indices into a real 2-D transform."""
+    """The frequencies (f1, f2) at flat indices into a real 2-D transform."""
     half = w // 2 + 1
     return torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
 
@@ -175,7 +175,7 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    """An estimate of :func:`_by_eigenvalues` by power steps, then Krylov spaces at the best frequencies."""
+    """As :func:`_by_eigenvalues`, estimated by power steps, then Krylov spaces at the best frequencies."""
     (kh, kw), count = taps.shape[-2:], h * (w // 2 + 1)
     candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
     # No screening if all frequencies go on anyway.

@@ -40,7 +40,7 @@ class GainProof(Shown):
     Attributes:
         gain: upper bound of the l2 gain of the whole network, proved in floating point.
         product: the product of the layers' norms, for comparison.
-        multipliers: by place of the activation: the diagonals that prove it, for `attach`.
+        multipliers: the diagonals that prove the gain, by place of the activation, for `attach`.
         steps: Newton steps taken to find them.
     """
 
@@ -84,7 +84,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     True is a proof for the stored weights in exact arithmetic; False says nothing.
 
     Args:
-        multipliers: positive diagonals ``(n_{k+1},)``, by place, or for a chain in the order of the activations.
+        multipliers: positive diagonals ``(n_{k+1},)``, by place of the activation, or a list in their order.
 
     >>> layers = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
     >>> for layer in layers[::2]: _ = nn.init.eye_(layer.weight)

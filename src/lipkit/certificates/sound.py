@@ -33,7 +33,10 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer itself: in float64 and in the machine at the sample; growth of the latter."""
+    """Error bounds (N, K) of the last layer alone: ``at64`` in float64; in the machine ``at`` + ``slope`` d.
+
+    d is the distance of the layer's input from its float64 value.
+    """
 
     at64: Tensor
     at: Tensor
@@ -57,7 +60,7 @@ class Logits(NamedTuple):
 
 
 def merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
-    """One nested tuple from several, merged tensor by tensor; other values must be the same in all of them."""
+    """Merge nested tuples of the same structure, tensor by tensor; other values must be equal in all of them."""
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*(merged(each, merge) for each in zip(*parts, strict=True)))
@@ -105,7 +108,7 @@ class Evaluation:
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
-        """(N,) l2 errors of the features that change the gap of the two largest outputs by at most 2^-30 of it."""
+        """(N,) the l2 error of the features that changes the gap of the two largest outputs by 2^-30 of it at most."""
         values = features if self.last is None else self.last(features)
         first, second = values.topk(2).values.unbind(1)
         return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))
@@ -184,9 +187,9 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
 def output_errors(
     logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Error bounds (N, 1 or K) of outputs: of the float64 values at the samples; of the machine within ``distance``.
+    """Error bounds (N, 1 or K) of the float64 outputs at the samples, and of the machine's within ``distance``.
 
-    ``weight`` is that of the last dense layer.
+    ``weight`` is that of the last dense layer, or None.
     """
     walk, own = logits.walk, logits.own
     peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
@@ -201,10 +204,10 @@ def output_errors(
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
-    """``each_t + each_i`` for the label t and every class i."""
+    """``each_t + each_i``, (N, K), for the label t and every class i."""
     return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:
-    """`grow`, but a 0 in the tensor stays 0."""
+    """`grow` applied to the positive entries; a 0 stays 0."""
     return torch.where(values > 0, grow(values), values)

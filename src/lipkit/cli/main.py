@@ -79,7 +79,7 @@ def data_root(path: Path) -> str:
 
 
 def once(changes: Sequence[str]) -> Sequence[str]:
-    """The changes ``KEY=VALUE`` as given, options among them; a usage error if two of them set the same key.
+    """Return the changes ``KEY=VALUE``, those made by options included; a usage error if two set the same key.
 
     >>> once(["train.epochs=5", "train.lr=1"])
     ['train.epochs=5', 'train.lr=1']
