@@ -114,7 +114,7 @@ class GramSymbol:
     def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
         """``(N,)`` bool: True is a proof of ``||G(w)|| <= level`` at the frequency w; False says nothing.
 
-        Proofs are for exact arithmetic on the kernel. They are tried in float32, if its rounding is small, then float64.
+        Proofs are for exact arithmetic on the kernel. Tests run in float32 if its rounding is small, then in float64.
 
         Args:
             cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
