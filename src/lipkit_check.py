@@ -21,15 +21,15 @@ one (Higham 2002, 3.1); with a bias added, gamma_{n+1}. For a matrix A this give
 where e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j|
 ||_inf. For symmetric M, ||M|| <= ||M||_inf, hence b = t_j + e_j will do, and ||A|| follows by j + 1 square roots with
 ||M_{j-1}||^2 = 2^s_j ||M_j||. What is found bounds every ||M_j|| again: b, e_j and the result improve in a few
-rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
+rounds. If the entries of A are known up to h, the norm is at most h sqrt(m n) larger.
 
 **Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i
 f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f +
 j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
-multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that padding
-repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Two circular convolutions in a row, minus
-the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200 bits, so no mathematical
-library is trusted.
+multiple of s. If windows do not overlap, the norm is that of the kernel as a matrix. Where outputs repeat m times, or
+padding repeats inputs m times, it grows by sqrt(m). A transposed convolution is the adjoint of one. Two circular
+convolutions in a row, minus the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200
+bits, so no mathematical library is trusted.
 
 **Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
 then ||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b).
@@ -59,8 +59,9 @@ so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their 
 module multiplies by its constant; weighted sums add up. Of a product, |u| <= a and |v| <= b by entry: ||d(u v)|| <= b
 ||du|| + a ||dv||; for matrices too, with ||U|| <= ||U||_F. A concatenation or entrywise maximum (|max u_i - max v_i|^2
 <= sum |u_i - v_i|^2) has rows of such numbers, G: ||dy|| <= || G (||ds||)_s ||. For the pieces p of v: sum
-||dp||^2 <= ||dv||^2, so columns G_p become || G_p || ||dv||, apart from rows of other columns by Minkowski. Errors
-combine likewise if the input of the graph is exact; else its constant times e is added.
+||dp||^2 <= ||dv||^2, so the columns of all pieces add at most || (G_p)_p || ||dv||: as a row of their own or, if some
+row has other columns too, by Minkowski's inequality. Errors combine in the same way if the input of the graph is exact;
+else the constant of the graph times e is added.
 
 **Theorem 11 (gradient steps).** y = x - s A* F(A x + c), F the gradient of a convex function with constant l: the
 Jacobian I - s A* H A, 0 <= H <= l, has its eigenvalues in [1 - s l ||A||^2, 1]. Softmax and activations with slopes in

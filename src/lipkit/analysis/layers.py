@@ -1,4 +1,4 @@
-"""Constants of the modules of a lowered network, in which a batch normalisation may be folded into a linear layer.
+"""Lipschitz constants of the modules of a traced network; batch normalisations may be folded into linear layers.
 
 `lipkit.modules.graph` combines them to the constant of the network.
 """

@@ -57,7 +57,7 @@ def tight(network: Network, *, units: int = 2048) -> Network:
             wider layer by its norm: ``docs/lipsdp.md`` shows what this costs.
 
     Guarantee:
-        As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
+        That of ``lipschitz``, which proves the multipliers' claim; the gain is never above the one without them.
 
     >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> bool(lipschitz(tight(net)) <= lipschitz(net))
@@ -151,7 +151,7 @@ Part = tuple[Tensor, Tensor]
 
 
 def _moduli(part: Part) -> Tensor:
-    """Upper bounds of the moduli of the exact entries."""
+    """Upper bounds of the moduli of the exact entries of a matrix or diagonal that is known up to errors."""
     return known(up(part[0].abs() + part[1], 2))
 
 
@@ -372,7 +372,7 @@ def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius after a linear layer, its rounding inside the radius."""
+    """Centre and radius of the intervals after a linear layer; the radius includes rounding."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], known(error[:, 0])
     moved = value + shift  # shift: the layer's output at 0
@@ -423,7 +423,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
 
 
 def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:
-    """The least and the largest of the values, with room for errors; NaN gives infinite ends."""
+    """The least and the largest of the values, moved outwards by the errors; NaN gives infinite ends."""
     stacked = torch.stack([*values])
     room = up(stacked.abs() * relative + absolute, 4)
     low, high = (stacked - room).amin(0), (stacked + room).amax(0)

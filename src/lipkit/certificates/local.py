@@ -175,7 +175,7 @@ class Ball:
         return grow(spread.at + spread.slope * self.radius)
 
     def _range(self, value: int) -> tuple[Tensor, Tensor]:
-        """Lower and upper bounds of each entry of a value in the machine; H of that value is tightened by them."""
+        """Lower and upper bounds of each entry of a value in the machine; tightens ``sizes``, the bound H of moduli."""
         shape = self.circuit.shapes[value]
         entries = math.prod(shape)
         low, high = self.x.new_empty(2, len(self.x), entries)
@@ -264,7 +264,7 @@ class Ball:
         r"""Adds a lower bound of ``a d``, d any move of the input in ball and box, to (const, error, norm).
 
         For any split :math:`A = P + Q`: :math:`A d \ge -r \|P\| + \sum_i \min(Q_i a_i, Q_i b_i)`, d in [a, b]. The
-        split proposed is that of the minimum, :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
+        proposed split attains the minimum: :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
         to where :math:`\|d^*\| = R`; P = A (the ball alone) and Q = A (the box alone) are tried, too.
         """
         norm = _norm(a)

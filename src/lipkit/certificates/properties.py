@@ -2,7 +2,7 @@ r"""Properties of a network on boxes of inputs: proved, refuted by a point, or l
 
 A case of a property (`lipkit.certificates.vnnlib`) is a box and half-spaces :math:`b_k y \le c_k` of the outputs; a
 counterexample lies in the box and meets them all. Linear bounds go back through the network as for local certificates,
-here on the box :math:`[l, u]`, with rounding taken off as there:
+here on the box :math:`[l, u]`, and rounding is subtracted in the same way:
 
 .. math:: b_k f(x) \ge A_k x + d_k \ge A_k m + d_k - |A_k|\,(u - l) / 2, \qquad m = (l + u) / 2 .
 

@@ -6,7 +6,7 @@ On a straight or concave piece [c, d] the minimum of :math:`g(z) = s(z) - a z` i
 
 .. math:: g(z) \ge g(z_0) - \max\big(g'(z_0) (z_0 - c),\ -g'(z_0) (d - z_0),\ 0\big)
 
-for any z0 in it (a tangent); the maximum is bounded alike. If only slopes in [p, q] are known, with the middle m,
+for any z0 in it (a tangent); the maximum is bounded in the same way. If only slopes in [p, q] are known, with the middle m,
 
 .. math:: |s(z) - s(m) - \tfrac{p + q}2 (z - m)| \le \tfrac{(q - p)(u - l)}4 .
 """
@@ -162,7 +162,7 @@ class Relaxation:
         return Lines._make((*lines, below.select(0, 1), above.select(0, 1)))  # the second slope is flat
 
     def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of s(z) - a z from below and above on the interval."""
+        """Lower and upper bounds of s(z) - a z on the interval; ``values`` of s at the edges err by ``wrong``."""
         assert self.curve is not None
         gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]
         # On straight pieces the extremes of the gap are at edges; a convex one can only dip lower, a concave one rise.

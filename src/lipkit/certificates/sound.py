@@ -71,12 +71,12 @@ class Evaluation:
     """Outputs of a network with their rounding errors, batch by batch.
 
     Args:
-        proof: of the network in float64, with its steps.
+        proof: of the network in float64, module by module.
         arithmetic: of the evaluator.
         zero: (1, *input_shape) zeros in float64.
 
-    In float64 errors are small against most margins: there `by_norms` bounds them in one pass through the network. For
-    samples where that could cost 2^-30 of the margin, `through` bounds them in two.
+    In float64 errors are small against most margins, so `by_norms` bounds them in one pass through the network. For
+    samples where its bounds could cost 2^-30 of the margin, `through` makes better ones in two passes.
     """
 
     def __init__(self, proof: ChainProof, arithmetic: Arithmetic, zero: Tensor) -> None:

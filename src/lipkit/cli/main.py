@@ -34,7 +34,7 @@ def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
 
 
 def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
-    """The keys of a recipe that an unknown option may mean: those of its name, else those of the closest name.
+    """The keys of a recipe that an unknown option may mean: keys of the same name, else of the closest name.
 
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])

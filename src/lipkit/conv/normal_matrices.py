@@ -67,7 +67,7 @@ def _taps(kernel: Tensor) -> Tensor:
 
 
 def _skew_taps(taps: Tensor) -> Tensor:
-    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, whose centre is the middle one."""
+    r"""The taps of :math:`(I + W - W^*)^\top` from the taps of W, a kernel of odd sizes."""
     centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
@@ -159,7 +159,7 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
 
 
 def _rows_of(z: Tensor) -> Tensor:
-    """A view of complex numbers as real rows: one strided pass over both parts costs less than a pass for each."""
+    """Complex ``(F, B, C)`` as a real view ``(F, 2, B, C)``: one strided pass over it is cheaper than one per part."""
     return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
@@ -214,9 +214,9 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill ``out`` with ``form`` applied to the rows; returns the pair (h, x2) that :func:`backward_rows` needs.
+    """Fill ``out`` with ``form`` applied to the rows; return the arguments h and x2 of :func:`backward_rows`.
 
-    It is (conj(h), conj(x_2)), h the solution ('first adjoint': h itself), x2 None if W_2 multiplies no input.
+    They are conj(h), h the solution ('first adjoint': h itself), and conj(x_2), None if W_2 multiplies no input.
     """
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None
