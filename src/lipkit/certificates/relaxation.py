@@ -6,7 +6,7 @@ On a straight or concave piece [c, d] the minimum of :math:`g(z) = s(z) - a z` i
 
 .. math:: g(z) \ge g(z_0) - \max\big(g'(z_0) (z_0 - c),\ -g'(z_0) (d - z_0),\ 0\big)
 
-for any z0 in it (a tangent); the maximum is bounded in the same way. If only slopes in [p, q] are known, with the middle m,
+for any z0 in it (a tangent); the maximum is bounded in the same way. If only slopes in [p, q] are known, m the middle,
 
 .. math:: |s(z) - s(m) - \tfrac{p + q}2 (z - m)| \le \tfrac{(q - p)(u - l)}4 .
 """
