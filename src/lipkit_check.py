@@ -15,7 +15,7 @@ about. Arrays are float64, or with ``--exact`` integers that count 2^-44. u = 2^
 
 **Theorem 1 (products).** An inner product of n float64 terms, in any order, is within gamma_n |a|.|b| of the exact
 one (Higham 2002, 3.1); with a bias added, gamma_{n+1}. For a matrix A this gives an l2 error of at most gamma || |A|
-|| ||c||, and || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit an entry.
+|| ||c||, and || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit per entry.
 
 **Theorem 2 (norms).** M_0 = A^T A / 2^s_0, M_{j+1} = M_j^2 / 2^s_{j+1} are computed as P_j with ||P_j - M_j|| <= e_j,
 where e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j|
@@ -25,7 +25,7 @@ rounds. If the entries of A are known up to h, the norm is at most h sqrt(m n) l
 
 **Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i
 f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f +
-j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
+j N/s)]_j / sqrt(s) per axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
 multiple of s. If windows do not overlap, the norm is that of the kernel as a matrix. Where outputs repeat m times, or
 padding repeats inputs m times, it grows by sqrt(m). A transposed convolution is the adjoint of one. Two circular
 convolutions in a row, minus the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200

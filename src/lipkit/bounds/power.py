@@ -209,13 +209,13 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
 
     where F(f) is the symbol. A fixed image takes four power steps at all frequencies at once (for few taps, whose
     symbol is smooth, at every second one per axis). At least 16 frequencies with the largest quotients take four steps
-    in Krylov spaces, and the best three of these take the rest; the largest result counts. With few channels,
+    in Krylov spaces, and the best three take all further steps; the largest result counts. With few channels,
     eigenvalues at all frequencies replace the steps. Taps beyond the image wrap around.
 
     Guarantee:
         None from above: the true norm (``bounds.circular``) is at least this, up to rounding. The derivative is that
-        of :math:`\|F(f) v\|` for constant f and v: that of the norm itself (:math:`\mathrm{Re}\, u^* \dot F v`) where
-        its largest singular value is simple and the spaces have found it; then second derivatives are the norm's too.
+        of :math:`\|F(f) v\|` for constant f and v. It equals that of the norm, :math:`\mathrm{Re}\, u^* \dot F v`, if
+        the largest singular value is simple and the spaces have found it; second derivatives then agree as well.
 
     Cost:
         Eight convolutions of one image (of a quarter if its sides are even and at least four times the kernel's);

@@ -287,7 +287,7 @@ class _Growing:
 
 
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
-    """The network as runs of at most ``units`` hidden units, one LMI each, and of constants; None is no limit."""
+    """Split a network into runs of at most ``units`` hidden units (None: any number); other modules are constants."""
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
     run = _Growing(math.prod(shape))

@@ -1,8 +1,8 @@
 r"""LipSDP for whole networks: prove, or find, gains by the block-tridiagonal LMI.
 
-Every run Linear, activation, Linear, ..., Linear with slopes of the activations in [0, 1] has one gain, in a chain of
-any modules and inside a `Graph`; what is linear between two activations counts as one layer (its product in float64,
-whose rounding is inside the proof). The rest of the network keeps its constants.
+One gain is found for every run Linear, activation, Linear, ..., Linear with slopes in [0, 1], in a chain of any modules
+and inside a `Graph`. Linear modules between two activations count as one layer: their product in float64, whose
+rounding is inside the proof. All other modules keep their constants.
 """
 
 from __future__ import annotations

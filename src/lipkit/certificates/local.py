@@ -261,7 +261,7 @@ class Ball:
         return next_down(const - error), grow(norm)  # c - e, rounded down
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Adds a lower bound of ``a d``, d any move of the input in ball and box, to (const, error, norm).
+        r"""Bounds ``a d`` from below for all moves d of the input in ball and box; returns new (const, error, norm).
 
         For any split :math:`A = P + Q`: :math:`A d \ge -r \|P\| + \sum_i \min(Q_i a_i, Q_i b_i)`, d in [a, b]. The
         proposed split attains the minimum: :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
@@ -346,7 +346,7 @@ class Bounds:
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
         """Distances (N,) to the boundary if the network were linear: the start of a search, not a bound.
 
-        0 where another class is the largest, 1 where nothing moves.
+        0 if another class has the largest logit, 1 if the logits do not depend on the input.
         """
         with torch.enable_grad():
             point = x.detach().requires_grad_()

@@ -244,7 +244,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 
 
 def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
-    """Fill ``out`` with the adjoint of ``form`` applied to g ('first adjoint': with A* g); returns the solution k."""
+    """Fill ``out`` with the adjoint of ``form`` at g, or with 'first adjoint' itself at g; return the solution k."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     # The conjugates of the rows, because the factors solve N^T and not N^*.
