@@ -39,7 +39,7 @@ class Named:
 
     @property
     def takes(self) -> Mapping[str, Any]:
-        """The options that the function knows."""
+        """The parameters of ``function``, by name."""
         return inspect.signature(self.function).parameters
 
     @property

@@ -181,7 +181,7 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
     """A proved upper bound of ``sup ||G||``, G = F* F, and the frequency that required it.
 
-    Its root exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
+    The root of the bound exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
 
     Args:
         values: kernels of all groups.

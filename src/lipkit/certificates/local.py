@@ -324,10 +324,7 @@ class Bounds:
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass on balls of radius R: (proved radii, p(R)), both (N,).
-
-        p(R) is the distance that the bounds allow, negative if they fail at the sample; they hold up to R only.
-        """
+        """(proved radii, p(R)), both (N,), by one pass on balls of radius R; p(R) < 0 if bounds fail at the sample."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()

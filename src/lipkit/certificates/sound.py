@@ -33,10 +33,7 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Error bounds (N, K) of the last layer alone: ``at64`` in float64; in the machine ``at`` + ``slope`` d.
-
-    d is the distance of the layer's input from its float64 value.
-    """
+    """Error bounds (N, K) of the last layer alone: ``at64`` in float64, ``at + slope d`` if the input is off by d."""
 
     at64: Tensor
     at: Tensor

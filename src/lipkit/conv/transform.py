@@ -109,9 +109,9 @@ def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.devi
 
 
 class _Stages(NamedTuple):
-    """The matrices of the separable transform: ``width``, applied first, then one along the height.
+    """The matrices of the separable transform: ``width`` first, then matrices that act along the height.
 
-    That is ``own_real`` and ``own_pair`` for rows of self-conjugate f2, ``cosine`` and ``sine`` for those of other f2.
+    These are ``own_real`` and ``own_pair`` for self-conjugate f2, ``cosine`` and ``sine`` for rows of the other f2.
     """
 
     width: Tensor
