@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Error bounds (N, K) of the last layer alone: ``at64`` in float64, ``at + slope d`` if the input is off by d."""
+    """Errors (N, K) of the last layer: ``at64`` in float64; in the machine ``at + slope d``, its input off by d."""
 
     at64: Tensor
     at: Tensor
