@@ -15,21 +15,21 @@ about. Arrays are float64, or with ``--exact`` integers that count 2^-44. u = 2^
 
 **Theorem 1 (products).** An inner product of n float64 terms, in any order, is within gamma_n |a|.|b| of the exact
 one (Higham 2002, 3.1); with a bias added, gamma_{n+1}. For a matrix A this gives an l2 error of at most gamma || |A|
-|| ||c||, and || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit an entry.
+|| ||c||, and || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit per entry.
 
 **Theorem 2 (norms).** M_0 = A^T A / 2^s_0, M_{j+1} = M_j^2 / 2^s_{j+1} are computed as P_j with ||P_j - M_j|| <= e_j,
 where e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j|
 ||_inf. For symmetric M, ||M|| <= ||M||_inf, hence b = t_j + e_j will do, and ||A|| follows by j + 1 square roots with
 ||M_{j-1}||^2 = 2^s_j ||M_j||. What is found bounds every ||M_j|| again: b, e_j and the result improve in a few
-rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
+rounds. If the entries of A are known up to h, the norm is at most h sqrt(m n) larger.
 
 **Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i
 f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f +
-j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
-multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that padding
-repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Two circular convolutions in a row, minus
-the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200 bits, so no mathematical
-library is trusted.
+j N/s)]_j / sqrt(s) per axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
+multiple of s. If windows do not overlap, the norm is that of the kernel as a matrix. Where outputs repeat m times, or
+padding repeats inputs m times, it grows by sqrt(m). A transposed convolution is the adjoint of one. Two circular
+convolutions in a row, minus the input, have the blocks F S - E. Cosines come from Taylor's series in integers of 200
+bits, so no mathematical library is trusted.
 
 **Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
 then ||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b).
@@ -59,8 +59,9 @@ so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their 
 module multiplies by its constant; weighted sums add up. Of a product, |u| <= a and |v| <= b by entry: ||d(u v)|| <= b
 ||du|| + a ||dv||; for matrices too, with ||U|| <= ||U||_F. A concatenation or entrywise maximum (|max u_i - max v_i|^2
 <= sum |u_i - v_i|^2) has rows of such numbers, G: ||dy|| <= || G (||ds||)_s ||. For the pieces p of v: sum
-||dp||^2 <= ||dv||^2, so columns G_p become || G_p || ||dv||, apart from rows of other columns by Minkowski. Errors
-combine likewise if the input of the graph is exact; else its constant times e is added.
+||dp||^2 <= ||dv||^2, so the columns of all pieces add at most || (G_p)_p || ||dv||: as a row of their own or, if some
+row has other columns too, by Minkowski's inequality. Errors combine in the same way if the input of the graph is exact;
+else the constant of the graph times e is added.
 
 **Theorem 11 (gradient steps).** y = x - s A* F(A x + c), F the gradient of a convex function with constant l: the
 Jacobian I - s A* H A, 0 <= H <= l, has its eigenvalues in [1 - s l ||A||^2, 1]. Softmax and activations with slopes in
@@ -101,7 +102,7 @@ MARGIN = Fraction(1, 10**8)  # of claimed margins, relative to the logits: they 
 
 
 class Refused(Exception):
-    """The claim is not confirmed, with the reason."""
+    """A claim is not confirmed; the message is the reason."""
 
 
 def need(condition, reason):
@@ -110,13 +111,13 @@ def need(condition, reason):
 
 
 def spend(count, what, work=0):
-    """Pay for numbers that a configuration asks for, and for work, in advance: what is large must be in the file."""
+    """Charge ``count`` numbers and ``work`` to the budget, which grows with the stored numbers; refuse to exceed it."""
     ops.left -= count + work
     need(count <= LIMIT and ops.left >= 0, f"{what}: more than the stored numbers pay for")
 
 
 def counts(x):
-    """How many steps of the grid x is, rounded up."""
+    """x in units of the grid's step, rounded up to an integer."""
     return -(-x.numerator * GRID // x.denominator)  # the ceiling: minus the floor of -x
 
 
@@ -126,23 +127,23 @@ def up(x):
 
 
 def halved(v, k):
-    """An integer v / 2^k, rounded up."""
+    """v / 2^k for an integer v, rounded up to an integer."""
     return -(-v >> k) if k >= 0 else v << -k
 
 
 def isqrt(n):
-    """The square root of an integer, rounded up."""
+    """The square root of an integer, rounded up to an integer."""
     r = math.isqrt(n)  # rounded down, so one more unless it is exact
     return r + (r * r < n)
 
 
 def root(x):
-    """A square root, rounded up."""
+    """The square root of x, rounded up to the grid."""
     return Fraction(isqrt(-(-x.numerator * GRID * GRID // x.denominator)), GRID)
 
 
 def ones(*shape):
-    """The l2 norm of an array of ones: an error of 1 in every number."""
+    """The l2 norm of an array of ones: times h, it bounds the l2 error of an array whose entries err by at most h."""
     return root(Fraction(math.prod(shape)))
 
 
@@ -154,7 +155,7 @@ def gamma(n):
 
 
 class Floats:
-    """float64, rounding errors by Theorem 1."""
+    """Arrays of float64; Theorem 1 bounds the rounding errors."""
 
     left = math.inf  # what may still be spent; a network sets it
     unit = Fraction(1, 1 << 900)  # more than what underflow loses in one entry
@@ -165,22 +166,22 @@ class Floats:
     )
 
     def of(self, a):
-        """Stored numbers in this arithmetic, and a bound of the error of each."""
+        """Stored numbers as an array of this arithmetic, and a bound of the error of each."""
         return np.asarray(a, np.float64), Fraction(0)
 
     def table(self, a):
-        """Integers that count 2^-62, of at most 2 units error, with values in [-2, 2]."""
+        """As `of`, for numbers in [-2, 2] given as integer multiples of 2^-62, with errors of at most 2 units."""
         return np.array([int(v) / (1 << 62) for v in a.flat]).reshape(a.shape), Fraction(1, 1 << 51)
 
     def dot(self, c, a):
         return c @ a.swapaxes(-1, -2)
 
     def rounding(self, n):
-        """Relative error of an inner product of n terms and of the operations on it that follow."""
-        return gamma(n + 3)  # n terms, and a bias, a factor and a sum at most
+        """Relative error of an inner product of n terms, then a bias, a factor and a sum."""
+        return gamma(n + 3)
 
     def rowsum(self, a):
-        """Largest sum of moduli of a row."""
+        """Upper bound of the largest absolute row sum."""
         return Fraction(float(np.abs(a).sum(-1).max())) * (1 + gamma(a.shape[-1]))
 
     def lengths(self, c):
@@ -191,19 +192,19 @@ class Floats:
         return [root(Fraction(v) * (1 + gamma(c.shape[1] + 4))) * Fraction(2) ** k for v, k in squares]
 
     def norms(self, c):
-        """l2 norms of the rows, rounded."""
+        """l2 norms of the rows as an array, rounded either way: `lengths` bounds them."""
         return np.sqrt(np.einsum("ij,ij->i", c, c))
 
     def number(self, v):
         return Fraction(float(v))
 
     def near(self, x):
-        """A number of an array near a rational one, which proves nothing."""
+        """A number of this arithmetic near the rational x, without a bound of the distance."""
         return np.float64(float(x))
 
 
 class Integers:
-    """Integers that count 2^-44: no floating point. Products are floors, by halves of 22 bits."""
+    """Arrays of multiples of 2^-44, as integers: no floating point. Products are rounded down, by halves of 22 bits."""
 
     left = math.inf
     unit = Fraction(2, 1 << PLACES)
@@ -288,13 +289,13 @@ def largest(a):
 
 
 def erring(a, error, terms=None):
-    """Theorem 1: what a product with a stack, of as many ``terms``, adds to the l2 error, relative to its input."""
+    """Theorem 1: relative l2 error of products by matrices whose entries err by ``error``; ``terms`` per sum, or n."""
     m, n = a.shape[-2:]
     return ops.rounding(terms or n) * root(ops.rowsum(a) * ops.rowsum(a.swapaxes(-1, -2))) + error * ones(m, n)
 
 
 def spectral(a, error=Fraction(0)):
-    """Theorem 2: a bound of the norms of a stack (count, m, n) whose entries are known up to ``error``."""
+    """Theorem 2: an upper bound of the norms of matrices (count, m, n) whose entries are known up to ``error``."""
     a = a if a.shape[1] >= a.shape[2] else a.swapaxes(1, 2)
     step = max(1, PIECE // (a.shape[1] * a.shape[2]))
     spend(0, f"a norm of {a.shape} numbers", (len(a) // step + 1 << 16) + a.size * (a.shape[2] // 64))
@@ -339,7 +340,7 @@ def _powers(a):
 
 
 def symmetric(p):
-    """The lower triangles on both sides: each entry still has the error that Theorem 1 allows it."""
+    """The lower triangle mirrored; error bounds of the entries still hold, as the exact matrix is symmetric."""
     return np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)  # -1: the diagonal once
 
 
@@ -349,7 +350,7 @@ def _exponent(x):
 
 
 def arctan(inverse):
-    """The angle of tangent 1 / ``inverse``, in integers that count 2^-200."""
+    """The arctangent of 1 / ``inverse``, an integer in units of 2^-200."""
     term, total, k = (1 << 200) // inverse, 0, 1
     while term:
         total, term, k = total + (term // k if k % 4 == 1 else -(term // k)), term // (inverse * inverse), k + 2
@@ -360,7 +361,7 @@ TURN = 8 * (4 * arctan(5) - arctan(239))  # 2 pi by Machin's formula
 
 
 def wave(angle):
-    """cos and sin of an angle of modulus up to 8 that counts 2^-200, as integers that count 2^-62."""
+    """cos and sin, integers in units of 2^-62, of an angle in [-8, 8], an integer in units of 2^-200."""
     term, sums = 1 << 200, [0, 0]
     for j in range(1, 120):
         sums[(j - 1) % 2] += term if (j - 1) % 4 < 2 else -term  # signs + + - -: cos takes even powers, sin odd ones
@@ -369,7 +370,7 @@ def wave(angle):
 
 
 def cosines(turns, n):
-    """cos and sin of 2 pi ``turns`` / n, turns an integer array, as integers that count 2^-62."""
+    """cos and sin of 2 pi ``turns`` / n, for an integer array ``turns``, as integers in units of 2^-62."""
     which, place = np.unique(turns % n, return_inverse=True)
     spend(len(which) << 8, "the angles of a transform")
     waves = [wave(TURN * k // n) for k in which.tolist()]  # each angle once
@@ -381,10 +382,11 @@ def cosines(turns, n):
 
 
 class Node:
-    """A module: the shape it returns, its constant, its forward pass, and (a, b) of Theorem 4, b = ``each`` || 1 ||.
+    """A module: output shape, Lipschitz constant ``norm``, forward pass, and (a, b) of Theorem 4, b = ``each`` || 1 ||.
 
-    ``own`` takes the place of the last three. ``blocks`` of a linear module: the stack of matrices it is similar to,
-    the error of an entry, the rows of one channel, and a kind, which must agree for two stacks to be multiplied.
+    ``own`` replaces forward, a and each: it maps c to the output and a bound of its rounding error. ``blocks`` belong
+    to a linear module: the stack of matrices it is similar to, the error of an entry, the number of rows per channel,
+    and a kind; two stacks may be multiplied only if their kinds agree. ``room``: numbers held per sample.
     """
 
     def __init__(self, shape, norm, forward=None, a=0, each=0, *, own=None, blocks=None, room=0):
@@ -409,7 +411,7 @@ def length(c):
 
 
 def chain(nodes):
-    """One node for several that follow each other."""
+    """The composition of nodes as one node."""
 
     def own(c):
         lost = Fraction(0)
@@ -421,7 +423,7 @@ def chain(nodes):
 
 
 def improved(node, norm):
-    """The node with a better constant, by which errors at its input grow; its own errors stay."""
+    """The node with a smaller Lipschitz constant ``norm``; its rounding errors stay."""
     return Node(node.shape, norm, own=node.own, room=node.room)
 
 
@@ -430,7 +432,7 @@ def shifted(forward, bias):
 
 
 def product(stack, error, shape, forward, norm, bias=None, overlap=1, **more):
-    """A node that multiplies by ``stack`` (count, m, n): it errs by Theorem 1, and by the error of the entries."""
+    """A node that multiplies by ``stack`` (count, m, n), whose entries err by ``error``, and adds ``bias``."""
     each = 2 * ops.unit
     if bias is not None:
         each += ops.rounding(stack.shape[2]) * largest(bias) + ops.unit
@@ -451,7 +453,7 @@ def linear(config, get, shape):
 
 
 def symbol(kernel, error, sides, starts, dilation, strides):
-    """Theorem 3: the real blocks of kernels (g, m, n, kh, kw) on a circle of ``sides``, and the error of an entry."""
+    """Theorem 3: real blocks of kernels (g, m, n, kh, kw) on a circular image of ``sides``; the error of an entry."""
     (h, w), (kh, kw), (sh, sw) = sides, kernel.shape[3:], strides
     g, m, n = kernel.shape[:3]
     columns = w // 2 + 1 if sh * sw == 1 else w  # of real kernels the others are conjugates; strides mix both halves
@@ -541,7 +543,7 @@ def convolution(config, get, shape):
 
 
 def transposed(config, get, shape):
-    """The adjoint of a convolution of zero-padded images: zeros between the inputs, then the kernel turned."""
+    """A transposed convolution: zeros between the inputs, then a kernel rotated by 180 degrees; norm of its adjoint."""
     kernel, stride, dilation = geometry(config, shape)
     pads, more = config["padding"], config["output_padding"]
     cin, cout, g = config["in_channels"], config["out_channels"], config["groups"]
@@ -644,7 +646,7 @@ def affine(config, get, shape):
 
 
 def taylor(config, get, shape):
-    """Truncated exponential of a zero-padded A = S + E, S skew: max |P(i t)| on |t| <= ||S||, plus ||E|| exp(||A||)."""
+    """Taylor polynomial P(A), A = S + E, S skew: norm <= max |P(i t)| over |t| <= ||S||, plus ||E|| exp(||A||)."""
     cin, cout, kernel, terms = (config[k] for k in ("in_channels", "out_channels", "kernel_size", "terms"))
     need(shape[0] == cin and all(k % 2 == 1 for k in kernel) and 1 <= terms <= 100, "a polynomial of this form")
     inner, sides = max(cin, cout), shape[1:]
@@ -700,7 +702,7 @@ def taylor(config, get, shape):
 
 
 def unary(slope, function, scale=1, exact=False):
-    """A rule for an activation; smooth ones err by 64 units of (|c| + 1), by the assumption on library functions."""
+    """A rule for an activation of this largest slope; unless ``exact``, it errs by 64 u max(scale, 1) (|c| + 1)."""
 
     def build(config, get, shape):
         steepest, factor = (Fraction(v(config, get) if callable(v) else v) for v in (slope, scale))
@@ -781,7 +783,7 @@ FLOATING = {*SMOOTH, "Elementary", "Softmax", "Attraction", "LayerNorm", "LayerC
 
 
 def elementary(config, get, shape):
-    """A monotone function of numbers within two limits, at one of which it is steepest."""
+    """A monotone function after clipping to two limits; its slope is largest at one of them."""
     (low, high), (function, slope, smooth) = get("limits", (2,)).tolist(), CURVES[config["function"]]
     need(-math.inf < low <= high < math.inf and smooth(low, high), f"{config['function']} between {low} and {high}")
     room = 1 + Fraction(1, 1 << 40)
@@ -792,7 +794,7 @@ def elementary(config, get, shape):
 
 
 def group_sort(config, get, shape):
-    """Groups of channels, largest first: those that follow each other, or the two that are half of all apart."""
+    """Sorts each group of channels in descending order: adjacent ones, or, for MaxMin of n channels, i and i + n/2."""
     size = config.get("group_size", 2)  # 2: of MaxMin
     k = shape[0] if size is None else size
     need(size != 1 and shape[0] % k == 0, f"groups of {k}, got {shape}")
@@ -818,7 +820,7 @@ def n_activation(config, get, shape):
 
 
 def householder(config, get, shape):
-    """Folds along lines at half of an angle: the wrong side of a line costs twice the distance from it."""
+    """Folds the plane along lines at half of an angle; on the wrong side it errs by twice the distance to the line."""
     n, order = config["channels"], config["order"]
     need(n == shape[0] and n % 2 == 0 and order >= 1, f"{n} channels, got {shape}")
     angles = get("angles", (order, n // 2))
@@ -871,7 +873,7 @@ def attraction(config, get, shape):
 
 
 def gradient_step(config, get, shape):
-    """Theorem 11, as a graph of its parts with a better constant."""
+    """The gradient step of Theorem 11: a graph of its parts, with the constant that the theorem proves."""
     need(config["first"].get("type") == "Linear", "a dense layer first")
     first = build(config["first"], get.at("first"), shape)
     force = build(config["force"], get.at("force"), first.shape)
@@ -892,7 +894,7 @@ def gradient_step(config, get, shape):
 
 
 def layer_norm(config, get, shape):
-    """Groups of n numbers are centred and divided by their deviation."""
+    """Centres groups of n numbers, divides them by their standard deviation and applies the affine map."""
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
     need(eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
@@ -917,7 +919,7 @@ def _two(value, default=None):
 
 
 def _windows(n, k, s, p, d, ceil):
-    """First position of each pooling window along an axis."""
+    """First position of each pooling window along an axis of n pixels."""
     fits = p <= n and n + 2 * p >= d * (k - 1) + 1
     need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
     free = n + 2 * p - d * (k - 1) - 1
@@ -927,7 +929,7 @@ def _windows(n, k, s, p, d, ceil):
 
 
 def _together(config, shape):
-    """The dimensions of a sample that a module takes together, and how many numbers they hold."""
+    """The dimensions of a sample that a module reduces together, and how many numbers they hold."""
     dims = config["dims"]
     need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
     return tuple(dims), math.prod(shape[d - 1] for d in dims)
@@ -948,14 +950,14 @@ def mean(config, get, shape):
 
 
 def layer_center(config, get, shape):
-    """An orthogonal projection: the mean of n numbers is taken off each of them."""
+    """Subtracts the mean of n numbers from each of them: an orthogonal projection."""
     dims, n = _together(config, shape)
     # The mean is wrong by gamma(n + 2) of that of the moduli, n times; |mean| sqrt(n) <= |x|.
     return Node(shape, 1, lambda c: c - c.mean(dims, keepdims=True), ops.rounding(n + 2), ops.unit)
 
 
 def unit_norm(config, get, shape):
-    """The projection onto the ball of radius eps, divided by eps."""
+    """Projects onto the ball of radius eps and divides by eps."""
     eps = Fraction(config["eps"])
     need(eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400")
     dims, n = _together(config, shape)
@@ -968,7 +970,7 @@ def unit_norm(config, get, shape):
 
 
 def bilinear(config, get, shape):
-    """Along each axis a matrix of weights above 0, rows that sum to 1 and columns to the factor f: of norm sqrt(f)."""
+    """Bilinear enlargement by f per axis: a nonnegative matrix with row sums 1, column sums f, so of norm sqrt(f)."""
     factors = config["rows"], config["cols"]
     need(len(shape) == 3, f"EnlargeBilinear of images, got {shape}")
     need(all(f >= 1 and f & (f - 1) == 0 for f in factors), f"factors {factors} that are powers of two")
@@ -1004,7 +1006,7 @@ def l2_pool(config, get, shape):
 
 
 def _axes(config, shape, *more):
-    """Of each axis of an image its size, and the kernel, the stride, the padding and ``more`` of its windows."""
+    """For each axis of an image: its size, then kernel, stride, padding and ``more`` of its pooling windows."""
     need(len(shape) == 3, f"images, got {shape}")
     keys = ("kernel_size", "stride", "padding", *more)
     return zip(shape[1:], *(_two(config[k], config["kernel_size"]) for k in keys), strict=True)
@@ -1026,7 +1028,7 @@ def max_pool(config, get, shape):
 
 
 def average_pool(config, get, shape):
-    """Numbers start to end - 1 of an axis, divided by a count: a matrix for each axis."""
+    """Average pooling as one matrix per axis, which sums each window and divides by its count."""
     windows, divisor = [], config.get("divisor_override")
     if config["type"] == "AdaptiveAvgPool2d":
         need(config["output_size"] is not None and len(shape) == 3, f"an output size, and images, got {shape}")
@@ -1065,14 +1067,14 @@ def average_pool(config, get, shape):
 
 
 def grown(*shape):
-    """The shape, after it is paid for: a configuration can ask for it without stored numbers."""
+    """The shape, charged to the budget: a configuration can ask for large activations without stored numbers."""
     need(len(shape) <= 8 and min(shape) >= 1, f"an activation of shape {shape}")
     spend(2 * math.prod(shape), f"an activation of shape {shape}")
     return shape
 
 
 def rearrangement(config, get, shape):
-    """Modules that move, drop and repeat numbers: their constant is the root of the most copies of one number."""
+    """A module that moves, drops or repeats numbers; its constant is the root of the most copies of one number."""
     forward = _moves(config, shape)
     index = forward(np.arange(1, math.prod(grown(*shape)) + 1).reshape(1, *shape))
     copies = np.bincount(index.reshape(-1), minlength=2)[1:].max()  # [1:]: 0 is padding
@@ -1085,7 +1087,7 @@ def _dim(config, shape):
 
 
 def _padded(c, edges):
-    """Zeros before and after each dimension of a sample; negative numbers cut off."""
+    """Pads each dimension of a sample with zeros before and after; negative sizes crop."""
     keep = tuple(slice(max(-a, 0), n + min(b, 0)) for n, (a, b) in zip(c.shape[1:], edges, strict=True))
     return np.pad(c[(slice(None), *keep)], [(0, 0)] + [(max(a, 0), max(b, 0)) for a, b in edges])
 
@@ -1137,7 +1139,7 @@ def _moves(config, shape):
 
 
 class Join:
-    """Several values become one: a sum with ``weights``, or stacked (None). forward gives the value and its error."""
+    """A sum of values with ``weights``, or (None) their concatenation or maximum; forward returns (value, error)."""
 
     def __init__(self, shape, weights, forward):
         self.shape, self.weights, self.forward, self.room = shape, weights, forward, math.prod(shape)
@@ -1188,7 +1190,7 @@ def blended(shapes, stored):
 
 
 def multiplied(config, get, shapes):
-    """Products of values between -limit and limit, entry by entry or of matrices."""
+    """The product of two values, each clipped to [-limit, limit], entry by entry or as matrices."""
     stored, entries = get("limits", (2,)), config["type"] == "Product"
     need((stored >= 0).all(), "limits of at least 0")
     ((a, b), error), (p, q) = ops.of(stored), (Fraction(float(v)) for v in stored)
@@ -1228,7 +1230,11 @@ def join(config, get, shapes):
 
 
 def settled(rows, known, whole=False):
-    """One form for values that are stacked: pieces are replaced by the value that was cut, the last cut first."""
+    """The numbers g of Theorem 10 for a concatenation of values: a dict {source s: g_s} with a single source.
+
+    ``rows`` are the dicts of the values. Pieces of a value are replaced by ``known``, the dict of that value, the last
+    value cut first; with ``whole`` until the input, (), is the source.
+    """
     while len(sources := set().union(*rows)) > 1 or (whole and sources - {()}):
         spend(sum(map(len, rows)) << 6, "values of many pieces")
         key = max(s[:2] for s in sources)  # the last value that was cut: its own form has pieces of earlier ones
@@ -1250,7 +1256,7 @@ def settled(rows, known, whole=False):
 
 
 def wired(shape, parts, sources):
-    """Theorem 10. Value 0 is the input, value i + 1 that of part i, which reads the values ``sources[i]``."""
+    """A graph as one node (Theorem 10): value 0 is the input, part i maps values ``sources[i]`` to value i + 1."""
     cuts, last = {}, {}
     sizes = [math.prod(shape), *(math.prod(part.shape) for part in parts)]
     for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
@@ -1292,7 +1298,7 @@ def wired(shape, parts, sources):
 
 
 def residual(shape, nodes):
-    """The input, and what a chain of nodes makes of it, added."""
+    """The sum of the input x and of a chain of nodes applied to x."""
     return wired(shape, [chain(nodes), added([shape] * 2, [1, 1])], [[0], [0, 1]])
 
 
@@ -1318,7 +1324,7 @@ JOINS = ("Add", "Blend", "Concatenate", "Maximum", "Product", "MatrixProduct")
 
 
 def _parts(config, get, shape):
-    """The parts of a block, and what its multiplier scales; None where that proves nothing."""
+    """A block's three parts, and (s, s W1, its error, W2, its error), s = sqrt(multiplier); None without a proof."""
     first = build(config["first"], get.at("first"), shape)
     middle = build(config["activation"], get.at("activation"), first.shape)
     second = build(config["second"], get.at("second"), middle.shape)
@@ -1373,7 +1379,7 @@ def slope_residual(config, get, shape):
 
 
 def spread(config, get, shape):
-    """y = F * first(x) - [x; 0] + b: as a graph, with the norm of F S - E at every frequency."""
+    """y = F * first(x) - [x; 0] + b as a graph; its constant is the largest norm of F S - E, E x = [x; 0]."""
     first = build(config["first"], get.at("first"), shape)
     (n, h, w), m, kernel = shape, config["out_channels"], config["kernel_size"]
     need(first.shape == shape and first.blocks and first.blocks[3] == (h, w), "a Fourier layer that keeps the shape")
@@ -1456,7 +1462,7 @@ SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "start", "
 
 
 def arguments(config):
-    """Refuse arguments that lipkit would not read: others than those of the type, or of another form."""
+    """Refuse a module whose arguments differ from those of its type, by name or by form: lipkit would not read it."""
     kind, given = config["type"], {key: value for key, value in config.items() if key != "type"}
     marks = {re.sub(r"\W", "", name): re.sub(r"\w", "", name) for name in ARGUMENTS.get(kind, ())}
     need(given.keys() <= marks.keys(), f"{kind}: arguments {sorted(given.keys() - marks)} that it does not have")
@@ -1493,7 +1499,7 @@ def build(config, get, shape):
 
 
 class Tensors:
-    """Stored tensors below a prefix; every one must be asked for, in its shape."""
+    """Stored tensors whose names start with a prefix; ``used`` collects those that were asked for."""
 
     def __init__(self, stored, prefix="", used=None):
         self.stored, self.prefix, self.used = stored, prefix, set() if used is None else used
@@ -1515,7 +1521,7 @@ class Tensors:
 
 
 class Network:
-    """The chain of a configuration, with the constants of all of it and of what comes before its last layer."""
+    """The network of a configuration, its constant ``gain``, and ``body``, the constant of all but the last layer."""
 
     def __init__(self, config, tensors, claimed=None):
         need(config.get("type") == "Network" and config["modules"], "no Network at the top")
@@ -1551,7 +1557,7 @@ class Network:
         return best if len(best) > 1 else []
 
     def logits(self, x, batch):
-        """Logits of float32 samples and their error radius, batch by batch."""
+        """Yield the logits of each batch of float32 samples, and the radius of their error."""
         for start in range(0, len(x), batch):
             c, e = ops.of(x[start : start + batch].astype(np.float64))
             e *= ones(*c[0].shape)
@@ -1571,7 +1577,7 @@ class Network:
 
 
 def lmi(layers, multipliers, target):
-    """Theorem 8: the gain of a run of dense layers, a little above ``target``; None where that is not proved."""
+    """Theorem 8: a proved gain of a run of dense layers, a little above ``target``; None if no proof succeeds."""
     w, given = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
     values = [ops.of(m)[0] for m in multipliers]
     if not all((v > 0).all() for v in values):
@@ -1626,7 +1632,7 @@ def lmi(layers, multipliers, target):
 
 
 def positive(h, error):
-    """True if every symmetric matrix within ``error`` (a norm) of h is proved to be positive semidefinite."""
+    """True if every symmetric matrix within spectral distance ``error`` of h is proved positive semidefinite."""
     h = symmetric(h)
     n, allowed = len(h), error * Fraction(65, 64) + ops.rowsum(h) / 10**12
     for _ in range(5):
@@ -1699,7 +1705,7 @@ def safetensors(content):
 
 
 def numbers(stored):
-    """The tensors of the network: (float array, stored bytes, name of the type); integers times their steps."""
+    """Tensors by name as (float array, its bytes, dtype name); stored integers are multiplied by their steps."""
     found = {}
     integers = {name for name, (_, kind) in stored.items() if kind.startswith("int")}
     for name, (a, kind) in stored.items():
@@ -1720,7 +1726,7 @@ def numbers(stored):
 
 
 def load_network(folder):
-    """Configuration, tensors and recomputed hash of a saved network."""
+    """Configuration, tensors and hash of a saved network; refuses a file whose stated hash differs."""
     config = parse(read(folder / "config.json", 1 << 22))
     need(isinstance(config, dict) and config.get("schema_version") == 2, "config.json: schema_version 2 expected")
     tensors = numbers(safetensors(read(folder / "model.safetensors")))
@@ -1738,7 +1744,7 @@ STATED = {"kind": "lipkit certificate", "schema_version": "1.0", "task": "classi
 
 
 def load_certificate(folder):
-    """Header and rows of a certificate whose form is checked."""
+    """Header and rows of the certificate in a folder, after a check of their form."""
     paths = [p for p in (folder / "certificate.jsonl", folder / "certificate.jsonl.gz") if p.exists()]
     need(len(paths) == 1, f"{folder}: expected one certificate.jsonl or certificate.jsonl.gz, got {len(paths)}")
     header, *rows = (parse(line) for line in read(paths[0], 1 << 26).decode().splitlines())
@@ -1809,7 +1815,7 @@ def load_samples(spec, root_folder):
 
 
 def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
-    """Confirm the claims of a run: (radii confirmed, claims not confirmed); raises where nothing can be said."""
+    """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
     global ops
     ops = Integers() if exact else Floats()
     folder = Path(folder)
@@ -1877,7 +1883,7 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
 
 
 def objection(row, label, logits, constants, e):
-    """The radius proved here (None: every radius), and why the line of a sample is not confirmed, or None."""
+    """The radius proved here (None: unlimited), and the reason why a sample's row is refused, or None."""
     own, gap, near = radius(logits, label, constants, e)
     values = [ops.number(v) for v in logits]
     top = max(values)
@@ -1897,7 +1903,7 @@ def objection(row, label, logits, constants, e):
 
 
 def radius(logits, label, constants, e):
-    """Radius of Theorem 9 (None: every radius), margin, and error of the margin."""
+    """Radius of Theorem 9 (None: unlimited), margin, and error of the margin."""
     need(label < len(logits), f"label {label} of {len(logits)} classes")
     near = up(root(Fraction(2)) * e)  # a difference of two logits: sqrt(2) e at most
     values, others = [ops.number(v) for v in logits], [i for i in range(len(logits)) if i != label]

@@ -1,4 +1,4 @@
-"""Constants of the modules of a lowered network, in which a batch normalisation may be folded into a linear layer.
+"""Lipschitz constants of the modules of a traced network; batch normalisations may be folded into linear layers.
 
 `lipkit.modules.graph` combines them to the constant of the network.
 """
@@ -34,9 +34,10 @@ from lipkit.proof.roundoff import gamma, up
 def layer_bound(
     module: nn.Module, input_shape: tuple[int, ...], method: str = "auto", tolerance: float | None = None
 ) -> tuple[Tensor, str]:
-    """Lipschitz bound of one layer, and the name of its method; ``method`` matters for zero-padded nn.Conv2d only.
+    """Lipschitz bound of one layer, and the name of the method that gave it.
 
-    ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with this ``tolerance`` (None: its default).
+    ``method`` applies to zero-padded nn.Conv2d only. ``"auto"`` bounds these by :func:`lipkit.bounds.symbol_sup` with
+    this ``tolerance`` (None: its default).
     """
     with torch.no_grad():
         if _searched(module) and method != "auto":
@@ -74,10 +75,10 @@ def price(kernel: Tensor, groups: int) -> float:
 
 
 def shared_tolerances(prices: list[float], mean: float) -> list[float]:
-    r"""Tolerances of several proofs with the least total price; their mean over those with a price is at most ``mean``.
+    r"""The tolerances of several proofs that minimise their total cost, where their mean is given.
 
     A proof of tolerance t costs :math:`a / t`: with the sum of all t fixed, the cheapest are those proportional to the
-    square roots of the prices a. No tolerance exceeds ten times the mean.
+    square roots of the prices a. No tolerance exceeds ten times the mean; a proof without a price gets the mean.
     """
     roots = [math.sqrt(p) for p in prices if p > 0]
     weights = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
@@ -125,15 +126,15 @@ class LayerBound:
 
 
 def _to_limit(module: nn.Module) -> bool:
-    """True if a product or quotient in the module has no constant before it gets limits."""
+    """True if the module holds a product or quotient without limits, which has no Lipschitz constant yet."""
     return any(isinstance(part, ToLimit) for part in module.modules())
 
 
 class Constants:
-    """Lipschitz constants of a network and of its modules; ``output`` is the number of its output in ``lowering``.
+    """Computes the Lipschitz constants of a traced network and of its modules.
 
-    ``method`` and the mean ``tolerance`` bound the convolutions, as in `layer_bound`; products of two values are
-    bounded for inputs in ``box``.
+    ``lowering`` has traced the network; ``output`` is the index of the network's output among its values. ``method``
+    and the mean ``tolerance`` bound the convolutions, as in `layer_bound`. Products of two values need a ``box``.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Constants:
         return float(total.detach()), self._table(total)
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
-        """The modules, with limits on products and the like that inputs in the box do not exceed."""
+        """The modules, with limits on products and quotients; for inputs in the box no value exceeds its limits."""
         nodes: list[nn.Module] = []
         for m, read in zip(self._modules, self._sources, strict=True):
             chain: list[nn.Module] = []
@@ -176,7 +177,7 @@ class Constants:
         return [new if _to_limit(m) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
-        """Shape of one sample of a value; zeros are run to find it for a value inside of a call."""
+        """Shape of one sample of a value; where tracing did not record it, zeros are run through the module."""
         if value not in self._shapes:
             module, before = self._modules[value - 1], [self._shape(read) for read in self._sources[value - 1]]
             if isinstance(module, Bounded) and module.shape is not None:
@@ -187,7 +188,7 @@ class Constants:
         return self._shapes[value]
 
     def _behind(self, i: int, forms: Sequence[Form]) -> Form:
-        """The bound of the output of module i, folded with the module before it where that is smaller."""
+        """The Lipschitz bound from the input to the output of module i, the smaller of `_plain` and `_fold`."""
         if self._put_off(i):
             self._left.add(i + 1)
             return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # a placeholder, which is not read
@@ -205,11 +206,11 @@ class Constants:
         return found
 
     def _bound(self, module: nn.Module, shape: Shape, stored: nn.Module) -> tuple[Tensor, str]:
-        """Bound and method of a module; ``stored`` is the network's module whose tolerance it gets."""
+        """Bound and method of a module, by the tolerance of ``stored``: itself, or the layer before folding."""
         return layer_bound(module, shape, self._method, self._tolerance.get(id(stored)))
 
     def _plain(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]]:
-        """The bound after module i, without folding, and its row of the table."""
+        """The bound from the input to the output of module i, without folding, and the module's row of the table."""
         module, (value,), label = self._modules[i], self._sources[i], self._labels[i]
         if isinstance(module, Bounded):
             bound, method = module.constant, module.method
@@ -223,7 +224,7 @@ class Constants:
         return forms[value].scaled(row[1]), row
 
     def _put_off(self, i: int) -> bool:
-        """True if only the folded bound of layer i and the normalisation after it is needed.
+        """True if layer i needs no bound without the normalisation after it: the folded bound of both is enough.
 
         With tight rules (``"auto"``) the folded bound is the smaller one. The layer's own bound is needed if its output
         has a second reader, or if a linear layer follows: the normalisation may be folded into that one instead.
@@ -238,7 +239,7 @@ class Constants:
         return type(layer) in LINEAR and foldable(layer, self._modules[norm], self._shape(self._sources[linear][0]))
 
     def _fold(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]] | None:
-        """The folded bound of module i and the one before it; None unless one of them is a batch normalisation."""
+        """As `_plain`, with module i and the one before it folded; None unless one is a batch normalisation."""
         before = self._sources[i][0] - 1
         if before < 0:
             return None
@@ -279,6 +280,6 @@ class Constants:
 
 
 def _row(constant: Tensor, name: str, kind: str, method: str) -> tuple[LayerBound, Tensor]:
-    """A row of the table, and its constant as a leaf that gets a gradient."""
+    """A row of the table, and its constant as a leaf tensor, whose gradient becomes the row's factor."""
     constant = constant.detach().clone().requires_grad_()
     return LayerBound(name, kind, method, float(constant.detach()), 1.0), constant

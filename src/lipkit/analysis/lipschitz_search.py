@@ -135,7 +135,7 @@ def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
 
 
 def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps: int) -> tuple[Tensor, Tensor]:
-    """Improve both ends (x, y) of secants by Adam; the steepest pair seen from each start."""
+    """Improve both ends (x, y) of secants by Adam, and return the steepest pair seen from each start."""
     box = box and (torch.as_tensor(box[0], dtype=x.dtype), torch.as_tensor(box[1], dtype=x.dtype))
     x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
     best_x, best_y, best = x.detach().clone(), y.detach().clone(), x.new_zeros(len(x))

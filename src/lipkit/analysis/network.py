@@ -40,7 +40,7 @@ class NetworkBound(Shown):
     Attributes:
         upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
-        product: the proved bound that the `layers` make together, in the order of the forward pass.
+        product: the proved bound from the constants of the `layers`, which are in the order of the forward pass.
         tight: the proved bound by LipSDP, or by slopes in the box if there is one; None if it was not tried.
         how: what made `tight`, or why it was not tried.
         box: (low, high) of the inputs that the bounds are for, numbers or tensors; None for all inputs.
@@ -217,10 +217,10 @@ def analyze(
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
-    """The copy of the network, its calls as modules, and its output.
+    """A copy of the network, the interpreter that traced its calls to modules, and the network's output.
 
-    The modules are those of a bound. If that meets a call without a Lipschitz constant, such as a product, and a box is
-    given, they are those of an export, whose products can get limits from the box.
+    Calls are traced as for `lipschitz`. If one has no Lipschitz constant, such as a product, and a box is given, they
+    are traced as for `export`, whose products can get limits from the box.
     """
 
     def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
@@ -239,7 +239,7 @@ def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, In
 def _tight(
     model: nn.Module, input_shape: Shape, ends: tuple[Tensor, Tensor] | None, hull: Hull, tight: bool | None
 ) -> tuple[float | None, str]:
-    """The bound by LipSDP, or by slopes in a box, and the method's name; None and the reason if neither applies."""
+    """The bound by LipSDP, or by slopes in a box, and the method's name; or None and the reason if there is neither."""
     if ends is None and tight is False:
         return None, ""
     try:
@@ -288,7 +288,7 @@ def _random_secants(model: nn.Module, input_shape: Shape, box: gains.Box | None,
 
 
 class _Copied(Root):
-    """The network on a copy of its input, which in-place calls would overwrite."""
+    """Calls the network on a copy of its input, so that in-place calls leave the input as it is."""
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x.clone())

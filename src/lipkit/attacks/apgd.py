@@ -98,7 +98,7 @@ def apgd_then_targeted(
 ) -> Tensor:
     """One start of `apgd` on the margin loss, then ``restarts - 1`` targeted starts for the samples that survive it.
 
-    With ``restarts=None`` there is one targeted start for each of the 9 largest wrong logits.
+    ``restarts=None`` runs one targeted start for each of the 9 largest wrong logits.
     """
     radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
     common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}

@@ -40,7 +40,7 @@ def autoattack(
     r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
     With ``parts=None`` lipkit's APGD and FAB come first, at about 0.7 of the evaluations: all target classes of a
-    sample share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without any left.
+    sample share a batch, starts whose margin rises too slowly are given up, and FAB skips samples without a start left.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. Points that overshoot ``eps`` in float32 are projected on the ball and count only if they are still
@@ -92,7 +92,7 @@ def autoattack(
 
 
 class _Rows(Best):
-    """`Best` for several starts of each sample, one a row: as soon as one succeeds, all starts of its sample end."""
+    """`Best` with a row per start and several starts per sample; once a start succeeds, all of its sample end."""
 
     def __init__(self, x: Tensor, y: Tensor, owner: Tensor) -> None:
         super().__init__(x, y)

@@ -19,7 +19,7 @@ class Ball:
     """The operations of ascent in the ball of one norm.
 
     Attributes:
-        direction: (gradient (n, ...), generator) -> steepest ascent at size 1; random where there is no gradient.
+        direction: (gradient (n, ...), generator) -> direction of steepest ascent, of norm 1; random if it vanishes.
         random: (like (n, ...), generator) -> random points of the unit ball.
         nearest: (point, centre, radius (n,), box) -> the nearest point in ball and box, up to rounding.
         project: the same, but inside even after rounding.

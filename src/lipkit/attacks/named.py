@@ -30,7 +30,7 @@ class Named:
     Attributes:
         function: (model, x, y, *, box, ...) -> (N, ...) points; takes those options of `run_attack` that it declares.
         words: name shown to the user.
-        package: name of a package that it needs, or empty; ``ran`` states its version.
+        package: name of a package that it needs, or empty; `AttackResult.ran` states the package's version.
     """
 
     function: Callable[..., Tensor]
@@ -39,7 +39,7 @@ class Named:
 
     @property
     def takes(self) -> Mapping[str, Any]:
-        """The options that the function knows."""
+        """The parameters of ``function``, by name."""
         return inspect.signature(self.function).parameters
 
     @property

@@ -33,7 +33,7 @@ _DEPTH = 10
 
 
 class Cover(NamedTuple):
-    """A proved level, and the frequency (group, point, periods) that required it."""
+    """A proved upper bound of sup ``||G||`` (a level), and the frequency (group, point, periods) that required it."""
 
     level: float
     group: int
@@ -42,13 +42,13 @@ class Cover(NamedTuple):
 
 
 def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
-    """Lower bound of ``||G|| / level`` at the centre of a cell where ``||G||`` reaches ``level``; <= 0 says nothing."""
+    """Lower bound of ``||G|| / level`` at the centre of a cell where ``||G||`` reaches ``level``; void unless > 0."""
     phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
     return float(_fractions(np.float64(phi), symbol.curvature / level))
 
 
 def _fractions(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
-    """The larger bound of the module docstring divided by M, rounded down; ``curvature`` is kappa / M."""
+    """The larger of the module docstring's two lower bounds of p(w_0) / M, rounded down; ``curvature`` is kappa / M."""
     # Angles are rounded up, squares of cosines down.
     phi = phi * (1 + 8 * UNIT)
     bernstein = np.where(phi < math.pi / 2, np.cos(phi) ** 2 - 8 * UNIT, 0.0)
@@ -56,7 +56,7 @@ def _fractions(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
 
 
 def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
-    """Group and centre, ``(N, 3)``, of cells that cover half of all frequencies: G(-w) is conjugate to G(w)."""
+    """Group and centre, ``(N, 3)``, of cells that cover half of all frequencies: enough, as G(-w) = conj(G(w))."""
     n1, n2 = periods
     if n1 == 1 or n2 == 1:
         # Intervals, centred at odd multiples of half their length.
@@ -70,7 +70,7 @@ def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
 
 
 def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-    """The cells of half the size that make up ``cells``, and the new ``periods``."""
+    """Divide ``cells`` into cells of half the size; returns these and their ``periods``."""
     moves = [[1, 0], [-1, 0], [0, 1], [0, -1]]
     kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
     first, second = (2 if n > 1 else 1 for n in periods)  # an axis of one tap is not divided
@@ -82,7 +82,7 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
-    """The periods with the fewest expected tests, and their number, if ``||G||`` is distributed like ``sample``."""
+    """The periods that need the fewest tests, and the expected number, if ``||G||`` is distributed as in ``sample``."""
     axes = sum(m > 0 for m in symbol.degrees)
     one, two = symbol.degrees
     # Even numbers of points per turn, about q per degree.
@@ -101,7 +101,7 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tu
 
 
 def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) -> Cover:
-    """Prove a level above the supremum of ``||G||``: that of ``start``, raised as little as needed.
+    """Prove an upper bound of the supremum of ``||G||``: ``start.level``, raised as little as needed.
 
     A positive ``start.level`` below the supremum only costs time. The values of ``||G||`` in ``sample`` choose the size
     of cells; no proof rests on them. The level proved is at most ``start.level`` or ``(1 + tolerance)`` times the

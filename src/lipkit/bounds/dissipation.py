@@ -194,7 +194,7 @@ class _Barrier:
         self.free[before : before + nx] = 0
 
     def parts(self, z: Tensor) -> tuple[float, Tensor, Tensor]:
-        """The gain, metric and multiplier that z holds."""
+        """Split z into gain, metric and multiplier."""
         p = z.new_zeros(self.nx, self.nx)
         p[self.rows, self.columns] = z[1 : 1 + len(self.rows)]
         return float(z[0]), p + p.tril(-1).mT, z[1 + len(self.rows) :]
@@ -217,7 +217,7 @@ class _Barrier:
         raise OptionError("expected a system with finite numbers near 1, got one for which no gain was found")
 
     def lowest(self, z: Tensor, rate: float) -> float:
-        """A rate between 1 and ``rate`` for which z is strictly feasible; 1 if z is feasible there."""
+        """Nearly the smallest rate in [1, ``rate``] for which z is strictly feasible."""
         if math.isfinite(_Barrier(self.system).value(z)):
             return 1.0
         low, high = 1.0, rate

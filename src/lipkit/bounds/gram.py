@@ -72,7 +72,7 @@ def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w:
 
 
 def _iterated(a: Tensor, iterations: int) -> Tensor:
-    """Gram iteration for one matrix, differentiable: `scale_to` gives its gradient to the proved bound."""
+    """Gram iteration of one matrix, differentiable; `scale_to` passes this gradient on to the proved bound."""
     size = torch.linalg.vector_norm(a.detach())
     g, log = gram_matrix(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
     for t in range(iterations + 1):
@@ -84,7 +84,7 @@ def _iterated(a: Tensor, iterations: int) -> Tensor:
 
 
 def _proved(a: Tensor, iterations: int) -> Tensor:
-    """Bounds ``(F,)`` of the norms of matrices ``(F, m, n)``, all rounding included."""
+    """Upper bounds ``(F,)`` of the spectral norms of matrices ``(F, m, n)``, all rounding included."""
     side, inner = min(a.shape[-2:]), max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)
     g, norms = gram_matrix(a), []

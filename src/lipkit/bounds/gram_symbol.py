@@ -30,7 +30,7 @@ _PACKED_FROM = 16
 
 
 class GramSymbol:
-    """G(w) of each group, as a matrix of the smaller number of channels, with the bounds that a proof needs.
+    """The symbol G(w) of each group, of the size of the smaller number of channels, and proved tests of its norm.
 
     Args:
         kernels: ``(g, cout, cin, kh, kw)``, float64, largest entry in [1/2, 1), no gradient.
@@ -61,7 +61,7 @@ class GramSymbol:
         self.curvature = self._curvature(half) + 4 * self.error
 
     def _interleaved(self, half: Tensor) -> Tensor:
-        """Coefficients of -G, ``(g, 2 L - 1, 2 E)``: real ones of the cosines, then imaginary ones of the sines."""
+        """Fourier coefficients of -G's entries, ``(g, 2 L - 1, 2 E)``: real for cosines, then imaginary for sines."""
         row, column, sign = self._entries
         flat = half.flatten(2)
         places = (row * self.side + column, column * self.side + row)
@@ -112,14 +112,14 @@ class GramSymbol:
         return full
 
     def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
-        """True, ``(N,)``, for each frequency w with a proof of ``||G(w)|| <= level`` in exact arithmetic on the kernel.
+        """``(N,)`` bool: True is a proof of ``||G(w)|| <= level`` at the frequency w; False says nothing.
 
-        False says nothing. Tests in float32 first, if its rounding leaves room, then in float64.
+        Proofs are for exact arithmetic on the kernel. Tests run in float32 if its rounding is small, then in float64.
 
         Args:
             cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
                 multiples of 2 pi / ``periods``, the number of points per turn of each axis.
-            room: expected relative gap between most norms and the level; float32 is used if its rounding is well below.
+            room: expected relative gap between the level and most norms; float32 is used if its rounding is smaller.
         """
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
@@ -134,7 +134,7 @@ class GramSymbol:
         return self._table.to(torch.float32)
 
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
-        """`below` by one table of coefficients, whose format sets the rounding that is taken off."""
+        """`below` in the format of ``table``, the coefficients; the rounding of that format is subtracted."""
         single = table.dtype == torch.float32
         unit = UNIT_SINGLE if single else UNIT
         # In float32, each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds.
@@ -162,7 +162,7 @@ class GramSymbol:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``a @ b`` in IEEE arithmetic: a setting may lower torch's float32 products to bfloat16 or TF32, not numpy's."""
+    """Write ``a @ b`` to ``out``; float32 by numpy, since settings may lower torch's products to bfloat16 or TF32."""
     if a.dtype == torch.float32:
         np.matmul(a.numpy(), b.numpy(), out=out.numpy())
     else:
@@ -170,7 +170,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def cholesky_error(side: int, unit: float) -> Tensor:
-    r"""c such that a complex Cholesky factorisation of H that completes proves :math:`H \ge -\sum_i c_i H_{ii}`.
+    r"""A vector c: a complex Cholesky factorisation of H that completes proves :math:`H \ge -\sum_i c_i H_{ii} I`.
 
     Entry (i, j) of H minus the product of its factors comes from at most ``2 min(i, j)`` real products (from 1), in any
     order, a subtraction, and a division or a product by a reciprocal: its modulus is at most
@@ -182,15 +182,15 @@ def cholesky_error(side: int, unit: float) -> Tensor:
 
 
 def _packed(side: int, device: torch.device) -> bool:
-    """True if matrices are kept in LAPACK's rectangular full packed format, half of their entries.
+    """True if matrices are stored in LAPACK's rectangular full packed format, which holds half of their entries.
 
-    LAPACK's blocked factorisation reads this order: half of the work to form, none to copy.
+    LAPACK's blocked factorisation reads this format, so only half of a matrix is formed and none of it copied.
     """
     return device.type == "cpu" and side >= _PACKED_FROM
 
 
 def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For each entry that `cholesky_succeeds` reads: row, column, and sign of its imaginary part; each ``(E,)``."""
+    """Row, column, and sign of the imaginary part, each ``(E,)``, of the entries that `cholesky_succeeds` reads."""
     if not _packed(side, device):
         row, column = torch.cartesian_prod(torch.arange(side), torch.arange(side)).reshape(-1, 2).unbind(1)
         return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)

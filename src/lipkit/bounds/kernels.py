@@ -15,7 +15,7 @@ from lipkit.proof.roundoff import check_readable, gamma, to_double, up
 
 
 def symbol_error(kernel: Tensor) -> Tensor:
-    """Bound of the spectral norm of the rounding error of ``symbol_at(kernel, ...)`` in float64, at any frequency."""
+    """Upper bound, at every frequency, of the spectral norm of the rounding error of a float64 ``symbol_at``."""
     taps = kernel.shape[-1] * kernel.shape[-2]
     # Each entry is a sum of `taps` products with cosines and sines that carry up to 8 roundings themselves.
     size = kernel.detach().abs()
@@ -32,16 +32,16 @@ def grid(kernel: Tensor, points: int | Callable[[int], int]) -> tuple[int, int]:
 
 
 def better_side(kernels: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of each group the smaller of ``sums (g,)`` for its kernel and for the adjoint; then the largest of all groups."""
+    """The maximum over groups of the smaller of ``sums(kernels)`` and ``sums`` of the adjoints, both ``(g,)``."""
     return torch.minimum(sums(kernels), sums(kernels.transpose(1, 2))).amax()
 
 
 def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]) -> Tensor:
-    """The bound by ``method``, which gets groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
+    """Bound a kernel by ``method``, called with groups ``(g, cout / g, cin / g, kh, kw)``, float64, rescaled.
 
     A power of two brings the largest entry into [1/2, 1), so that squares stay in range. Scaling is exact except for
     entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down. It is 0-d float64,
-    ``inf`` for a kernel with entries that are not finite, and 0 for a zero one.
+    ``inf`` for a kernel with entries that are not finite, and 0 for a zero kernel.
     """
     check_kernel(kernel)
     check_readable(kernel)

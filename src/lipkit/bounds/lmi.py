@@ -123,7 +123,7 @@ def proves_gain(
 def _with_errors(
     weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float, errors: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """H, and bounds of the errors of its entries."""
+    """The matrix H of `lmi_matrix`, and bounds of the errors of its entries."""
     h = lmi_matrix(weights, multipliers, gain)
     bound = 2 * UNIT * h.abs()  # off the diagonal, Lambda W is rounded once, possibly to a subnormal
     if errors:
@@ -135,9 +135,9 @@ def _with_errors(
 
 
 def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
-    """Split the weights: between hidden units; from x to y; and, for x and for y, its coupling to hidden units.
+    """Split the weights: those between hidden units; that from x to y; and the couplings of x and of y.
 
-    A coupling is (the units that are coupled, their rows of C without signs).
+    A coupling is (indices of the hidden units that are coupled, their rows of the coupling matrix up to sign).
     """
     starts = [0, *accumulate(map(len, multipliers))]
     units = torch.arange(starts[-1], device=weights[0].device)
@@ -153,8 +153,8 @@ def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[li
 class _Blocks:
     r"""H after elimination of its first and last block, which are :math:`\gamma I`: fewer rows to factorise.
 
-    ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, with M the middle of H and C its coupling to the two blocks. Holds M
-    and the Gram matrix of C, with bounds of their errors.
+    ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`, where M is the middle of H, and C couples it to the two blocks. The
+    object holds M and the Gram matrix of C, with bounds of their errors.
     """
 
     def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
@@ -234,10 +234,10 @@ def is_positive_within(h: Tensor, error: Tensor) -> bool:
 
 
 def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    r"""S and T for the two ends of H with nearly :math:`(S; T)(S; T)^\top = C M^+ C^\top`; they only propose gains.
+    r"""Matrices S (for x) and T (for y) with nearly :math:`(S; T)(S; T)^\top = C M^+ C^\top`; they only propose gains.
 
-    With M the middle blocks of H and C their coupling to the ends, :math:`H \succeq 0` iff :math:`M \succeq 0` and
-    :math:`\gamma I \succeq C M^+ C^\top`.
+    M holds the middle blocks of H, and C couples them to the first and the last block. :math:`H \succeq 0` iff
+    :math:`M \succeq 0` and :math:`\gamma I \succeq C M^+ C^\top`.
     """
     h, n0 = lmi_matrix(weights, multipliers, 0.0), weights[0].shape[1]
     inner = slice(n0, h.shape[0] - weights[-1].shape[0])
@@ -251,7 +251,7 @@ def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple
 
 
 def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
-    r"""A nearly smallest gain that these multipliers prove; ``inf`` if they prove none. Arguments: see `proves_gain`.
+    r"""Nearly the smallest gain that these multipliers prove, or ``inf``. Arguments: see `proves_gain`.
 
     Guarantee:
         Upper bound, proved in floating point: an eigenvalue proposes gamma, then :func:`proves_gain` decides.

@@ -41,7 +41,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     """The positive t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
 
-    Meant for some outputs of a network whose multipliers were found for all outputs. Arguments: those of
+    For multipliers that were found for all outputs of a network, if only some outputs count. Arguments: those of
     `lipkit.bounds.lmi.proves_gain`, with at least one multiplier.
 
     >>> one = torch.ones(1, 1)
@@ -77,7 +77,7 @@ _SMALLEST = 2.0**-120
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """Two or more weights with the same gains, made smaller: W_0 keeps W_0 W_0^T, and W_L keeps W_L^T W_L."""
+    """Smaller weights with the same gains: W_0 with fewer columns, W_L with fewer rows, equal W_0 W_0^T, W_L^T W_L."""
     first, *between, last = weights
     if first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT
@@ -106,7 +106,7 @@ class GainProgram:
         return lmi_matrix(self.weights, list(x[1:].split(self.widths)), float(x[0]))
 
     def _reads(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """For each layer: its units, the columns of H that they read, and their weights."""
+        """Yield, for each layer, its units, the columns of H that they read, and their weights."""
         row = 0
         for w in self.weights[:-1]:
             yield slice(row, row + len(w)), slice(self.n0 + row - w.shape[1], self.n0 + row), w
@@ -120,7 +120,7 @@ class GainProgram:
         return out
 
     def changed(self, y: Tensor, differences: Tensor, d: Tensor) -> Tensor:
-        """``y dH``, given ``y V``, for the change dH of H by a step ``d`` of x."""
+        """The product ``y dH``, dH the change of H for a step ``d`` of x; ``differences`` is ``y V``."""
         out = torch.zeros_like(y)
         out[:, self.ends] = d[0] * y[:, self.ends]
         scaled = d[1:] * y[:, self.units]
@@ -130,7 +130,7 @@ class GainProgram:
         return out
 
     def minimum(self, x: Tensor, accuracy: float = 1e-5, max_steps: int = 300) -> tuple[Tensor, int]:
-        """Minimise gamma to a relative ``accuracy`` from a strictly feasible x; the point and the steps taken."""
+        """Minimise gamma to a relative ``accuracy`` from a strictly feasible x; returns the point and the steps."""
         units, ends = self.units, self.ends
         dual = x.new_empty(0)
         for step in range(max_steps):
@@ -177,7 +177,7 @@ def _is_definite(h: Tensor) -> bool:
 
 
 def _length(start: Tensor, change: Tensor, inside: Callable[[Tensor], bool]) -> float:
-    """A step of at most 1, near the longest that stays ``inside``; 0 if none of at least 1e-4 does."""
+    """Nearly the longest step length, at most 1, that stays ``inside``; 0 if it is below 1e-4."""
     step = 1.0
     while step > 1e-4 and not inside(start + step * change):
         step *= 0.85
@@ -185,7 +185,7 @@ def _length(start: Tensor, change: Tensor, inside: Callable[[Tensor], bool]) -> 
 
 
 def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
-    """Minimise ``weight * x[0] + barrier.value(x)`` from a strictly feasible x; the point and the steps taken."""
+    """Minimise ``weight * x[0] + barrier.value(x)`` from a strictly feasible x; returns the point and the steps."""
     goal = torch.zeros_like(x)
     goal[0] = weight
     for step in range(1, budget + 1):
@@ -215,7 +215,7 @@ def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor,
 def repaired(
     weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
 ) -> tuple[float, list[Tensor]]:
-    """A proved gain (or ``inf``) and its multipliers: ``found``, mixed with strictly feasible ``safe`` if needed."""
+    """A proved gain (or ``inf``) and its multipliers: ``found``, or a mixture with the strictly feasible ``safe``."""
     # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
     for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
         mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
@@ -228,9 +228,8 @@ def repaired(
 def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> tuple[float, list[Tensor], int]:
     """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
-    `lipkit.bounds.lmi.proves_gain` has proved the gain; where it proves none below the product of the layers' norms,
-    the gain is that product, rounded up. ``weights`` and ``errors`` are its arguments; each weight must read only the
-    layer before.
+    `lipkit.bounds.lmi.proves_gain` has proved the gain, or the gain is the product of the layers' norms, rounded up.
+    Arguments are those of `proves_gain`, but a weight reads the layer before it only.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.

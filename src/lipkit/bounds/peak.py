@@ -22,7 +22,7 @@ _WIDE, _VERY_WIDE = 64, 256
 
 
 class Peak(NamedTuple):
-    """The best frequency, ``2 pi point / periods`` of a group, and estimates of ``||F||^2`` on the coarse grid."""
+    """The best frequency, ``2 pi point / periods``, its group, and estimates of ``||F||^2`` on the coarse grid."""
 
     group: int
     point: tuple[int, int]
@@ -51,23 +51,23 @@ class _Symbols:
         self.rows = kernels.permute(0, 3, 4, 1, 2).reshape(groups, kh * kw * self.cout, cin)
 
     def waves(self, w: Tensor) -> Tensor:
-        """e^{i s w} for frequencies ``(g, B, 2)``: ``(g, T, 1, B)``."""
+        """``e^{i s w}``, ``(g, T, 1, B)``, for frequencies ``(g, B, 2)`` and all T taps s."""
         angle = (self.taps @ w.mT)[:, :, None]
         return torch.complex(angle.cos(), angle.sin())
 
     def each_tap(self, v: Tensor) -> Tensor:
-        """``K[s] v``: ``(g, T, cout, B)``."""
+        """``K[s] v``, ``(g, T, cout, B)``, for all T taps s."""
         y = self.rows @ torch.view_as_real(v).flatten(2)  # real kernels: both parts of v side by side
         return torch.view_as_complex(y.unflatten(2, (-1, 2)).unflatten(1, (-1, self.cout)))
 
     def gram(self, v: Tensor, waves: Tensor, conjugate: Tensor) -> Tensor:
-        """``F^* F v``."""
+        """``F^* F v``; ``waves`` is :meth:`waves` at the frequencies, ``conjugate`` its conjugate."""
         image = (self.each_tap(v) * waves).sum(1, keepdim=True) * conjugate
         back = self.rows.mT @ torch.view_as_real(image).flatten(1, 2).flatten(2)
         return torch.view_as_complex(back.unflatten(2, (-1, 2)))
 
     def lanczos(self, v: Tensor, w: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """The largest Ritz vectors ``(g, c, B)`` and values of ``F^* F`` at ``w`` after some steps from ``v``."""
+        """The largest Ritz value of ``F^* F`` at each ``w``, with its vector: (vectors ``(g, c, B)``, values)."""
         waves = self.waves(w)
         conjugate = waves.conj_physical()
         v = v / _dot(v, v).sqrt().clamp_min(1e-30)

@@ -121,10 +121,10 @@ def _normed(v: Tensor) -> Tensor:
 
 
 def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower estimates ``(f,)`` of the norms of f matrices of ``a`` ``(F, m, n)``, by Krylov spaces that start at ``v``.
+    """Lower estimates of the norms of matrices ``a`` ``(F, m, n)``, by Krylov spaces that start at ``v``.
 
-    Returns the estimates, the unit vectors ``(f, n)`` that reach them, and the indices of the f matrices in ``a``. They
-    are all F matrices; if F exceeds `FINALISTS`, only the best `FINALISTS` go on after `HEATS` steps.
+    After `HEATS` steps only the best `FINALISTS` matrices go on. Returns, for the f matrices that are left, the
+    estimates ``(f,)``, the unit vectors ``(f, n)`` that reach them, and the indices of the matrices in ``a``.
     """
     v, which = _normed(v), torch.arange(len(a), device=a.device)
     basis, images = v[:, None], v[:, None] @ a.mT
@@ -159,7 +159,7 @@ EXACT = 5_000_000
 
 
 def _points(chosen: Tensor, w: int) -> tuple[Tensor, Tensor]:
-    """The frequencies (f1, f2) of flat indices into a real 2-D transform."""
+    """The frequencies (f1, f2) at flat indices into a real 2-D transform."""
     half = w // 2 + 1
     return torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
 
@@ -175,7 +175,7 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    """An estimate of :func:`_by_eigenvalues` by power steps, then Krylov spaces at the best frequencies."""
+    """As :func:`_by_eigenvalues`, estimated by power steps, then Krylov spaces at the best frequencies."""
     (kh, kw), count = taps.shape[-2:], h * (w // 2 + 1)
     candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
     # No screening if all frequencies go on anyway.
@@ -209,13 +209,13 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
 
     where F(f) is the symbol. A fixed image takes four power steps at all frequencies at once (for few taps, whose
     symbol is smooth, at every second one per axis). At least 16 frequencies with the largest quotients take four steps
-    in Krylov spaces, and the best three of these take the rest; the largest result counts. With few channels,
+    in Krylov spaces, and the best three take all further steps; the largest result counts. With few channels,
     eigenvalues at all frequencies replace the steps. Taps beyond the image wrap around.
 
     Guarantee:
         None from above: the true norm (``bounds.circular``) is at least this, up to rounding. The derivative is that
-        of :math:`\|F(f) v\|` for constant f and v: that of the norm itself (:math:`\mathrm{Re}\, u^* \dot F v`) where
-        its largest singular value is simple and the spaces have found it; then second derivatives are the norm's too.
+        of :math:`\|F(f) v\|` for constant f and v. It equals that of the norm, :math:`\mathrm{Re}\, u^* \dot F v`, if
+        the largest singular value is simple and the spaces have found it; second derivatives then agree as well.
 
     Cost:
         Eight convolutions of one image (of a quarter if its sides are even and at least four times the kernel's);

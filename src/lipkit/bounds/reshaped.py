@@ -20,7 +20,7 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     .. math:: \|K\| \le \|\mathrm{reshape}(K, c_{out} \times c_{in} k_h k_w)\|_2
               \sqrt{\lceil k_h/s_1 \rceil \lceil k_w/s_2 \rceil}
 
-    A convolution is that matrix on each window of the image, and at most the number under the root see one pixel.
+    A convolution multiplies each window by that matrix; the number under the root bounds the windows of one pixel.
 
     Args:
         kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.

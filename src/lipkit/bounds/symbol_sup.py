@@ -149,7 +149,7 @@ def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None)
 
 
 def _relative(tolerance: float) -> float:
-    """r such that ``1 + r`` times the largest eigenvalue found of G = F* F is the first level that a proof tries."""
+    """The r for which a proof first tries 1 + r times the largest eigenvalue found of G = F* F."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
@@ -181,7 +181,7 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
     """A proved upper bound of ``sup ||G||``, G = F* F, and the frequency that required it.
 
-    Its root exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
+    The root of the bound exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
 
     Args:
         values: kernels of all groups.
@@ -208,7 +208,7 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
 def on_grid(
     kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
 ) -> Tensor:
-    """Bound by the largest norm at equispaced frequencies, times `grid_correction`.
+    """Upper bound of a convolution's norm: the largest norm at equispaced frequencies, times `grid_correction`.
 
     The correction holds because u* F(w) v, for fixed u and v, is a trigonometric polynomial of k taps per axis.
 

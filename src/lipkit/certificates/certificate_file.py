@@ -227,7 +227,7 @@ def _expect(where: object, good: bool, what: str, got: object) -> None:
 
 
 def _number(where: object, key: str, value: Any, least: float | None = None) -> float:
-    """A number of a file as a float, at least ``least`` if one is given; infinities and NaN are words there."""
+    """Read a number of a file as a float: infinities and NaN are words; refuse one below ``least``, if given."""
     number: Any = _WORDS.get(value) if isinstance(value, str) else value
     good = type(number) in (int, float) and (least is None or number >= least)
     _expect(where, good, f"{key} as a number" + (" >= 0" if least == 0 else ""), value)
@@ -238,7 +238,7 @@ def _number(where: object, key: str, value: Any, least: float | None = None) -> 
 
 
 def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
-    """Check the lines of all samples one by one, and give the numbers of each in the order of `COLUMNS`."""
+    """Yield the numbers of each sample's line in the order of `COLUMNS`, after a check of the line."""
     count = 0
     while line := stream.readline(_LONGEST_LINE + 1):
         where = f"{path}, line {count + 2}"
@@ -330,7 +330,7 @@ def verify(file: CertificateFile, network: modules.Network, x: Samples, y: Sampl
 
 
 def unchecked(file: CertificateFile) -> dict[str, str]:
-    """The claims of a file that no verification can prove, as one printable line by dotted name.
+    """The claims of a file that no verification can prove: a dict from dotted name to one printable line.
 
     These are the name of the data and how they were prepared, the machine and the versions that the certificate was
     made with, and fields that this version does not know. `verify` checks all others.
@@ -347,7 +347,7 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
 
 
 def _check_claims(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
-    """Raise if a file claims more of the network than was proved, or another method, evaluator or architecture."""
+    """Raise if a file claims smaller constants than were proved, or another method, evaluator or architecture."""
     claimed = file.certificate
     for name, bound, known in (
         ("a Lipschitz constant", claimed.constant, proved.constant),
@@ -374,7 +374,7 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
 
 
 def _near(claimed: Tensor, measured: Tensor) -> Tensor:
-    """True where margins agree up to TOLERANCE times the largest one: the logits of all samples round alike."""
+    """True where margins agree up to TOLERANCE times the largest one, as rounding errors of logits have one size."""
     finite = measured[measured.isfinite()].abs()
     allowed = TOLERANCE * float(finite.max()) if len(finite) else 0.0
     return ((claimed - measured).abs() <= allowed) | (claimed == measured) | (claimed.isnan() & measured.isnan())

@@ -38,7 +38,7 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 
 class Noise(NamedTuple):
-    """Rounding errors of the evaluator in one linear node, entry by entry; s is the sum of the moduli of its terms.
+    """The evaluator's rounding errors in a linear node: an output is a sum of terms, s the sum of their moduli.
 
     Attributes:
         depth: chained operations; the error is gamma(depth) s, plus the smallest normal number per operation.
@@ -62,7 +62,7 @@ class Linear(NamedTuple):
             if numbers only move.
         moduli: maps |x| to at least |W| |x|, up to the rounding of sums of at most 2^20 terms.
         bias: k, of y's shape; None for 0.
-        noise: of the evaluator; None where it moves numbers and computes nothing.
+        noise: the evaluator's rounding errors; None if it only moves numbers.
     """
 
     shape: Shape
@@ -74,9 +74,9 @@ class Linear(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A scalar activation, which ``lines`` bound from below and above on its range.
+    """A scalar activation, bounded from below and above on an interval by ``lines``.
 
-    ``noise`` maps bounds of the moduli of its inputs to the evaluator's (error, largest number); None without errors.
+    ``noise`` maps bounds of the input's moduli to the evaluator's (error, largest number); None without errors.
     """
 
     lines: Relaxation
@@ -84,7 +84,7 @@ class Scalar(NamedTuple):
 
 
 class Total(NamedTuple):
-    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares, but it may flush numbers."""
+    """``sum_i c_i x_i`` of values of one shape; ``flushed`` if the evaluator only compares them, but may flush."""
 
     factors: tuple[float, ...]
     noise: Noise | None
@@ -149,18 +149,18 @@ class Circuit:
         return len(self.nodes)
 
     def module(self, module: nn.Module, *values: int) -> int:
-        """Add a module of values; ``NoRuleError`` where it, or a part of it, has no rule."""
+        """Add the nodes of ``module(*values)``; ``NoRuleError`` if the module, or a part of it, has no rule."""
         guard(module)
         if type(module) not in _RULES:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
         return _RULES[type(module)](self, module, *values)
 
     def linear(self, value: int, linear: Linear) -> int:
-        """Add a linear map of a value."""
+        """Add the node ``linear`` applied to a value."""
         return self._add(linear, (value,), linear.shape)
 
     def scalar(self, value: int, module: nn.Module, *, exact: bool = False) -> int:
-        """Add a scalar activation of a value; ``exact`` where the evaluator makes no error in it."""
+        """Add a scalar activation applied to a value; ``exact`` if the evaluator does not round it."""
         noise = None if exact or self.arithmetic is None else _noise_of(module, self.arithmetic)
         return self._add(Scalar(Relaxation(module), noise), (value,), self.shapes[value])
 
@@ -179,7 +179,7 @@ class Circuit:
         return self._add(Stack(dim, sizes), values, shape)
 
     def select(self, value: int, index: Tensor) -> int:
-        """Add the entries of a value at ``index``, of the result's shape. Entries count from 1; 0 gives a zero."""
+        """Add the entries of a value at ``index``, flat and counted from 1, in the shape of ``index``; 0 gives 0."""
         return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
 
     def maximum(self, a: int, b: int) -> int:
@@ -194,7 +194,7 @@ _RULES: dict[type[nn.Module], CircuitRule] = {}
 
 
 def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule]:
-    """Register ``rule(circuit, module, *values) -> value`` for exactly these types; it adds the parts of a module.
+    """Register ``rule(circuit, module, *values) -> value``, which adds the nodes of a module of exactly these types.
 
     >>> class Twice(nn.Module):
     ...     def forward(self, x): return x + x
@@ -215,7 +215,7 @@ def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule
 
 
 def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The rounding of an activation: maps a bound h of its entries to (error, largest intermediate number)."""
+    """The rounding of an activation: a map from bounds h of its inputs to (error, largest intermediate number)."""
     found = local_error(module, (1,), arithmetic)(torch.zeros(1, 1, dtype=torch.float64))
 
     def noise(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,7 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
 
 
 def _selection(index: Tensor, shape: Shape) -> Linear:
-    """The map from a sample of this shape to its entries at ``index``, see `Circuit.select`."""
+    """The linear map from a sample of this shape to its entries at ``index``, see `Circuit.select`."""
     flat, size = index.flatten(), math.prod(shape)
     kept = flat[flat > 0] - 1  # 0 is a zero, entries count from 1
     most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
@@ -249,7 +249,7 @@ def _selection(index: Tensor, shape: Shape) -> Linear:
 
 
 def _positions(shape: Shape) -> Tensor:
-    """1, 2, ... in the shape of one sample, as a batch of one."""
+    """The number of each entry of a sample, 1, 2, ..., as a batch of one."""
     return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device="cpu").reshape(1, *shape)
 
 
@@ -278,7 +278,7 @@ def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
 
 
 def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, blocked: bool = True) -> Noise | None:
-    """The noise of inner products of ``terms`` terms and a bias; ``blocked``: by a kernel that may sum in blocks."""
+    """Rounding errors of inner products of ``terms`` terms and a bias; ``blocked`` if the sums may run in blocks."""
     if arithmetic is None:
         return None
     depth = arithmetic.depth(terms) if blocked else terms
@@ -314,7 +314,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
 
 
 def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
-    """The adjoint of a linear module, by torch's gradient of it."""
+    """The adjoint of a linear module, evaluated by torch's gradient."""
 
     def adjoint(a: Tensor) -> Tensor:
         with torch.enable_grad():

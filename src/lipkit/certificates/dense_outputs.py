@@ -43,7 +43,7 @@ class DenseCertificate(Shown):
         alone: (N,) the same if each position had the whole budget for itself: one radius for each.
         iou: (K,) intersection over union of each class over all samples together, at the samples; NaN for a class that
             neither labels nor predictions hold.
-        worst_iou: (K,) a lower bound of it where every input may move by eps.
+        worst_iou: (K,) a lower bound of `iou` if every input may move by eps.
         proof: of the network; its evaluator is the one that decides.
     """
 
@@ -168,13 +168,13 @@ def dense(
 
 
 class _Budget(NamedTuple):
-    """How far all outputs, or the features that a last layer reads, can move together.
+    """The l2 distance that all outputs, or the features read by a last layer, can move together.
 
     Attributes:
         square: (N,) the square of that distance.
-        pairs, single: (K, K) and (K,): how far a unit of it moves a difference of two outputs, or one output.
-        error: (N,) of every output, beside that.
-        together: the outputs of one position read the same features, so that each has the whole budget.
+        pairs, single: (K, K) and (K,): the most that a unit of distance moves a difference of two outputs, or one.
+        error: (N,) further error of every output.
+        together: whether the outputs of one position read the same features, so that each has the whole budget.
     """
 
     square: Tensor
@@ -185,15 +185,15 @@ class _Budget(NamedTuple):
 
 
 class _Decisions(NamedTuple):
-    """Decisions of N samples, in G groups that have the whole budget each.
+    """Decisions of N samples, in G groups: a budget is shared within a group, and each group has all of it.
 
     Attributes:
         counts: (N,) number of decisions that are not ignored.
         right: (N, G, P) which of them are right.
-        turn: (N, G, P) the energy that turns each.
+        turn: (N, G, P) the energy that makes each right decision wrong.
         leave, join: (N, K, P) the energies that take a decision out of the intersection of a class, and that add it to
             the predictions of a class; inf where none can.
-        intersection, union: (N, K) sizes of those of labels and predictions.
+        intersection, union: (N, K) number of positions in intersection and union of labels and predictions.
     """
 
     counts: Tensor
@@ -230,7 +230,7 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
 
 
 def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
-    """The energy that closes margins, ``((margin - sqrt(2) error) / norm)^2`` rounded down; inf where none does."""
+    """The energy that brings margins to 0, ``((margin - sqrt(2) error) / norm)^2`` rounded down; inf if none does."""
     left = next_down(margin - grow(root(2) * error)).clamp_min(0)  # two outputs of a vector that is off by the error
     quotient = next_down(left / torch.where(norm > 0, norm, 1.0))
     energy = next_down(quotient * quotient).clamp_min(0)
@@ -239,7 +239,7 @@ def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
 
 
 def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
-    """Decisions of one class for each position, from outputs (N, K, P) and labels (N, P)."""
+    """The decisions of a classifier at each position, from outputs (N, K, P) and labels (N, P)."""
     counts = labels != ignored
     labels = torch.where(counts, labels, 0)  # any class: ignored positions count nowhere
     known = outputs.isfinite().all(1)
@@ -274,7 +274,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
 
 
 def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
-    """Decisions of yes or no by the sign of each output, from outputs and labels (N, K, P)."""
+    """The decisions of a multi-label network: yes where an output is positive; outputs and labels are (N, K, P)."""
     counts, yes = labels != ignored, labels == 1
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     right = counts & torch.where(yes, outputs > 0, outputs < 0)
@@ -294,7 +294,7 @@ def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _D
 
 
 def _sums(energies: Tensor) -> Tensor:
-    """The smallest sums of 0, 1, 2, ... entries along the last dimension, rounded down."""
+    """The sums of the 0, 1, 2, ... smallest entries along the last dimension, rounded down."""
     total = energies.sort(-1).values.cumsum(-1) * (1 - gamma(energies.shape[-1] + 8))  # the cheapest first
     return torch.cat((torch.zeros_like(total[..., :1]), total), -1)
 

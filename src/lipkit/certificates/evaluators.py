@@ -84,7 +84,7 @@ def evaluator(
 
 
 def arithmetic(name: str, network: nn.Module) -> Arithmetic:
-    """The arithmetic of an evaluator, which rounds the numbers of a network if they are stored wider than its own."""
+    """The arithmetic of an evaluator; it rounds the network's numbers if they are stored in a wider format."""
     if name == "integer":
         return FLOAT64  # of the proof; the program's errors are its own
     dtype = _DTYPES[name]
@@ -108,7 +108,7 @@ def machine(network: modules.Network, name: str) -> modules.Network:
 
 
 def settings(kind: str) -> dict[str, str]:
-    """The settings of torch and its libraries for arithmetic on a type of device, and which algorithms they may take.
+    """The settings of torch and its libraries that affect arithmetic and choice of algorithms on a type of device.
 
     `violations` names what breaks the model of arithmetic; the rest is for the record.
     """
@@ -159,21 +159,21 @@ def violations(name: str, kind: str, found: dict[str, str], network: nn.Module |
 
 
 def _convolves(module: nn.Module, blocks: bool) -> bool:
-    """True for a module that calls a convolution of torch; with ``blocks``, in a network that sums in blocks."""
+    """True if the module calls torch's convolution; ``blocks``: if it still does in the blocked evaluator."""
     if isinstance(module, modules.FourierConv2d):
         return not module.whole and module.kernel_size == (1, 1)
     return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
 
 
 def _shares_windows(module: nn.Module) -> bool:
-    """True if algorithms such as Winograd's could share work between windows: never without overlap."""
+    """True if windows of the module may overlap, so that algorithms such as Winograd's could share work."""
     if type(module) is nn.Conv2d:
         return windows_overlap(module)
     return not isinstance(module, modules.FourierConv2d)
 
 
 def check_rounding(rounding: str) -> str:
-    """``rounding`` if it is ``"sound"`` or ``"ignore"``."""
+    """Return ``rounding``; raise unless it is ``"sound"`` or ``"ignore"``."""
     if rounding not in ("sound", "ignore"):
         raise OptionError(f"rounding: expected 'sound' or 'ignore', got {rounding!r}")
     return rounding
@@ -192,6 +192,6 @@ def _sound_settings(name: str, kind: str, network: nn.Module | None) -> dict[str
 
 
 def inner_products_only(device: torch.device, wanted: bool = True) -> contextlib.AbstractContextManager[None]:
-    """A context without cuDNN on CUDA: not all of its algorithms for convolutions are inner products."""
+    """A context that switches cuDNN off on CUDA, since some of its convolutions are not inner products."""
     cuda = wanted and device.type == "cuda"
     return torch.backends.cudnn.flags(enabled=False) if cuda else contextlib.nullcontext()

@@ -57,7 +57,7 @@ def tight(network: Network, *, units: int = 2048) -> Network:
             wider layer by its norm: ``docs/lipsdp.md`` shows what this costs.
 
     Guarantee:
-        As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
+        That of ``lipschitz``, which proves the multipliers' claim; the gain is never above the one without them.
 
     >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> bool(lipschitz(tight(net)) <= lipschitz(net))
@@ -151,19 +151,19 @@ Part = tuple[Tensor, Tensor]
 
 
 def _moduli(part: Part) -> Tensor:
-    """Upper bounds of the moduli of the exact entries."""
+    """Upper bounds of the moduli of the exact entries of a matrix or diagonal that is known up to errors."""
     return known(up(part[0].abs() + part[1], 2))
 
 
 class _Run(NamedTuple):
-    """Consecutive modules: their weights in x and s (see the module docstring), or only their constant.
+    """Consecutive modules: their constant, and, for an LMI, their weights in x and s (see the module docstring).
 
     Attributes:
         constant: the product of the modules' constants.
         inputs: number of columns of x.
         weights: rows of the nonlinear units, layer by layer, then of y, in the columns x, s_0, s_1, ...; or none.
-        layers: the weight before each activation, its rows times the units' largest slopes; then the last weight. They
-            give the solver's starting point.
+        layers: the weight before each activation, its rows times the units' largest slopes; then the last weight, for
+            the solver's starting point.
         sectors: ``m^2 - a b`` of the nonlinear units, layer by layer, for the starting point; slopes are in [a, b], and
             m is the largest modulus.
         jacobian: the interval matrix dy / dx.
@@ -190,7 +190,7 @@ class _Run(NamedTuple):
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
-        """The smaller of `constant` and the gain that the LMI proves for this run; and multipliers, [] without LMI."""
+        """The smaller of `constant` and the gain proved by the LMI, and the multipliers, [] without an LMI."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
         weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
@@ -222,7 +222,7 @@ class _Run(NamedTuple):
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
-    """The weights with fewer columns for x; the Gram matrix of their rows stays, so the LMI proves the same gains."""
+    """The weights with fewer columns for x but the same Gram matrix of rows, so the LMI has the same gains."""
     rows = torch.cat([w[:, :inputs] for w in weights])
     if inputs > len(rows):  # a square root of the Gram matrix is smaller
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
@@ -231,7 +231,7 @@ def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
 
 
 class _Growing:
-    """A run under construction: the last value in terms of x and s, and its derivative by x as an interval matrix."""
+    """Builds a `_Run`: the last value as a matrix in (x, s), and its derivative by x as an interval matrix."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs, self.constant, self.units = inputs, 1.0, 0
@@ -287,7 +287,7 @@ class _Growing:
 
 
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
-    """The network as runs that one LMI bounds and the modules between them; ``units`` None puts no limit on a run."""
+    """Split a network into runs of at most ``units`` hidden units (None: any number); other modules are constants."""
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
     run = _Growing(math.prod(shape))
@@ -372,7 +372,7 @@ def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius after a linear layer, its rounding inside the radius."""
+    """Centre and radius of the intervals after a linear layer; the radius includes rounding."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], known(error[:, 0])
     moved = value + shift  # shift: the layer's output at 0
@@ -423,7 +423,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
 
 
 def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:
-    """The least and the largest of the values, with room for errors; NaN gives infinite ends."""
+    """The least and the largest of the values, moved outwards by the errors; NaN gives infinite ends."""
     stacked = torch.stack([*values])
     room = up(stacked.abs() * relative + absolute, 4)
     low, high = (stacked - room).amin(0), (stacked + room).amax(0)

@@ -37,7 +37,7 @@ def share(hits: Tensor, confidence: float = 0.95) -> Share:
 
 
 def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    r"""Two-sided Clopper-Pearson interval, which holds a binomial fraction with probability at least ``confidence``.
+    r"""Two-sided Clopper-Pearson interval: it holds the true fraction with probability at least ``confidence``.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.

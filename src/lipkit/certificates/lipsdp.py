@@ -1,8 +1,8 @@
 r"""LipSDP for whole networks: prove, or find, gains by the block-tridiagonal LMI.
 
-Every run Linear, activation, Linear, ..., Linear with slopes of the activations in [0, 1] has one gain, in a chain of
-any modules and inside a `Graph`; what is linear between two activations counts as one layer (its product in float64,
-whose rounding is inside the proof). The rest of the network keeps its constants.
+One gain is found for every run Linear, activation, Linear, ..., Linear with slopes in [0, 1], in a chain of any modules
+and inside a `Graph`. Linear modules between two activations count as one layer: their product in float64, whose
+rounding is inside the proof. All other modules keep their constants.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GainProof(Shown):
     Attributes:
         gain: upper bound of the l2 gain of the whole network, proved in floating point.
         product: the product of the layers' norms, for comparison.
-        multipliers: by place of the activation: the diagonals that prove it, for `attach`.
+        multipliers: the diagonals that prove the gain, by place of the activation, for `attach`.
         steps: Newton steps taken to find them.
     """
 
@@ -84,7 +84,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     True is a proof for the stored weights in exact arithmetic; False says nothing.
 
     Args:
-        multipliers: positive diagonals ``(n_{k+1},)``, by place, or for a chain in the order of the activations.
+        multipliers: positive diagonals ``(n_{k+1},)``, by place of the activation, or a list in their order.
 
     >>> layers = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
     >>> for layer in layers[::2]: _ = nn.init.eye_(layer.weight)

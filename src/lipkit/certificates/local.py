@@ -58,7 +58,7 @@ _LARGEST = 2.0**40
 
 
 def dot(rows: Tensor, vector: Tensor) -> Tensor:
-    """Rows (N or 1, R, ...) times vectors (N or 1, ...): (N or 1, R)."""
+    """Inner products (N or 1, R) of rows (N or 1, R, ...) and vectors (N or 1, ...)."""
     a, v = rows.reshape(*rows.shape[:2], -1), vector.reshape(len(vector), -1)
     if len(a) == 1:
         return (a[0] @ v.mT).mT  # rows that all samples share: one product of matrices
@@ -66,9 +66,9 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 class Ball:
-    """Bounds, in float64, that hold for all inputs in ``box`` and within a finite ``radius`` (N,) of N samples x.
+    """Bounds of every value of a circuit for inputs in ``box`` and within a finite ``radius`` (N,) of N samples x.
 
-    ``walks`` are the error bounds after the modules that became leaves, see `Bounds.walks`.
+    ``walks`` are the error bounds of `Bounds.walks`, from which each `Leaf` gets its ball. All is float64.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Ball:
     def _node(
         self, value: int, node: object, given: list[Tensor], sources: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """H and E of a node's output, and what a row of it may lose by underflow, (N,)."""
+        """H and E of a node's output (module docstring), and (N,) the most that underflow takes off a row."""
         shape = self.circuit.shapes[value]
         outputs = math.prod(shape)
         lost = sum((size.flatten(1).sum(1) for size in given), torch.zeros_like(self.radius))
@@ -146,7 +146,7 @@ class Ball:
         return grow(size + noise), grow((error + noise) * _UP), grow(_TINY * (lost + outputs + 2) * 4)
 
     def _noise(self, sums: Tensor, noise: Noise | None, given: list[Tensor]) -> Tensor:
-        """The evaluator's error in a linear node."""
+        """Bounds of the evaluator's error in each entry of a linear node, whose terms have moduli of sum ``sums``."""
         machine = self.circuit.arithmetic
         if machine is None or noise is None:
             return torch.zeros_like(sums)
@@ -170,12 +170,12 @@ class Ball:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
 
     def spread(self, leaf: Leaf) -> Tensor:
-        """Bounds (N,) of the distance from a leaf's output in the machine to its float64 output at the sample."""
+        """The radius (N,) of a leaf's ball: it holds the machine's outputs, around the float64 one at the sample."""
         spread = self.walks[leaf.position].spread
         return grow(spread.at + spread.slope * self.radius)
 
     def _range(self, value: int) -> tuple[Tensor, Tensor]:
-        """Bounds, from below and above, of the machine's number in each entry of a value; they also tighten its H."""
+        """Lower and upper bounds of each entry of a value in the machine; tightens ``sizes``, the bound H of moduli."""
         shape = self.circuit.shapes[value]
         entries = math.prod(shape)
         low, high = self.x.new_empty(2, len(self.x), entries)
@@ -200,10 +200,10 @@ class Ball:
         return low, high
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
-        r"""Base and norm, both (N or 1, R): the machine's v has ``rows v >= base - r norm`` within any r of a sample.
+        r"""(base, norm), both (N or 1, R): ``rows v >= base - r norm`` for the machine's v within any r of a sample.
 
-        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows, which differ
-        only from the last activation before v on: up to there the map is linear, and they cost nothing.
+        ``rows`` is (N or 1, R, *shape of v). ``mirrored`` appends the results for the negated rows. They cost
+        nothing between v and the last activation before it, since the map is linear there.
         """
         pending = {value: rows}  # rows that wait at a value until all its readers are done
         const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -261,10 +261,10 @@ class Ball:
         return next_down(const - error), grow(norm)  # c - e, rounded down
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""The least ``a d`` over ball and box, d the move of the input.
+        r"""Bounds ``a d`` from below for all moves d of the input in ball and box; returns new (const, error, norm).
 
         For any split :math:`A = P + Q`: :math:`A d \ge -r \|P\| + \sum_i \min(Q_i a_i, Q_i b_i)`, d in [a, b]. The
-        split proposed is that of the minimum, :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
+        proposed split attains the minimum: :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
         to where :math:`\|d^*\| = R`; P = A (the ball alone) and Q = A (the box alone) are tried, too.
         """
         norm = _norm(a)
@@ -298,10 +298,9 @@ def _norm(rows: Tensor) -> Tensor:
 
 
 class Bounds:
-    """Local radii of one network in float64, batch by batch.
+    """Computes local radii for one float64 network, batch by batch; they hold for inputs in ``box``.
 
-    ``arithmetic`` None ignores the evaluator's rounding (that of the proof is still taken off). Nothing is said
-    about inputs outside of ``box``.
+    ``arithmetic`` None ignores the evaluator's rounding; the rounding of the proof is still subtracted.
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
@@ -321,11 +320,11 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """Error bounds after each module, by its index (-1: the input), from the Lipschitz constants up to there."""
+        """Error bounds after each module, by its index (-1: the input), from the constants of the modules so far."""
         return dict(enumerate(itertools.accumulate(self.steps, advance, initial=start(x)), -1))
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass at R = ``radius``: proved radii (N,), min(R, p(R)) or 0, and p(R), which may be negative."""
+        """(proved radii, p(R)), both (N,), by one pass on balls of radius R; p(R) < 0 if bounds fail at the sample."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()
@@ -344,7 +343,7 @@ class Bounds:
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
         """Distances (N,) to the boundary if the network were linear: the start of a search, not a bound.
 
-        0 where another class is the largest, 1 where nothing moves.
+        0 if another class has the largest logit, 1 if the logits do not depend on the input.
         """
         with torch.enable_grad():
             point = x.detach().requires_grad_()
@@ -364,9 +363,9 @@ class Bounds:
     def radii(self, x: Tensor, labels: Tensor, start: Tensor, progress: Told | None = None) -> Tensor:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
-        A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
-        radius that a pass has proved counts. The search starts at ``start`` (N,) or beyond; ``progress`` is told how
-        many samples are done, and N.
+        A pass at R proves min(R, p(R)), see `proved`, and p falls with R. Secants search for p(R) = R; the largest
+        radius proved by a pass counts. The search starts at ``start`` (N,) or beyond. ``progress`` is called with the
+        number of samples done and N.
         """
         found = list[Tensor]()
         with torch.no_grad():

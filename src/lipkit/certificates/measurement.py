@@ -102,7 +102,7 @@ class Proof(Shown):
 def _asked(
     network: modules.Network, rounding: str, evaluator: str, device: str | torch.device
 ) -> tuple[torch.device, Evaluator]:
-    """Device and evaluator of a request, under the present settings of torch."""
+    """The device to compute on, and the evaluator with the present settings of torch."""
     check_underflow()  # small float32 numbers would be lost on their way to float64
     where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
     return where, evaluators.evaluator(evaluator, where, network, rounding)
@@ -120,7 +120,7 @@ _PLAIN = (bool, int, float, str, type(None), np.float64, torch.dtype, types.Func
 
 
 def _exact(value: Any) -> bool:
-    """True for a value of the types `_PLAIN`, or a list, tuple or set of them."""
+    """True if == compares the value reliably: one of the types `_PLAIN`, or a tuple, list or set of such values."""
     return all(map(_exact, value)) if type(value) in (tuple, list, set, torch.Size) else type(value) in _PLAIN
 
 
@@ -253,7 +253,7 @@ class Measurement:
         proof: of the network.
         outputs: (N, K) float64, on the CPU.
         logits: the same outputs with their rounding errors; None where rounding is ignored.
-        evaluator: the certified one, and the settings it was measured under.
+        evaluator: the evaluation that certificates hold for, and the settings of the measurement.
     """
 
     proof: Proof
@@ -262,7 +262,7 @@ class Measurement:
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
-        """Bounds (N, 1 or K) of the rounding of `outputs`, and of the machine within ``distance``; 0 if ignored."""
+        """Bounds (N, 1 or K) of the errors of `outputs`, and of the machine's within ``distance``; 0 if ignored."""
         if self.logits is None:
             zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
             return zero, zero
@@ -363,7 +363,7 @@ def as_tensor(values: object) -> Tensor:
 
 
 def check_network(network: object, verb: str) -> None:
-    """Raise unless ``network`` is exported; the message says to ``verb`` the export."""
+    """Raise unless ``network`` is exported; the message tells users to ``verb`` the export instead."""
     refuse_wrapper(network, verb)
     if not isinstance(network, modules.Network):
         raise NoRuleError(

@@ -1,4 +1,4 @@
-r"""Monotone in an input, read from the signs of the stored numbers.
+r"""Proofs that an output is monotone in an input, from the signs of the stored weights.
 
 .. math:: \partial y_i / \partial x_j \ge 0 \text{ everywhere, if every path from } x_j \text{ to } y_i \text{ has a
    product of weights} \ge 0
@@ -22,7 +22,7 @@ from lipkit.modules.guarding import type_name
 
 
 def monotone(network: Network) -> Tensor:
-    """Which outputs are proved monotone in which inputs.
+    """A matrix that tells which outputs are proved monotone in which inputs.
 
     Args:
         network: result of ``lipkit.export``: dense layers, scalings and activations of slopes in [0, 1] or sorting,

@@ -2,7 +2,7 @@ r"""Properties of a network on boxes of inputs: proved, refuted by a point, or l
 
 A case of a property (`lipkit.certificates.vnnlib`) is a box and half-spaces :math:`b_k y \le c_k` of the outputs; a
 counterexample lies in the box and meets them all. Linear bounds go back through the network as for local certificates,
-here on the box :math:`[l, u]`, with rounding taken off as there:
+here on the box :math:`[l, u]`, and rounding is subtracted in the same way:
 
 .. math:: b_k f(x) \ge A_k x + d_k \ge A_k m + d_k - |A_k|\,(u - l) / 2, \qquad m = (l + u) / 2 .
 
@@ -68,7 +68,7 @@ class Answer(Shown):
 
 
 class _Box(Ball):
-    """Bounds, in float64, that hold in boxes (N, *input_shape); `below` leaves the rows at the input in ``rows``."""
+    """`Ball` for boxes (N, *input_shape) in place of balls; `below` also stores the rows at the input in ``rows``."""
 
     def __init__(self, bounds: Bounds, low: Tensor, high: Tensor) -> None:
         centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)  # halves first: their sum stays finite
@@ -87,7 +87,7 @@ class _Box(Ball):
 
 
 def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The nearest numbers of a format that are not below the exact ones (``up``), or not above them."""
+    """Rational numbers rounded to a format, all up (``up``) or all down."""
     try:
         numbers = torch.tensor([float(v) for v in exact], dtype=torch.float64).to(dtype)
         wrong = [Fraction(n) < v if up else Fraction(n) > v for n, v in zip(numbers.tolist(), exact, strict=True)]
@@ -99,7 +99,7 @@ def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.flo
 
 
 class _Group:
-    """The cases of one box: all conditions on outputs as rows, and which of these conditions each case has."""
+    """The cases that share a box: all their conditions on outputs as rows, and the rows that each case has."""
 
     def __init__(self, cases: Sequence[Case], network: Network, dtype: torch.dtype, outputs: int) -> None:
         self.cases, self.network, self.dtype, shape = cases, network, dtype, network.input_shape
@@ -116,7 +116,7 @@ class _Group:
         self.inner = torch.stack((_rounded(low, True, dtype), _rounded(high, False, dtype))).unflatten(1, shape)
 
     def among(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A point, x moved into the box, that meets a case exactly, and its outputs; None if none of the x does."""
+        """Move each x into the box; return the first point that meets a case exactly, and its outputs, or None."""
         points = torch.minimum(torch.maximum(x.to(self.dtype), self.inner[0]), self.inner[1])
         y = self.network(points).flatten(1)
         # Floating point finds conditions that are nearly met; fractions decide.
@@ -130,10 +130,10 @@ class _Group:
         return None
 
     def descend(self, network: Network, end: float) -> tuple[Tensor, Tensor] | None:
-        """Search for a point as `among` does, after each of some signed gradient steps from random points.
+        """Search for a point of `among` by signed gradient descent from random points; None if none is found.
 
-        A step goes down the condition of the point's case that is furthest from being met. None if no step finds a
-        point, or if time ``end`` comes first.
+        Each start has one case, and a step lowers the condition of it that is furthest from being met. The search stops
+        at time ``end``.
         """
         low, width = self.ends[0], self.ends[1] - self.ends[0]
         random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -153,7 +153,7 @@ class _Group:
 
 
 def _check_cases(cases: Sequence[object], inputs: int, outputs: int) -> None:
-    """Raise unless these are one or more cases of a network with so many inputs and outputs."""
+    """Raise unless ``cases`` holds one or more cases for this number of inputs and outputs."""
     if not cases:
         raise OptionError("cases: expected one or more, got none: no input meets the conditions, so nothing is proved")
     for case in cases:

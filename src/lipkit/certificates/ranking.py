@@ -102,7 +102,7 @@ def auroc(
     constants, count = output_constants(proof, 1)[0], len(given[0])
 
     def room(distance: float) -> Tensor:
-        """Bounds of how far the machine's score can be from the measured one within ``distance``."""
+        """Bounds of the difference between the machine's score within ``distance`` and the measured one."""
         moved, (centre, machine) = reach(constants, distance), measured.errors(distance)
         return moved if measured.logits is None else grow(moved + (centre + machine).flatten())
 

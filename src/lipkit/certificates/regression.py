@@ -212,7 +212,7 @@ def certify_regression(
 
 
 def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
-    """A constant for each output (d,), and the method: ``"outputs"``, or ``"global"`` if all have the network's.
+    """A Lipschitz constant of each output (d,), and the method: ``"outputs"``, or ``"global"`` for the network's.
 
     ``"outputs"`` needs a network that ends in ``nn.Linear``, perhaps with an output scaling. Output j is the network
     with only row j of that layer; its constant is ``L_body ||w_j||``, or the smaller one of the LMI with multipliers,
@@ -240,12 +240,12 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
 
 
 def reach(constants: Tensor, distance: float) -> Tensor:
-    """How far outputs with these constants (d,) can move if the input moves by ``distance``, rounded up."""
+    """The most (d,) that outputs with these constants move if the input moves by ``distance``, rounded up."""
     return torch.tensor([product(k, distance) for k in constants.tolist()], dtype=torch.float64)
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
-    """Proved gain of the run to one of its outputs, by its multipliers or a multiple of them: the smaller gain."""
+    """Proved gain from the run's input to one output: the smaller one by its multipliers and by a multiple of them."""
     weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))

@@ -6,7 +6,7 @@ On a straight or concave piece [c, d] the minimum of :math:`g(z) = s(z) - a z` i
 
 .. math:: g(z) \ge g(z_0) - \max\big(g'(z_0) (z_0 - c),\ -g'(z_0) (d - z_0),\ 0\big)
 
-for any z0 in it (a tangent); the maximum is bounded alike. If only slopes in [p, q] are known, with the middle m,
+for any z0 in it (a tangent); the maximum is bounded in the same way. If only slopes in [p, q] are known, m the middle,
 
 .. math:: |s(z) - s(m) - \tfrac{p + q}2 (z - m)| \le \tfrac{(q - p)(u - l)}4 .
 """
@@ -37,8 +37,8 @@ class Curve(NamedTuple):
     """The shape of a scalar activation, piece by piece.
 
     Attributes:
-        joints: maps a module to the points between its pieces, rising: numbers, or tensors of the shape of a sample.
-        bends: of each piece: 1 convex, -1 concave, 0 straight.
+        joints: maps a module to the points between its pieces, ascending: numbers, or tensors of a sample's shape.
+        bends: shape of each piece: 1 convex, -1 concave, 0 straight.
         slope: maps a module and points to derivatives, where torch's own are not accurate enough.
     """
 
@@ -96,7 +96,7 @@ def curve_of(module: Any) -> Curve | None:
 
 
 class Relaxation:
-    """Lines around one activation, by calls with the ends of intervals: float64, ``(N, *shape)``."""
+    """Maps intervals, given by their ends ``(N, *shape)`` in float64, to `Lines` around one activation."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.curve = module, curve_of(module)
@@ -113,7 +113,7 @@ class Relaxation:
         self.error = float(error.at), error.slope
 
     def __call__(self, low: Tensor, high: Tensor) -> Lines:
-        """Lines on the finite intervals [low, high]."""
+        """Lines around the activation on the finite intervals [low, high]."""
         largest = torch.maximum(low.abs(), high.abs())
         wrong = grow(self.error[0] + self.error[1] * largest)  # the error of torch's values of s
         with torch.no_grad():
@@ -162,7 +162,7 @@ class Relaxation:
         return Lines._make((*lines, below.select(0, 1), above.select(0, 1)))  # the second slope is flat
 
     def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of s(z) - a z from below and above on the interval."""
+        """Lower and upper bounds of s(z) - a z on the interval; ``values`` of s at the edges err by ``wrong``."""
         assert self.curve is not None
         gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]
         # On straight pieces the extremes of the gap are at edges; a convex one can only dip lower, a concave one rise.
@@ -201,7 +201,7 @@ def derivative(module: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 
 
 def _chord(c: Tensor, d: Tensor, at_c: Tensor, at_d: Tensor) -> Tensor:
-    """The slope between two points; 0 where they are one."""
+    """The slope of the chord between two points; 0 where they coincide."""
     apart = d > c
     slope = (at_d - at_c) / torch.where(apart, d - c, 1.0)
     return torch.where(apart & slope.isfinite(), slope, 0.0)

@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import grow, known, next_down
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer itself: in float64 and in the machine at the sample; growth of the latter."""
+    """Errors (N, K) of the last layer: ``at64`` in float64; in the machine ``at + slope d``, its input off by d."""
 
     at64: Tensor
     at: Tensor
@@ -57,7 +57,7 @@ class Logits(NamedTuple):
 
 
 def merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
-    """One nested tuple from several, merged tensor by tensor; other values must be the same in all of them."""
+    """Merge nested tuples of the same structure, tensor by tensor; other values must be equal in all of them."""
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*(merged(each, merge) for each in zip(*parts, strict=True)))
@@ -68,12 +68,12 @@ class Evaluation:
     """Outputs of a network with their rounding errors, batch by batch.
 
     Args:
-        proof: of the network in float64, with its steps.
+        proof: of the network in float64, module by module.
         arithmetic: of the evaluator.
         zero: (1, *input_shape) zeros in float64.
 
-    In float64 errors are small against most margins: there `by_norms` bounds them in one pass through the network. For
-    samples where that could cost 2^-30 of the margin, `through` bounds them in two.
+    In float64 errors are small against most margins, so `by_norms` bounds them in one pass through the network. For
+    samples where its bounds could cost 2^-30 of the margin, `through` makes better ones in two passes.
     """
 
     def __init__(self, proof: ChainProof, arithmetic: Arithmetic, zero: Tensor) -> None:
@@ -105,7 +105,7 @@ class Evaluation:
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
-        """(N,) l2 errors of the features that change the gap of the two largest outputs by at most 2^-30 of it."""
+        """(N,) the l2 error of the features that changes the gap of the two largest outputs by 2^-30 of it at most."""
         values = features if self.last is None else self.last(features)
         first, second = values.topk(2).values.unbind(1)
         return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))
@@ -184,9 +184,9 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
 def output_errors(
     logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Error bounds (N, 1 or K) of outputs: of the float64 values at the samples; of the machine within ``distance``.
+    """Error bounds (N, 1 or K) of the float64 outputs at the samples, and of the machine's within ``distance``.
 
-    ``weight`` is that of the last dense layer.
+    ``weight`` is that of the last dense layer, or None.
     """
     walk, own = logits.walk, logits.own
     peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
@@ -201,10 +201,10 @@ def output_errors(
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
-    """``each_t + each_i`` for the label t and every class i."""
+    """``each_t + each_i``, (N, K), for the label t and every class i."""
     return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:
-    """`grow`, but a 0 in the tensor stays 0."""
+    """`grow` applied to the positive entries; a 0 stays 0."""
     return torch.where(values > 0, grow(values), values)

@@ -33,7 +33,7 @@ class Atom(NamedTuple):
     strict: bool
 
     def met(self, values: dict[str, Sequence[float]]) -> bool:
-        """True if these inputs and outputs meet it, in exact arithmetic."""
+        """True if these inputs and outputs meet the condition, in exact arithmetic."""
         total = sum((f * Fraction(values[name][i]) for (name, i), f in self.factors), Fraction())
         return total < self.bound if self.strict else total <= self.bound
 
@@ -96,7 +96,7 @@ def cases(text: str, inputs: int, outputs: int) -> list[Case]:
 
 
 def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]:
-    """The disjunctive normal form of a formula, or of its negation."""
+    """The disjunctive normal form of a formula, or of its negation: a list of clauses."""
     head, rest = (term[0], term[1:]) if isinstance(term, list) and term else (None, [])
     if head == "not" and len(rest) == 1:
         return _normal(rest[0], not negated, sizes)
@@ -121,7 +121,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
 
 
 def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
-    """A linear term as the factors of its variables, such as ("X", 3) for X_3, and its constant under None."""
+    """A linear term as a dict from variables, such as ("X", 3) for X_3, to coefficients; None holds the constant."""
     if isinstance(term, str):
         name, _, place = term.partition("_")
         if _NUMBER.fullmatch(term):
@@ -145,7 +145,7 @@ def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
 
 
 def _case(clause: list[Atom], inputs: int) -> Case | None:
-    """A conjunction as a box and half-spaces; None if nothing meets it."""
+    """The case, a box and half-spaces, that a conjunction describes; None if its box is empty or it is false."""
     ends: tuple[dict[int, Fraction], ...] = ({}, {})
     for atom in clause:
         names = {name for (name, _), _ in atom.factors}

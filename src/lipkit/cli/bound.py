@@ -65,7 +65,7 @@ def parse_shape(text: str | None) -> Shape | None:
 def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     """The network that the argument MODEL names, in evaluation mode, and the shape of one input.
 
-    ``shape`` is that of the command line: it must agree with the network's, and fills in what a file leaves open.
+    ``shape`` comes from the command line: it must agree with the network's, and fills in sizes that a file leaves open.
     """
     path = Path(model)
     suffix = path.suffix.lower()

@@ -34,7 +34,7 @@ def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
 
 
 def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
-    """The keys of a recipe that an unknown option may mean: those of its name, else those of the closest name.
+    """The keys of a recipe that an unknown option may mean: keys of the same name, else of the closest name.
 
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
@@ -79,7 +79,7 @@ def data_root(path: Path) -> str:
 
 
 def once(changes: Sequence[str]) -> Sequence[str]:
-    """The changes ``KEY=VALUE`` as given, options among them; a usage error if two of them set the same key.
+    """Return the changes ``KEY=VALUE``, those made by options included; a usage error if two set the same key.
 
     >>> once(["train.epochs=5", "train.lr=1"])
     ['train.epochs=5', 'train.lr=1']

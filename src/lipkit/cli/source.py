@@ -53,7 +53,7 @@ class Source:
         return (ast.get_docstring(node) or "").split("\n")[0]
 
     def fields(self, name: str) -> dict[str, str]:
-        """Field -> text, of ``name = Class(field="...")`` or ``name = replace(other, field="...")``, with defaults."""
+        """The texts of ``name = Class(field="...")`` or ``name = replace(other, field="...")``, defaults included."""
         if name in self._imported:
             return Source(self._imported[name]).fields(name)
         node = self.find(name)

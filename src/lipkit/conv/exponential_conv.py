@@ -108,7 +108,7 @@ HALF_GAIN = 2.5
 
 
 def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
-    """Number of real operations of each way; only 'features' if a symbol would not fit into memory.
+    """Number of real operations for each ``way`` of `exponential_conv2d`; only 'features' if a symbol is too large.
 
     >>> few, many = operations(64, (3, 3), 256, 128, 5), operations(512, (3, 3), 16, 32, 5)
     >>> min(few, key=few.get), min(many, key=many.get)

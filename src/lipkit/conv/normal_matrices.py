@@ -28,7 +28,7 @@ Form = Literal["wide", "tall", "second", "first adjoint"]
 
 
 class NormalMatrices(NamedTuple):
-    """:math:`N^\\top` and :math:`W_2` (None for a square kernel) at the real frequencies and, complex, at the pairs."""
+    """:math:`N^\\top` and :math:`W_2` (None if square): real at self-conjugate frequencies, complex at the pairs."""
 
     real: Tensor
     pair: Tensor
@@ -37,7 +37,7 @@ class NormalMatrices(NamedTuple):
 
 
 def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
-    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable."""
+    """The matrices N and W_2 of a kernel ``(cout, cin, kh, kw)`` on ``h x w`` images; differentiable."""
     check_kernel(kernel)
     cout, cin = kernel.shape[:2]
     n = min(cout, cin)
@@ -67,7 +67,7 @@ def _taps(kernel: Tensor) -> Tensor:
 
 
 def _skew_taps(taps: Tensor) -> Tensor:
-    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, whose centre is the middle one."""
+    r"""The taps of :math:`(I + W - W^*)^\top` from the taps of W, a kernel of odd sizes."""
     centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
@@ -159,12 +159,12 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
 
 
 def _rows_of(z: Tensor) -> Tensor:
-    """A view of complex numbers as real rows: one strided pass over both parts costs less than a pass for each."""
+    """Complex ``(F, B, C)`` as a real view ``(F, 2, B, C)``: one strided pass over it is cheaper than one per part."""
     return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``scale a b`` without a second pass."""
+    """The batched product ``scale a b``, in one pass."""
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
 
@@ -214,9 +214,9 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill ``out`` with ``form`` applied to the rows, and return what :func:`backward_rows` needs.
+    """Fill ``out`` with ``form`` applied to the rows; return the arguments h and x2 of :func:`backward_rows`.
 
-    That is conj(h), h the solution ('first adjoint': h itself), and conj(x_2), None where W_2 multiplies no input.
+    They are conj(h), h the solution ('first adjoint': h itself), and conj(x_2), None if W_2 multiplies no input.
     """
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None
@@ -244,7 +244,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 
 
 def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
-    """Fill ``out`` with the adjoint of ``form`` at g; 'first adjoint' is itself one. Return the solution k."""
+    """Fill ``out`` with the adjoint of ``form`` at g, or with 'first adjoint' itself at g; return the solution k."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     # The conjugates of the rows, because the factors solve N^T and not N^*.
@@ -312,5 +312,5 @@ def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None
 
 
 def gradients(form: Form, inputs: Sequence[Any], g: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, bias, scale and each part of `NormalMatrices`; N counts as independent of W_2."""
+    """The gradients of x, bias, scale and each part of `NormalMatrices`, N and W_2 as independent variables."""
     return plain_gradients(lambda x, bias, scale, *n: plain_solve(form, x, bias, scale, NormalMatrices(*n)), inputs, g)

@@ -119,7 +119,7 @@ def period(stride: Size, dilation: Size) -> Size:
 
 
 def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, stride: Size) -> Tensor:
-    r"""An orthogonal kernel of stride s: one of stride 1 by projectors, then a matrix on patches of s x s pixels.
+    r"""An orthogonal kernel of stride s: the BCOP kernel of stride 1, then a matrix on patches of s x s pixels.
 
     .. math:: K = R \,\square\, B, \qquad B = \text{bcop}(H, V),\quad R \in \mathbb{R}^{c_{out} \times c s_1 s_2}
 
@@ -145,7 +145,7 @@ def aoc_kernel(h: Tensor, v: Tensor, last: Tensor | None, kernel_size: Size, str
 
 
 def rko_factor(kernel_size: Size, classes: Size) -> float:
-    r"""The norm of the map from an image to its overlapping patches: the root of the number that share a pixel.
+    r"""The norm of the map from an image to its overlapping patches: the root of the most patches that hold one pixel.
 
     A pixel lies in one window for each tap of its class (:func:`period`), at most :math:`\lceil k / s' \rceil` along
     an axis: :math:`\|P\| = \sqrt{\lceil k_h / s'_1 \rceil \lceil k_w / s'_2 \rceil}`, and a matrix on patches divided

@@ -101,7 +101,7 @@ def parts_apart(pair: Tensor) -> Tensor:
 
 
 def _turned(s: Tensor, sign: int) -> Tensor:
-    """The pairs (a, b), which stand for a + ib, times ``sign`` i: ``sign (-b, a)``."""
+    """Pairs (a, b), read as a + ib, multiplied by ``sign`` i: ``sign (-b, a)``."""
     turned = torch.empty_like(s)
     torch.mul(s[:, 1], -sign, out=turned[:, 0])
     torch.mul(s[:, 0], sign, out=turned[:, 1])
@@ -109,7 +109,7 @@ def _turned(s: Tensor, sign: int) -> Tensor:
 
 
 def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
-    """``scale`` times the sum of ``g s^*`` over the batch at each frequency, or its conjugate: parts of a `Symbol`."""
+    """Parts of a `Symbol`: ``scale`` times the sum of ``g s^*`` over the batch, or its conjugate, at each frequency."""
     made = torch.bmm(g.real.mT, s.real).mul_(scale)
     rows, columns = g.pair.flatten(1, 2).mT, s.pair.flatten(1, 2)
     # g s^* = (a + ib)(c - id) = (ac + bd) + i (bc - ad): rows (a; b), then (b; -a), by the columns (c; d).
@@ -120,7 +120,7 @@ def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = Fal
 
 
 def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
-    """Fill ``out`` with the product by the symbol, or by its adjoint."""
+    """Fill ``out`` with ``s`` times the symbol of parts ``real`` and ``pair``, or times its adjoint."""
     if pair.device.type == "cpu" and pair.dtype in (torch.bfloat16, torch.float16):
         # Batched half-precision products on a CPU copy operands whose matrices are not adjacent in memory, transposed
         # ones element by element, which takes up to three times as long as the product.

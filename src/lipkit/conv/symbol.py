@@ -135,7 +135,7 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
 
 
 def folded_places(k: int, n: int) -> Tensor:
-    """The index of each of k taps in a kernel of n taps, centre on centre, modulo n."""
+    """For each of k taps its index in a kernel of n taps with the same centre, modulo n."""
     return torch.remainder(torch.arange(k) - (k - 1) // 2 + (n - 1) // 2, n)
 
 

@@ -109,8 +109,9 @@ def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.devi
 
 
 class _Stages(NamedTuple):
-    """The matrices of the separable transform: ``width``, then those of the height, for each kind of row of the width:
-    ``own_real`` and ``own_pair`` for self-conjugate f2, ``cosine`` and ``sine`` for the other f2.
+    """The matrices of the separable transform: ``width`` first, then matrices that act along the height.
+
+    These are ``own_real`` and ``own_pair`` for self-conjugate f2, ``cosine`` and ``sine`` for rows of the other f2.
     """
 
     width: Tensor

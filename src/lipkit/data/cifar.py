@@ -35,7 +35,7 @@ class Cifar:
 
     @property
     def source(self) -> str:
-        """Where to get it, and where to put it."""
+        """A sentence for messages: where to get the data set, and where to put it."""
         archive = self.name.replace("cifar", "cifar-")  # of cifar-10-binary.tar.gz
         return (
             f"unpack {archive}-binary.tar.gz or {archive}-python.tar.gz in the data root ($LIPKIT_DATA or ./data); "

@@ -68,7 +68,7 @@ def find_images(path: Path, layout: str) -> tuple[Listed, Listed, tuple[str, ...
 
 
 def list_images(folders: Sequence[Path], layout: str, needed: bool = True) -> Listed:
-    """The files of all folders, sorted by name, labelled by the folder's place; ``needed``: no folder may be empty."""
+    """The files of all folders, sorted by name, each labelled by its folder's index; ``needed`` refuses empty ones."""
     files: list[str] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):

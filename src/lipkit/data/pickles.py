@@ -105,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[module, name]
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
-        """Replaces _codecs.encode, by which Python 3 writes bytes in protocol 2; copies at most the file's length."""
+        """Replaces _codecs.encode, which pickles of protocol 2 call to make bytes; copies at most the file's length."""
         if not isinstance(text, str) or _text(encoding) != "latin1":
             raise DataError(f"expected bytes written as latin1 text, got {type(text).__name__}")
         self._encodable -= len(text)
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Name:
-    """Replaces a name in the file: a call goes to a function of this module, and the file cannot set its state."""
+    """Stands for a name in the file: calls run a function of this module, and the file cannot set its state."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -41,7 +41,7 @@ def file_size(path: Path, source: str) -> int:
 
 
 def check_claim(path: Path, claimed: int, stored: int, *, compressed: bool) -> None:
-    """Refuse a claim of more than MAX_BYTES, or than `stored` bytes on disk can hold, before memory is taken."""
+    """Refuse a claimed size above MAX_BYTES, or above what `stored` bytes on disk can hold, before memory is taken."""
     available = stored * _DEFLATE_RATIO if compressed else stored
     if claimed > MAX_BYTES:
         raise DataError(f"{path}: expected at most {MAX_BYTES} bytes of data, got a header that claims {claimed}")

@@ -79,7 +79,7 @@ def finish(
 ) -> Outcome:  # fmt: skip
     """Evaluate an exported network as the recipe says, and write record and report.
 
-    They go into the run's folder; a later certification gets a subfolder, ``certify-001``, with its recipe. If a
+    Both go into the run's folder; a later certification gets a subfolder, ``certify-001``, with its recipe. If a
     certificate is disproved, a CertificateViolation is raised and nothing is written.
     """
     facts = {**facts, "latency": latency(network), "recipe": recipe.model_dump(mode="json")}

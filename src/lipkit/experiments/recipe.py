@@ -143,7 +143,7 @@ def seeded(recipe: Recipe, seed: int) -> Recipe:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy of ``below`` changed by ``above``, in which a section may be one string."""
+    """A copy of the recipe ``below`` changed by ``above``; a section of ``above`` may be given as one string."""
     out = dict(below)
     if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
         out.pop("options", None)  # they belong to the other model, loss or schedule
@@ -168,7 +168,7 @@ def _load(content: str | bytes, origin: str) -> Any:
 
 
 def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
-    """The number of values below a node, each alias counted as often as it is used.
+    """The number of values below a node of YAML, each alias counted as often as it is used.
 
     Raises:
         ValueError: more than MOST_VALUES; an anchor that holds itself; a key written twice, of which YAML would
