@@ -88,8 +88,8 @@ def test_halves_of_the_wide_transform(form: str, size: tuple[int, int, int]) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", [(4, 5), (9, 10), (1, 1)], ids=str)
-@pytest.mark.parametrize(("batch", "biased"), [(2, False), (2, True), (5, True)])
+@pytest.mark.parametrize("size", [(4, 5), (5, 6), (1, 1)], ids=str)
+@pytest.mark.parametrize(("batch", "biased"), [(2, False), (5, True)])
 def test_halves_with_scaled_channels(size: tuple[int, int], batch: int, biased: bool) -> None:
     # More images than the four channels: the second half is made explicitly.
     free = (random(3, 7, 3, 3) / 3).requires_grad_()

@@ -106,7 +106,7 @@ def test_derivatives(make: Callable[[], Any]) -> None:
     x = torch.randn(2, 3, layer.features, dtype=DOUBLE, requires_grad=True)
     x = torch.cat((x, x[:, :1]), 1)  # two tokens alike
     assert torch.autograd.gradcheck(f, (x, *values))
-    assert torch.autograd.gradgradcheck(f, (x, *values))
+    assert torch.autograd.gradgradcheck(f, (x, *values), fast_mode=True)
 
 
 def test_a_backward_pass_under_autocast_multiplies_distances_in_full() -> None:

@@ -43,6 +43,7 @@ def test_bjorck_linear_obeys_the_laws(cin, cout, dtype):
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(12)
 @pytest.mark.parametrize("name", ORTHOGONALIZE)
 @pytest.mark.parametrize(("cin", "cout"), SIZES[:3])
 def test_orthogonal_linear_obeys_the_laws(name, cin, cout):

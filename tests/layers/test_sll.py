@@ -65,6 +65,7 @@ def test_dense_jacobians_and_bounds(kind: type[nn.Module], cin: int, cout: int, 
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(10)
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize("kind", CONV)
 @pytest.mark.parametrize(

@@ -246,9 +246,11 @@ def ordinarily(name: str) -> list[Tensor]:
     return everything(seeded(make), shape)
 
 
-# Of the families every second layer under each setting, in turns; the others are slow.
+# Of the families every fourth layer under each setting, in turns; the others are slow.
 PAIRS = [
-    pytest.param(name, setting, marks=[pytest.mark.slow] * (name.endswith((" convolution", " dense")) and (i + j) % 2))
+    pytest.param(
+        name, setting, marks=[pytest.mark.slow] * (name.endswith((" convolution", " dense")) and (i + j) % 4 > 0)
+    )
     for i, name in enumerate(MODULES)
     for j, setting in enumerate(settings())
 ]

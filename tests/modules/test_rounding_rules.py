@@ -191,7 +191,7 @@ def test_the_bound_holds_and_is_not_idle(name: str) -> None:
     exact = copy.deepcopy(module).double()
     measure = local_error(exact, shape, FLOAT32)
     closest = 0.0
-    for size in (0.0, 1e-6, 0.1, 1.0, 3.0, 30.0):
+    for size in (0.0, 1e-6, 1.0, 30.0):
         for far in (0.0, 1e-3, 1.0, 10.0):
             x = size * torch.randn(32, *shape)
             h = x + (size or 1.0) * far * torch.randn(32, *shape)  # from 0, all of the error is its growth
