@@ -97,7 +97,7 @@ def test_trained_kernels(trained_kernels: list[Tensor]) -> None:
     for kernel in trained_kernels:
         k = kernel.shape[-1]
         bounds = {name: float(method(kernel)) for name, method in METHODS.items()}
-        for n, mode in itertools.product((8, 16), ("zeros", "circular")):
+        for n, mode in itertools.product((8, 12), ("zeros", "circular")):
             truth = norm(conv_matrix(kernel, n, padding=(k - 1) // 2, mode=mode)) * EXACT
             for name, bound in bounds.items():
                 assert bound >= truth, (name, kernel.shape, n, mode)

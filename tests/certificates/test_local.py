@@ -264,7 +264,7 @@ def test_attacks_inside_never_succeed(make: Callable[[int], modules.Network], ev
         network = make(seed).to(dtype)
         if seed:
             network.input_range = (0.0, 1.0)
-        count = 5 if make is joined else 3
+        count = 5 if make is joined else 2
         x = torch.rand(count, *network.input_shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         labels = network(x).argmax(1)
         found = certify(network, x, labels, method="local", evaluator=evaluator)

@@ -152,7 +152,7 @@ def test_the_laws(name: str, dtype: torch.dtype) -> None:
     make, shapes, promises = LAYERS[name]
     make = partial(make, slots=4) if name == "memory" else make
     # The compiler takes seconds.
-    laws = None if (name, dtype) == ("tokens", DOUBLE) else set(LAWS) - {12}
+    laws = None if (name, dtype) == ("tokens", DOUBLE) else set(LAWS) - {12} if dtype == DOUBLE else {1, 2, 3, 10, 11}
     found = check_layer(
         make,
         input_shape=shapes,

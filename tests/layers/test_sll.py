@@ -174,7 +174,7 @@ def test_training_takes_the_number_that_evaluation_proves(shape: tuple[int, int,
 def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(9)
     layer = CplConv2d(3, 3, 3, dtype=torch.float64)
-    proved, x = layer.multiplier(), torch.randn(60, 3, 3, 3, dtype=torch.float64)
+    proved, x = layer.multiplier(), torch.randn(20, 3, 3, 3, dtype=torch.float64)
     monkeypatch.setattr(base, "WIDE", 3)
     monkeypatch.setattr(base, "symbol_sup_estimate", lambda k, tolerance: missed * symbol_sup(k, tolerance=tolerance))
     with torch.no_grad():
