@@ -117,7 +117,7 @@ DENSE_OPTIONS: dict[Any, dict[str, tuple[Any, ...]]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.usual(160)
+@pytest.mark.usual(120)
 @each_law
 @each_family
 def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
@@ -162,7 +162,7 @@ def test_compiled_convolution(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usual(90)
+@pytest.mark.usual(64)
 @each_law
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_layer(name: str, dtype: torch.dtype, number: int) -> None:
