@@ -103,13 +103,13 @@ def ascended(module: nn.Module, steps: int, rounds: int = 60) -> float:
 @pytest.mark.parametrize(("kind", "layers"), [("tanh", 1), ("relu", 2)])
 def test_networks_of_torch(kind: str, layers: int) -> None:
     torch.manual_seed(0)
-    rnn = nn.RNN(2, 2, layers, nonlinearity=kind, batch_first=True, dtype=torch.float64)
+    rnn = nn.RNN(2, 3, layers, nonlinearity=kind, batch_first=True, dtype=torch.float64)
     plain = export(rnn, (8, 2))
     u = torch.randn(3, 8, 2, dtype=torch.float64)
     assert torch.allclose(plain(u), rnn(u)[0], atol=1e-12)
     bound = float(lipschitz(plain))
     assert 0.3 * bound < ascended(plain[0], 8, 20) <= bound
-    x, by_steps = torch.zeros(3, 2 * layers, dtype=torch.float64), []
+    x, by_steps = torch.zeros(3, 3 * layers, dtype=torch.float64), []
     for t in range(8):
         x, y = plain[0].step(x, u[:, t])
         by_steps.append(y)
