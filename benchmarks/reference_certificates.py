@@ -69,7 +69,7 @@ def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return models.build("small", layer=name, **SMALL_FAMILY).eval(), SMALL_FAMILY["input_shape"]
 
 
-def certificates(name: str) -> dict[str, Any]:
+def certificates(name: str, ways: tuple[tuple[str, str], ...] = WAYS) -> dict[str, Any]:
     """SHA-256, constants, logits and radii of one network, floats as hexadecimal strings."""
     model, shape = network(name)
     exported = lipkit.export(model, shape, box=(0.0, 1.0) if name in ON_A_BOX else None)
@@ -81,7 +81,7 @@ def certificates(name: str) -> dict[str, Any]:
     bound = lipkit.lipschitz(exported if name in ON_A_BOX else model, shape)
     found: dict[str, Any] = {"bound": float(bound.detach()).hex(), "labels": labels.tolist()}
     found["logits"] = [value.hex() for value in logits[0].tolist()]
-    for rounding, evaluator in WAYS:
+    for rounding, evaluator in ways:
         key = f"radius {rounding} {evaluator}"
         try:
             # Float32 certificates are refused while NNPACK may evaluate convolutions: the caller switches it off.

@@ -114,7 +114,8 @@ def test_errors_of_rounding_hold(device: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [conv_net, plain_net])
+# MaxMin and the rules of convolutions: tests/certificates/test_local.py.
+@pytest.mark.parametrize("make", [pytest.param(conv_net, marks=pytest.mark.slow), plain_net])
 def test_local_certificates(device: str, make: Callable[[], nn.Module]) -> None:
     network, x = exported(make(), device), samples(3, 3, 8, 8)
     y = network(x.to(device)).argmax(1)

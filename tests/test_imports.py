@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -45,8 +46,10 @@ def _home(file: Path) -> str:
     return file.relative_to(ROOT).with_suffix("").parts[0]
 
 
-def _imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _imports(source: str, package: tuple[str, ...]) -> list[tuple[int, str]]:
     """Line and full name of every import from lipkit in a module of ``package``, inside functions too."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -59,7 +62,8 @@ def _imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if function in ("import_module", "__import__"):
                 names = [str(node.args[0].value)]
-        yield from ((node.lineno, name) for name in names if name.startswith("lipkit."))
+        found += [(node.lineno, name) for name in names if name.startswith("lipkit.")]
+    return found
 
 
 def _imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:

@@ -142,6 +142,7 @@ def test_the_gradient_is_that_of_the_quotient() -> None:
     assert torch.allclose(proved, expected, atol=1e-6)
 
 
+@pytest.mark.usual(36)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("family", ["cayley", "bcop", "rko", "crko", "aol"])
 def test_families_of_every_geometry(name: str, family: str) -> None:
@@ -344,6 +345,7 @@ def test_other_devices_and_formats_go_with_the_layer(made: Any, layer: nn.Module
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(6)
 def test_data_parallel(made: Any, layer: nn.Module) -> None:
     """With one process: buffers are broadcast, and gradients go through its reducer."""
     made(layer)

@@ -16,7 +16,7 @@ SIZES = st.integers(1, 5)
 
 
 @pytest.mark.thorough
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(kh=SIZES, kw=SIZES, s1=st.integers(1, 3), s2=st.integers(1, 3), groups=st.integers(1, 2))
 def test_it_acts_on_moved_pixels_as_the_stride(kh: int, kw: int, s1: int, s2: int, groups: int) -> None:
     torch.manual_seed(0)

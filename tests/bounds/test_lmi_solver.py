@@ -25,7 +25,7 @@ def feasible(seed: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], lis
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [(1, 4, 1), (3, 6, 5, 2), (30, 4, 4, 3)])
 def test_no_factor_of_a_grid_does_better(seed: int, sizes: tuple[int, ...]) -> None:
     weights, multipliers = feasible(seed, sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 
 import numpy as np
@@ -44,7 +45,7 @@ def kernel_of(kind: str, *shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.thorough
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(["random", "smooth", "low rank", "one tap", "float32"]),
     n=st.sampled_from([3, 5, 8, 16]),
@@ -92,18 +93,18 @@ def test_no_bound_is_below_the_truth(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["zeros", "circular"])
-def test_trained_kernels(trained_kernels: list[Tensor], mode: str) -> None:
+def test_trained_kernels(trained_kernels: list[Tensor]) -> None:
     for kernel in trained_kernels:
         k = kernel.shape[-1]
-        for n in (8, 16):
+        bounds = {name: float(method(kernel)) for name, method in METHODS.items()}
+        for n, mode in itertools.product((8, 12), ("zeros", "circular")):
             truth = norm(conv_matrix(kernel, n, padding=(k - 1) // 2, mode=mode)) * EXACT
-            for name, method in METHODS.items():
-                assert float(method(kernel)) >= truth, (name, kernel.shape, n)
+            for name, bound in bounds.items():
+                assert bound >= truth, (name, kernel.shape, n, mode)
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     kind=st.sampled_from(["random", "smooth", "low rank", "one tap", "float32"]),
     kh=st.sampled_from([1, 2, 3, 5, 7]),
@@ -158,11 +159,11 @@ def test_groups_take_the_maximum() -> None:
 
 @pytest.mark.thorough
 def test_depthwise_kernels_of_many_channels() -> None:
-    kernel = kernel_of("random", 24, 1, 3, 3, seed=4)
-    exact = max(supremum(kernel[i : i + 1]) for i in range(24))
-    assert exact <= float(symbol_sup(kernel, groups=24)) <= 1.01 * exact
+    kernel = kernel_of("random", 9, 1, 3, 3, seed=4)
+    exact = max(supremum(kernel[i : i + 1]) for i in range(9))
+    assert exact <= float(symbol_sup(kernel, groups=9)) <= 1.01 * exact
     # One output and one input channel: LipBound is the grid alone.
-    assert exact <= float(lipbound(kernel, groups=24)) <= exact * grid_correction(3, 10) ** 2 * (1 + 1e-9)
+    assert exact <= float(lipbound(kernel, groups=9)) <= exact * grid_correction(3, 10) ** 2 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -36,6 +36,7 @@ def dense_norm(kernel: torch.Tensor, h: int, w: int) -> float:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(26)
 @pytest.mark.parametrize("shape", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -95,6 +96,7 @@ def either_way(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("either_way")
+@pytest.mark.usual(40)
 @pytest.mark.parametrize("shape", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

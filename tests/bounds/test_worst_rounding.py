@@ -72,6 +72,7 @@ del BOUNDS["symbol_sup"]  # 1 % above: see test_cells
 BOUNDS |= {f"gram {t}": (lambda k, t=t: gram(k, size=(6, 6), iterations=t), 1) for t in (0, 3)}
 
 
+@pytest.mark.usual(45)
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("channels", [(25, 100), (100, 25), (1, 1), (1, 400)])
 @pytest.mark.parametrize("taps", [3, 1])
@@ -103,6 +104,7 @@ def never_below(proves: Callable[[float], bool], truth: Fraction, room: float = 
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(9)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (400, 1, 1), (9, 25, 4), (64, 100, 16)])
 @pytest.mark.parametrize("multiplier", [1.0, 3.0, 2.0**40])
 def test_gains(shape: tuple[int, int, int], multiplier: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -275,6 +276,17 @@ def test_cut_long_and_missing_files_are_refused(written: Any, tmp_path: Path) ->
         read_certificate(tmp_path)
 
 
+@functools.cache
+def good_file() -> bytes:
+    import tempfile
+
+    network, x, y = problem()
+    certificate = lipkit.certify(network, x[:3], y[:3], rounding="ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        described = describe(certificate, network, x[:3], y[:3], "toy")
+        return write_certificate(described, Path(folder) / "c.jsonl").read_bytes()
+
+
 @pytest.mark.thorough
 @settings(max_examples=60)
 @given(st.data())
@@ -282,11 +294,9 @@ def test_any_bytes_give_a_certificate_or_one_error(data: st.DataObject) -> None:
     """Random edits of a good file: read, or refused with an error of ours."""
     import tempfile
 
-    network, x, y = problem()
-    certificate = lipkit.certify(network, x[:3], y[:3], rounding="ignore")
     with tempfile.TemporaryDirectory() as folder:
-        path = write_certificate(describe(certificate, network, x[:3], y[:3], "toy"), Path(folder) / "c.jsonl")
-        content = bytearray(path.read_bytes())
+        path = Path(folder) / "c.jsonl"
+        content = bytearray(good_file())
         for _ in range(data.draw(st.integers(1, 4))):
             at = data.draw(st.integers(0, len(content)))
             cut = data.draw(st.integers(0, 8))

@@ -59,7 +59,7 @@ MORE += [(kind, ASIDE) for kind in (nn.Sigmoid, nn.Softplus, nn.SiLU)]
     + [pytest.param(*one, marks=pytest.mark.thorough) for one in MORE],
 )
 def test_no_sampled_derivative_is_above_the_bounds(make: type[nn.Module], box: tuple[float, float]) -> None:
-    network = mlp([2, 5, 4, 2], make)
+    network = mlp([2, 4, 3, 2], make)
     sampled = derivatives(network, inside(*box, 500, 2))
     gain, matrix = local_gain(network, box), gain_matrix(network, box)
     assert float(torch.linalg.matrix_norm(sampled, 2).amax()) <= gain <= float(lipschitz(network))

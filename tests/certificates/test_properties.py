@@ -60,7 +60,7 @@ class Residual(nn.Module):
 
 @pytest.mark.thorough
 @pytest.mark.fast
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
     torch.manual_seed(seed)
     layers = [nn.Linear(1, 7), nn.Linear(7, 7), nn.Linear(7, 2)]
@@ -68,7 +68,7 @@ def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
     least = min(float(value(layers, x) @ [1.0, -2.0]) for x in kinks(layers, -1.5, 2.0))
     for off, answers in [(-1e-3, {"holds"}), (-1e-9, {"holds", "unknown"}), (1e-9, {"violated", "unknown"})]:
         unsafe = cases(f"{box((-1.5, 2))}(assert (<= (- Y_0 (* 2.0 Y_1)) {least + off!r}))", 1, 2)
-        found = verify_property(network, unsafe, seconds=10 if len(answers) < 2 else 0.2, evaluator="float64")
+        found = verify_property(network, unsafe, seconds=10 if len(answers) < 2 else 0.05, evaluator="float64")
         assert found.answer in answers
     text = f"{box((-1.5, 2))}(assert (<= (- Y_0 (* 2.0 Y_1)) {least + 1e-3!r}))(assert (<= Y_0 100))"
     found = verify_property(network, cases(text, 1, 2))

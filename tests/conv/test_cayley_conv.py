@@ -88,8 +88,8 @@ def test_halves_of_the_wide_transform(form: str, size: tuple[int, int, int]) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", [(4, 5), (9, 10), (1, 1)], ids=str)
-@pytest.mark.parametrize(("batch", "biased"), [(2, False), (2, True), (5, True)])
+@pytest.mark.parametrize("size", [(4, 5), (5, 6), (1, 1)], ids=str)
+@pytest.mark.parametrize(("batch", "biased"), [(2, False), (5, True)])
 def test_halves_with_scaled_channels(size: tuple[int, int], batch: int, biased: bool) -> None:
     # More images than the four channels: the second half is made explicitly.
     free = (random(3, 7, 3, 3) / 3).requires_grad_()
@@ -129,7 +129,7 @@ def test_only_halves_are_scaled() -> None:
 def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
     free, x = (random(*channels, 1, 2) / 2).requires_grad_(), random(1, channels[1], 2, 3, seed=1).requires_grad_()
     bias = random(channels[0], seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(cayley_conv2d, (free, x, bias))
+    assert torch.autograd.gradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
     assert torch.autograd.gradgradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
 
 
@@ -143,7 +143,7 @@ def test_few_inputs_take_the_convolution() -> None:
     free, x, bias = (
         t.requires_grad_() for t in (random(4, 1, 1, 2) / 2, random(2, 1, 2, 3, seed=1), random(4, seed=2))
     )
-    assert torch.autograd.gradcheck(cayley_conv2d, (free, x, bias))
+    assert torch.autograd.gradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
     assert torch.autograd.gradgradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
     y = cayley_conv2d(free, x, bias)
     each = torch.func.vmap(lambda one: cayley_conv2d(free, one[None], bias)[0])(x)

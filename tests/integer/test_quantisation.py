@@ -250,7 +250,7 @@ def test_rounding_is_half_up(value: int, shift: int) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.floats(-3, 3),

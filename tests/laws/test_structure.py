@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.test_families import FORMATS
+from tests.laws.test_families import FORMATS, REFUSALS
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
@@ -228,11 +228,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(102)
 @pytest.mark.parametrize(
     ("dtype", "number"),
     [
         pytest.param(dtype, n, id=f"{str(dtype).removeprefix('torch.')}-{n}-{LAWS[n].name.replace(' ', '-')}")
         for n in LAWS
+        if n != REFUSALS
         for dtype in FORMATS.get(n, (torch.float64,))
     ],
 )
@@ -240,6 +242,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 def test_structure(name: str, dtype: torch.dtype, number: int) -> None:
     backends = ("aot_eager",) if dtype == torch.float32 else ()
     check_layer(**{"dtype": dtype, "laws": [number], "backends": backends, **LAYERS[name]})
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_refusals(name: str) -> None:
+    check_layer(**{"laws": [REFUSALS], **LAYERS[name]})
 
 
 class Halved(nn.ModuleList):

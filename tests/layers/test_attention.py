@@ -106,7 +106,7 @@ def test_derivatives(make: Callable[[], Any]) -> None:
     x = torch.randn(2, 3, layer.features, dtype=DOUBLE, requires_grad=True)
     x = torch.cat((x, x[:, :1]), 1)  # two tokens alike
     assert torch.autograd.gradcheck(f, (x, *values))
-    assert torch.autograd.gradgradcheck(f, (x, *values))
+    assert torch.autograd.gradgradcheck(f, (x, *values), fast_mode=True)
 
 
 def test_a_backward_pass_under_autocast_multiplies_distances_in_full() -> None:
@@ -152,7 +152,7 @@ def test_the_laws(name: str, dtype: torch.dtype) -> None:
     make, shapes, promises = LAYERS[name]
     make = partial(make, slots=4) if name == "memory" else make
     # The compiler takes seconds.
-    laws = None if (name, dtype) == ("tokens", DOUBLE) else set(LAWS) - {12}
+    laws = None if (name, dtype) == ("tokens", DOUBLE) else set(LAWS) - {12} if dtype == DOUBLE else {1, 2, 3, 10, 11}
     found = check_layer(
         make,
         input_shape=shapes,

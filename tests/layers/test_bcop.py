@@ -46,6 +46,7 @@ def disturb(layer: BcopConv2d) -> BcopConv2d:
     return layer
 
 
+@pytest.mark.usual(16)
 @pytest.mark.parametrize("make", [BcopConv2d, cayley_bcop], ids=["bcop", "cayley_bcop"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", LAYERS, ids=str)

@@ -30,6 +30,7 @@ def _conv(cin: int, cout: int, kernel: int, dtype: torch.dtype, scale: float = 1
     return layer
 
 
+@pytest.mark.usual(48)
 @pytest.mark.parametrize(
     ("dtype", "scale", "allowed"),
     [(torch.float32, 1.0, 1e-5), (torch.float64, 1.0, 1e-12), (torch.float32, 1000.0, 5e-4)],

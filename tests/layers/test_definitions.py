@@ -32,6 +32,7 @@ def compared(name: str, layer: nn.Module, x: Tensor) -> None:
         assert float((found - expected).abs().amax()) <= 1e-9 * float(expected.abs().amax())
 
 
+@pytest.mark.usual(45)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_convolution_is_its_definition(name: str, case: tuple) -> None:

@@ -82,7 +82,8 @@ def test_only_the_gradients_that_are_asked_for(shape: tuple[int, int], asked: tu
 )
 def test_layers_that_solve_obey_the_laws(shape: tuple[int, int], dtype: torch.dtype) -> None:
     laws = [number for number in LAWS if number != 13]  # refusals do not depend on the size
-    check_layer(partial(CayleyLinear, *shape), input_shape=(shape[0],), dtype=dtype, laws=laws, claim="orthogonal")
+    options = {"claim": "orthogonal", "backends": ("aot_eager",) if shape == (33, 33) else ()}
+    check_layer(partial(CayleyLinear, *shape), input_shape=(shape[0],), dtype=dtype, laws=laws, **options)
 
 
 @pytest.mark.thorough

@@ -130,7 +130,7 @@ def check(g: Geometry, counts: dict[str, int]) -> None:
 
 
 PROFILE = settings(
-    max_examples=120,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],

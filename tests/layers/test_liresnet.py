@@ -21,6 +21,7 @@ def seeded() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize(

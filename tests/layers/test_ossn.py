@@ -43,17 +43,16 @@ def test_obeys_the_laws(cin, cout, k, stride):
 @pytest.mark.parametrize(("cin", "cout", "k", "stride"), LAYERS)
 def test_bound_is_never_below_the_true_norm(cin, cout, k, stride, iterations, dtype):
     eps = torch.finfo(dtype).eps
-    for seed in range(3):
-        torch.manual_seed(seed)
-        layer = OssnConv2d(cin, cout, k, stride=stride, iterations=iterations, dtype=dtype)
-        torch.nn.init.normal_(layer.free)
-        for shape in [(cin, 2 * stride, stride), (cin, 4 * stride, 3 * stride)]:
-            truth = norm_of(layer, shape)
-            bound = lipschitz(layer, shape).item()
-            assert truth <= bound * (1 + 50 * eps)
-            assert bound <= truth * (1 + 50 * eps + 1e-9)
-            assert truth >= 1 - 100 * eps
-            assert lipschitz(export(layer, shape)).item() <= bound * (1 + 1e-9)
+    torch.manual_seed(0)
+    layer = OssnConv2d(cin, cout, k, stride=stride, iterations=iterations, dtype=dtype)
+    torch.nn.init.normal_(layer.free)
+    for shape in [(cin, 2 * stride, stride), (cin, 4 * stride, 3 * stride)]:
+        truth = norm_of(layer, shape)
+        bound = lipschitz(layer, shape).item()
+        assert truth <= bound * (1 + 50 * eps)
+        assert bound <= truth * (1 + 50 * eps + 1e-9)
+        assert truth >= 1 - 100 * eps
+        assert lipschitz(export(layer, shape)).item() <= bound * (1 + 1e-9)
 
 
 @pytest.mark.thorough

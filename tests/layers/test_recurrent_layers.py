@@ -44,13 +44,16 @@ LAYERS: dict[str, Make] = {
     "r2dn, sandwich": lambda **options: R2dn(2, 3, 4, 6, phi("sandwich"), **options),
 }
 
+# Without a network inside.
+PLAIN = ("linear", "r2dn, relu", "ren")
+
 
 def shaken(make: Make, dtype: torch.dtype, seed: int, **options: Any) -> RecurrentLayer:
-    """A layer after ten steps of an optimiser at a large rate, towards a gain that it cannot have."""
+    """A layer after five steps of an optimiser at a large rate, towards a gain that it cannot have."""
     torch.manual_seed(seed)
     layer = make(**options).to(dtype)
-    optimiser, u = torch.optim.Adam(layer.parameters(), lr=0.3), torch.randn(8, 6, layer.in_features, dtype=dtype)
-    for _ in range(10):
+    optimiser, u = torch.optim.Adam(layer.parameters(), lr=0.6), torch.randn(8, 6, layer.in_features, dtype=dtype)
+    for _ in range(5):
         loss = -(layer(u) - layer(-u)).square().mean()
         optimiser.zero_grad()
         loss.backward()
@@ -59,8 +62,9 @@ def shaken(make: Make, dtype: torch.dtype, seed: int, **options: Any) -> Recurre
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in LAYERS), *((name, torch.float64) for name in PLAIN)]
+)
 def test_gain_and_contraction_are_proved_from_stored_numbers(name: str, dtype: torch.dtype) -> None:
     gamma, rate = 0.7, 0.9
     layer = shaken(LAYERS[name], dtype, 0, gamma=gamma, rate=rate)
@@ -70,7 +74,7 @@ def test_gain_and_contraction_are_proved_from_stored_numbers(name: str, dtype: t
     assert contraction(plain) == rate
     assert torch.equal(plain.metric, torch.eye(4, dtype=dtype))
     exact = copy.deepcopy(plain).double()
-    assert 0.05 * gamma < ascended(exact, 6, 15) <= gamma * (1 + 1e-6)
+    assert 0.05 * gamma < ascended(exact, 6, 10) <= gamma * (1 + 1e-6)
     x = torch.randn(2, 64, 4, dtype=torch.float64)
     now = torch.randn(64, layer.in_features, dtype=torch.float64)
     after = torch.stack([exact.step(one, now)[0] for one in x])
@@ -133,7 +137,7 @@ def test_second_derivatives_are_those_of_the_plain_loop() -> None:
     def outputs(matrix: Tensor, bias: Tensor, u: Tensor) -> Tensor:
         return simulate(matrix, bias, 3, (4, 4), 2, nn.Tanh(), u, alone=True)[0]
 
-    assert torch.autograd.gradgradcheck(outputs, (matrix, bias, u.requires_grad_()))
+    assert torch.autograd.gradgradcheck(outputs, (matrix, bias, u.requires_grad_()), fast_mode=True)
 
 
 @pytest.mark.thorough
@@ -143,7 +147,8 @@ def test_a_linear_system_reaches_its_gain() -> None:
     optimiser = torch.optim.Adam(layer.parameters(), lr=0.05)
     u = torch.sin(0.7 * torch.arange(60.0, dtype=torch.float64))[None, :, None]
     for _ in range(60):
-        loss = -(layer(u) - layer(0 * u)).norm() / u.norm()
+        y = layer(torch.cat((u, 0 * u)))
+        loss = -(y[0] - y[1]).norm() / u.norm()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -23,6 +23,7 @@ def values_of(layer, shape):
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(5)
 @pytest.mark.parametrize("name", ["rko", "crko"])
 @pytest.mark.parametrize(("cin", "cout", "k", "stride"), LAYERS)
 def test_obeys_the_laws(name, cin, cout, k, stride):

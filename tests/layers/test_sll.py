@@ -65,6 +65,7 @@ def test_dense_jacobians_and_bounds(kind: type[nn.Module], cin: int, cout: int, 
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(10)
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize("kind", CONV)
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_training_takes_the_number_that_evaluation_proves(shape: tuple[int, int,
 def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(9)
     layer = CplConv2d(3, 3, 3, dtype=torch.float64)
-    proved, x = layer.multiplier(), torch.randn(60, 3, 3, 3, dtype=torch.float64)
+    proved, x = layer.multiplier(), torch.randn(20, 3, 3, 3, dtype=torch.float64)
     monkeypatch.setattr(base, "WIDE", 3)
     monkeypatch.setattr(base, "symbol_sup_estimate", lambda k, tolerance: missed * symbol_sup(k, tolerance=tolerance))
     with torch.no_grad():

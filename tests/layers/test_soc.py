@@ -45,6 +45,7 @@ def singular_values(layer: torch.nn.Module, shape: tuple[int, ...], dtype: torch
 
 
 @each_mode
+@pytest.mark.usual(14)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", LAYERS, ids=str)
 def test_singular_values_bound_and_export(sizes, dtype: torch.dtype, mode: str) -> None:
@@ -308,5 +309,6 @@ def test_laws_with_zero_padding(dtype: torch.dtype) -> None:
         dtype=dtype,
         slack=1e-3,
         train_gap=1.5e-3,
+        laws=(1, 2, 3, 10, 11) if dtype == torch.float32 else None,
         backends=(),
     )

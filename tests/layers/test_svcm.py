@@ -53,6 +53,7 @@ def test_clip_replaces_what_exceeds_one_and_touches_nothing_else(shape, dtype):
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(20)
 @pytest.mark.parametrize(
     ("shape", "size"),
     [

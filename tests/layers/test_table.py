@@ -139,6 +139,7 @@ def in_half(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(72)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", HALF)
 @each_family

@@ -78,8 +78,8 @@ def test_without_full_rank_the_norm_stays_at_most_1(name: str) -> None:
 def test_gradients(dtype: torch.dtype) -> None:
     repeated = torch.linalg.qr(torch.randn(5, 3, dtype=dtype))[0]
     for v in (torch.randn(2, 5, 3, dtype=dtype), repeated):
-        assert torch.autograd.gradcheck(block_reflector, (v.clone().requires_grad_(),))
-        assert torch.autograd.gradcheck(cholesky, (v.clone().requires_grad_(),))
+        assert torch.autograd.gradcheck(block_reflector, (v.clone().requires_grad_(),), fast_mode=True)
+        assert torch.autograd.gradcheck(cholesky, (v.clone().requires_grad_(),), fast_mode=True)
 
 
 def test_refusals() -> None:

@@ -246,9 +246,13 @@ def ordinarily(name: str) -> list[Tensor]:
     return everything(seeded(make), shape)
 
 
-# Of the families every second layer under each setting, in turns; the others are slow.
+# Under each setting every fourth layer of the families and every second of the others, in turns; the rest is slow.
 PAIRS = [
-    pytest.param(name, setting, marks=[pytest.mark.slow] * (name.endswith((" convolution", " dense")) and (i + j) % 2))
+    pytest.param(
+        name,
+        setting,
+        marks=[pytest.mark.slow] * ((i + j) % (4 if name.endswith((" convolution", " dense")) else 2) > 0),
+    )
     for i, name in enumerate(MODULES)
     for j, setting in enumerate(settings())
 ]

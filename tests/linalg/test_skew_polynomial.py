@@ -71,7 +71,7 @@ def test_derivatives(dtype: torch.dtype) -> None:
             torch.autograd.grad(f(w, terms), w, g) for f in (wide_taylor_exponential, _taylor_exponential)
         )
         torch.testing.assert_close(one, two)
-    assert torch.autograd.gradcheck(lambda w: wide_taylor_exponential(w, 5), w)
+    assert torch.autograd.gradcheck(lambda w: wide_taylor_exponential(w, 5), w, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda w: wide_taylor_exponential(w, 3), w, fast_mode=True)
 
 

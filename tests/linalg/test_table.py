@@ -14,6 +14,7 @@ from lipkit.linalg import ORTHOGONALIZE, bjorck, cayley, resolve
 from lipkit.linalg.table import function_name, orthogonalized, proved
 
 
+@pytest.mark.usual(120)
 @pytest.mark.parametrize("name", ORTHOGONALIZE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9), (2, 3, 3)])

@@ -207,7 +207,7 @@ def private_names(tree: ast.AST) -> list[str]:
             path = [*str(node.module).split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             path = ast.unparse(node).split(".")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
             path = [*ast.unparse(node.args[0]).split("."), ast.unparse(node.args[1]).strip("'")]
         else:
             continue

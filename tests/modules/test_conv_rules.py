@@ -28,6 +28,7 @@ def truth(layer: nn.Module, shape: tuple[int, ...]) -> float:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(16)
 @pytest.mark.parametrize("mode", ["reflect", "replicate"])
 @pytest.mark.parametrize(
     ("k", "padding", "size"),
@@ -176,6 +177,7 @@ STRIDED = [
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(22)
 @pytest.mark.parametrize("options", STRIDED, ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])

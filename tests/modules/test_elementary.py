@@ -128,7 +128,7 @@ def test_written_networks_on_a_box() -> None:
         plain = export(model, (n,), box=box)
         x = 2 * torch.rand(300, n) - 1
         torch.testing.assert_close(plain(x), model(x), rtol=1e-5, atol=1e-6)
-        found = analyze(model, (n,), box=box, restarts=4, steps=20)
+        found = analyze(model, (n,), box=box, restarts=2, steps=10)
         assert 0 < found.lower <= found.upper <= most * found.lower
 
 

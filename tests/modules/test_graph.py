@@ -97,7 +97,7 @@ def jacobian(module: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.thorough
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_constant_is_above_every_jacobian(seed: int) -> None:
     graph = random_graph(seed).double()
     bound = float(lipschitz(graph, (6,)).detach())
@@ -230,8 +230,8 @@ def broken(seed: int, name: str, points: int = 600) -> tuple[int, int, int]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
 def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
-    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(7)), strict=True))
-    assert made > 1750
+    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(3)), strict=True))
+    assert made > 750
     assert sound == 0
     # The attacks are strong enough to break what rounding may not be left out of: about half of the graphs. Which ones
     # depends on where in memory numbers lie.

@@ -38,7 +38,7 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3))
 def test_no_pair_of_points_is_moved_apart(seed: int, size: float) -> None:
     torch.manual_seed(seed)

@@ -81,6 +81,7 @@ class Around(nn.Module):
 
 
 @OLD
+@pytest.mark.usual(14)
 @pytest.mark.parametrize("around", [lambda m: m, nn.Sequential, Around], ids=["alone", "in a chain", "in its own"])
 @pytest.mark.parametrize("name", MADE)
 def test_the_bound_is_that_of_the_numbers_and_proved_at_export(name: str, around: Any) -> None:

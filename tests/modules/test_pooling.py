@@ -26,7 +26,7 @@ def matrix(layer: nn.Module, h: int, w: int) -> np.ndarray:
 
 
 @pytest.mark.thorough
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -79,7 +79,7 @@ def test_the_gain_of_a_filter_is_its_largest_frequency_response() -> None:
     torch.manual_seed(0)
     m = drawn(0, 3, 2, 3, 0.35)
     a, b, c, d = (part.numpy() for part in (m[:3, :3], m[:3, 3:], m[3:, :3], m[3:, 3:]))
-    grid = np.exp(1j * np.linspace(0, np.pi, 4001))
+    grid = np.exp(1j * np.linspace(0, np.pi, 1001))
     response = max(np.linalg.norm(c @ np.linalg.solve(z * np.eye(3) - a, b) + d, 2) for z in grid)
     found = least_gain(System(m, 3, (0, 0), 1))
     assert response <= found.gain <= response * 1.001
@@ -105,13 +105,13 @@ def ascended(module: nn.Module, steps: int, rounds: int = 60) -> float:
 def test_networks_of_torch(kind: str, layers: int) -> None:
     torch.manual_seed(0)
     rnn = nn.RNN(2, 3, layers, nonlinearity=kind, batch_first=True, dtype=torch.float64)
-    plain = export(rnn, (12, 2))
-    u = torch.randn(3, 12, 2, dtype=torch.float64)
+    plain = export(rnn, (8, 2))
+    u = torch.randn(3, 8, 2, dtype=torch.float64)
     assert torch.allclose(plain(u), rnn(u)[0], atol=1e-12)
     bound = float(lipschitz(plain))
-    assert 0.3 * bound < ascended(plain[0], 12, 30) <= bound
+    assert 0.3 * bound < ascended(plain[0], 8, 20) <= bound
     x, by_steps = torch.zeros(3, 3 * layers, dtype=torch.float64), []
-    for t in range(12):
+    for t in range(8):
         x, y = plain[0].step(x, u[:, t])
         by_steps.append(y)
     assert torch.allclose(torch.stack(by_steps, 1), rnn(u)[0], atol=1e-12)
@@ -120,13 +120,13 @@ def test_networks_of_torch(kind: str, layers: int) -> None:
 @pytest.mark.thorough
 def test_a_network_that_expands_has_a_gain_over_some_steps_only() -> None:
     torch.manual_seed(0)
-    rnn = nn.RNN(2, 3, batch_first=True, nonlinearity="relu", dtype=torch.float64)
+    rnn = nn.RNN(2, 2, batch_first=True, nonlinearity="relu", dtype=torch.float64)
     with torch.no_grad():
-        rnn.weight_hh_l0.copy_(1.2 * torch.eye(3))
+        rnn.weight_hh_l0.copy_(1.2 * torch.eye(2))
     plain = export(rnn, (4, 2))
     assert plain[0].rate > 1.19
     assert float(lipschitz(plain)) < math.inf
-    assert ascended(plain[0], 4) <= float(lipschitz(plain)) < float(lipschitz(plain[0], (5, 2)))
+    assert ascended(plain[0], 4, 30) <= float(lipschitz(plain)) < float(lipschitz(plain[0], (5, 2)))
     assert contraction(plain[0]) == plain[0].rate
     with pytest.raises(ShapeError, match=r"a gain over T steps only, got none"):
         lipschitz(plain[0])
@@ -206,7 +206,7 @@ def test_claims_hold_or_are_not_believed(name: str) -> None:
     module = system(name)
     assert float(lipschitz(module)) == 3.0
     assert contraction(module) == 0.9
-    assert 0 < ascended(module, 10, 30) <= 3.0
+    assert 0 < ascended(module, 10, 12) <= 3.0
     u, states = torch.randn(20, 64, 2, dtype=torch.float64), 3 * torch.randn(2, 64, 4, dtype=torch.float64)
     for now in u:
         before = (states[0] - states[1]).norm(dim=1)
@@ -252,7 +252,7 @@ def test_what_changes_a_network_of_torch_inside_is_refused() -> None:
 def test_a_network_of_torch_with_parametrizations_after_a_run() -> None:
     torch.manual_seed(0)
     rnn, u = nn.RNN(2, 2, batch_first=True), torch.randn(2, 4, 2)
-    parametrize.register_parametrization(rnn, "weight_hh_l0", nn.Softmax(1))
+    parametrize.register_parametrization(rnn, "weight_hh_l0", nn.Tanh())
     rnn(u)
     plain = export(rnn, (4, 2))
     assert torch.allclose(plain(u), rnn(u)[0], atol=1e-6)
@@ -297,7 +297,7 @@ def test_rounding_is_bounded_for_sequences_of_any_length(name: str) -> None:
     module, bounds = system(name), []
     single = copy.deepcopy(module).float()
     exact = copy.deepcopy(single).double()
-    for steps in (4, 16, 64):
+    for steps in (4, 16, 48):
         u = torch.randn(3, steps, 2)
         local = local_error(exact, (steps, 2), FLOAT32)(u.double())
         error = (single(u).double() - exact(u.double())).flatten(1).norm(dim=1)
@@ -312,7 +312,7 @@ def test_rounding_is_bounded_for_sequences_of_any_length(name: str) -> None:
         assert (local_error(exact, (steps, 2), FLOAT64)(u.double()).error.at < 1e-8 * local.error.at).all()
     assert bounds[2] < 1.8 * bounds[1]  # a contraction forgets its errors
     exact.rate = 1.0
-    assert local_error(exact, (64, 2), FLOAT32)(u.double()).error.at.max() > 1.3 * bounds[2] * 8
+    assert local_error(exact, (48, 2), FLOAT32)(u.double()).error.at.max() > 1.3 * bounds[2] * 48**0.5
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

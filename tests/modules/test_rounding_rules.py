@@ -191,7 +191,7 @@ def test_the_bound_holds_and_is_not_idle(name: str) -> None:
     exact = copy.deepcopy(module).double()
     measure = local_error(exact, shape, FLOAT32)
     closest = 0.0
-    for size in (0.0, 1e-6, 0.1, 1.0, 3.0, 30.0):
+    for size in (0.0, 1e-6, 1.0, 30.0):
         for far in (0.0, 1e-3, 1.0, 10.0):
             x = size * torch.randn(32, *shape)
             h = x + (size or 1.0) * far * torch.randn(32, *shape)  # from 0, all of the error is its growth
@@ -256,7 +256,7 @@ def test_float64_inner_products_against_fractions(weight: list[float], x: list[f
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(1e-3, 10.0), st.booleans())
 def test_a_chain_is_never_below_what_it_loses(seed: int, size: float, spread: float, blocks: bool) -> None:
     torch.manual_seed(seed)

@@ -321,9 +321,14 @@ def test_only_networks_are_saved(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files that lie
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(network(), tmp_path_factory.mktemp("saved") / "net")
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save(network(), tmp_path / "net")
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "net"))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
