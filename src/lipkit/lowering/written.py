@@ -190,6 +190,8 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
             given, dims = observed.values.get(found["x"]), flat(found.get("dims", ()))
             if not isinstance(given, Operand) or not all(type(d) is int and d % given.rank != given.axis for d in dims):
                 continue
+            if (given.shape, given.place) != (observed.values[node].shape, observed.values[node].place):
+                continue  # zeros of another shape repeat x
             function: Any = make
             named: dict[str, Any] = {}
             if (pattern, make) in GATES:
