@@ -316,7 +316,7 @@ def test_a_loop_over_time_starts_from_rows_of_zeros() -> None:
         hat[3].weight.copy_(torch.tensor([1.0, -2, 1]).expand(4, -1))
     for rows in (nn.Softmax(0), hat):
         for verb in (export, analyze):
-            with pytest.raises(NoRuleError, match="depends on the size of the batch"):
+            with pytest.raises(NoRuleError, match="made from the size of the batch"):
                 verb(Loop(rows), (5, 3))
 
 
@@ -332,8 +332,18 @@ class BesideRows(nn.Module):
 @pytest.mark.parametrize("join", [torch.add, torch.mul, lambda x, rows: torch.cat((x, rows), 1)])
 @pytest.mark.parametrize("verb", [analyze, export])
 def test_rows_made_of_the_size_of_the_batch_are_refused(join, verb) -> None:
-    with pytest.raises(NoRuleError, match="depends on the size of the batch"):
+    with pytest.raises(NoRuleError, match="made from the size of the batch"):
         verb(BesideRows(join), (4,))
+
+
+@pytest.mark.parametrize("verb", [analyze, export])
+def test_rows_from_a_module_along_the_batch_are_refused(verb) -> None:
+    model = Net(lambda s, x: x + s.late(x.new_ones(1, x.size(0))).reshape(x.size(0), 1))
+    model.late = nn.Conv1d(1, 1, 21, padding=10, bias=False)  # row i sees row i - 10
+    with torch.no_grad():
+        model.late.weight.copy_(torch.arange(21) == 0)
+    with pytest.raises(NoRuleError, match="made from the size of the batch"):
+        verb(model, (4,))
 
 
 @pytest.mark.thorough

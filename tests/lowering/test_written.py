@@ -175,7 +175,13 @@ def test_gated_halves_and_flips_along_each_dimension(dim: int) -> None:
 
 REFUSED: dict[str, tuple[Forward, str]] = {
     "another gate": (lambda x: x * torch.sigmoid(2 * x + 1), "no Lipschitz constant"),
-    "a gate that is open": (lambda x: x * torch.sigmoid(0 * x), "slope other than 0"),
+    "a gate that is open": (lambda x: x * torch.sigmoid(0 * x), "slope of modulus 0.01 to 100"),
+    "zeros that repeat x": (
+        lambda x: torch.relu(x) + torch.where((a := x[:, None]) > torch.zeros_like(x[:, :, None] + a), a, 0.0).mean(1),
+        "truth values jump",
+    ),
+    "a gate that overflows": (lambda x: x * torch.sigmoid(1e38 * x), "slope of modulus 0.01 to 100"),
+    "a gate of complex slope": (lambda x: x * torch.sigmoid(x * torch.tensor(1j)), "complex numbers have no rules"),
     "a gate with a slope for each entry": (lambda x: x * torch.sigmoid(x * torch.ones(6)), "no Lipschitz constant"),
     "gate of another value": (lambda x: x * torch.sigmoid(x.roll(1, 1)), "no Lipschitz constant"),
     "another root": (lambda x: x * 0.5 * (1 + torch.erf(x / 1.4)), "torch.erf"),

@@ -153,7 +153,8 @@ def test_a_trained_network_with_its_own_forward_pass() -> None:
             self.start = start
 
         def forward(self, u: Tensor) -> Tensor:
-            outputs, state = self.rnn(u, self.start(u)) if self.start else self.rnn(u)
+            start = self.start(u) if self.start else ()
+            outputs, state = self.rnn(**start) if isinstance(start, dict) else self.rnn(u, *start)
             return self.head(outputs[:, -1] if self.last else state[0])
 
     torch.manual_seed(0)
@@ -163,11 +164,15 @@ def test_a_trained_network_with_its_own_forward_pass() -> None:
     assert 0 < float(lipschitz(plain)) < 10
     with pytest.raises(NoRuleError, match=r"the last state: read outputs\[:, -1\]"):
         export(Trained(last=False).eval(), (6, 2))
-    for start in (lambda u: torch.zeros(1, u.size(0), 3), lambda u: None):
+    for start in (lambda u: [torch.zeros(1, u.size(0), 3)], lambda u: [None]):
         beginning = Trained(True, start).eval()
         beginning.load_state_dict(model.state_dict())
         assert torch.equal(export(beginning, (6, 2))(u), plain(u))
-    for start in (lambda u: torch.ones(1, u.size(0), 3), lambda u: torch.cat((u, u), -1)[:, :1, :3].transpose(0, 1)):
+    for start in (
+        lambda u: [torch.ones(1, u.size(0), 3)],
+        lambda u: [torch.cat((u, u), -1)[:, :1, :3].transpose(0, 1)],
+        lambda u: {"hx": torch.zeros(1, u.size(0), 3), "input": u},
+    ):
         with pytest.raises(NoRuleError, match="expected a module from one tensor to one, got 2 arguments"):
             export(Trained(True, start).eval(), (6, 2))
 

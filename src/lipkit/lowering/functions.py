@@ -432,7 +432,8 @@ def swish(x: Tensor, slope: float) -> Tensor:
 
 @plain(swish, place=viewed)
 def _swish(call: Build, x: Operand, slope: float) -> Value:
-    call.require(slope != 0, "expected a slope other than 0")
+    # ``silu(slope * x)`` is NaN where the product overflows, and loses digits where it is subnormal.
+    call.require(0.01 <= abs(slope) <= 100, f"expected a slope of modulus 0.01 to 100, got {slope}")
     number: Any = call.add(nn.SiLU(), call.elementwise(x, scale=call.like + slope))
     return _div(call, replace(call.results[0], number=number), slope)
 

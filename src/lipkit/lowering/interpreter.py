@@ -185,7 +185,7 @@ class Interpreter:
             raise self._refuse(node, why)
         if type(module) is nn.RNN and isinstance(value, tuple):
             value = value[0]
-            given = [g for g in given if not (g is None or (isinstance(g, Rows) and not bool(g.row.any())))]
+            given[1:] = [g for g in given[1:] if not (g is None or (isinstance(g, Rows) and not bool(g.row.any())))]
         if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Operand):
             got = f"{len(given)} arguments" if len(given) != 1 else "a list, or several results"
             raise self._refuse(node, f"expected a module from one tensor to one, got {got}")

@@ -45,14 +45,16 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 # How a value depends on the input: on its values; it is the batch size; it has one equal row for each sample; or it
 # depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
-# Functions that make a given number of equal rows, that keep rows equal (also beside constants), and that take sizes.
+# Functions that make a given number of equal rows, functions and modules that keep rows equal (also beside constants),
+# and those of these that take sizes. A convolution, for instance, may run along the batch.
 _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
 _SIZED = ("view", "reshape", torch.reshape)
 _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
             "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
             "flatten", "unflatten", operator.matmul, torch.matmul, F.linear,
-            *(function for row in ACTIVATIONS.values() for function in row.functions))  # fmt: skip
+            nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm,
+            *(one for row in ACTIVATIONS.values() if row.functions for one in (row.kind, *row.functions)))  # fmt: skip
 
 
 def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -76,7 +78,7 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
-    elif (node.target in _ROWWISE or node.op == "call_module") and {*hows} <= allowed:
+    elif node.meta.get("kind", node.target) in _ROWWISE and {*hows} <= allowed:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
         if read not in (*_STATIC, *_STATIC_METHODS):
@@ -387,6 +389,8 @@ class _Tracer(fx.Tracer):
         node = proxy.node
         node.meta["where"] = self._path[-1] if self._path else ""
         node.meta["line"] = self._watch.line()
+        if kind == "call_module":
+            node.meta["kind"] = type(fetch(self.root, target))
         inputs = node.all_input_nodes
         note_dependence(node, self.how)
         named_static = node.target in _STATIC_METHODS or (node.target is getattr and node.args[1] in _STATIC)

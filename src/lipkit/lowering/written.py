@@ -167,7 +167,8 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
         if isinstance(value, fx.Node) and value.target is torch.zeros_like:
             return 0.0
         value = observed.values[value] if isinstance(value, fx.Node) else value
-        stored = isinstance(value, int | float) or (isinstance(value, Tensor) and value.shape in ((), (1,)))
+        real = isinstance(value, Tensor) and not value.is_complex()
+        stored = isinstance(value, int | float) or (real and value.shape in ((), (1,)))
         return float(value) if stored else math.nan
 
     def equals(value: Any, wanted: float) -> bool:
@@ -189,6 +190,8 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
             given, dims = observed.values.get(found["x"]), flat(found.get("dims", ()))
             if not isinstance(given, Operand) or not all(type(d) is int and d % given.rank != given.axis for d in dims):
                 continue
+            if (given.shape, given.place) != (observed.values[node].shape, observed.values[node].place):
+                continue  # zeros of another shape repeat x
             function: Any = make
             named: dict[str, Any] = {}
             if (pattern, make) in GATES:
