@@ -58,7 +58,7 @@ def viewed(call: Build) -> Build:
 
 
 def joined(call: Build) -> Build:
-    """Rewrites an elementwise function of several values, all of which must have the batch where the result has it."""
+    """Rewrites an elementwise function of several values, each of which must hold the batch where the result does."""
     args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), lambda value: _beside(call, value))
     return call.to(call.target, *args, **kwargs)
 
