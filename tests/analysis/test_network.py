@@ -353,6 +353,24 @@ def test_a_wrong_rule_is_found_by_the_search() -> None:
         analyze(Wrong(), (3,))
 
 
+def test_a_module_that_treats_the_last_of_many_samples_otherwise_is_refused() -> None:
+    class Late(nn.Module):
+        def forward(self, x):
+            return torch.cat((x[:8], 2 * x[8:]))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late = Late()
+
+        def forward(self, x):
+            return self.late(x) + 1
+
+    lipkit.modules.lipschitz_rule(Late)(lambda module, shape: 2.0)
+    with pytest.raises(NoRuleError, match="samples in the opposite order differ"):
+        analyze(Net(), (3,))
+
+
 @pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "orthogonal"])
 def test_a_parametrised_network_is_left_as_it_is(how: str) -> None:
     torch.manual_seed(0)

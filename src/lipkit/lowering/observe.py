@@ -286,12 +286,14 @@ def check_outputs(
             f"analyze: expected the traced graph to call the same functions as the network, got other ones: {other}; "
             "its forward pass depends on the values or the type of its argument, or changes from call to call"
         )
-    for few, many in pairwise(sizes):
+    compared = [(f"{few} and {many} samples", batches[many][:few], batches[few]) for few, many in pairwise(sizes)]
+    turned = _alone(root, more[: sizes[-1]].flip(0)).flip(0)  # the last samples of the largest batch stand in no other
+    for what, one, other in (*compared, ("samples in the opposite order", batches[sizes[-1]], turned)):
         # Flat, because the output of a single sample may lack dimensions.
-        if not close(batches[many][:few].flatten(), batches[few].flatten()):
+        if not close(one.flatten(), other.flatten()):
             raise NoRuleError(
                 "analyze: expected an output for each sample alone, got one that depends on the whole batch: "
-                f"{few} and {many} samples differ"
+                f"{what} differ"
             )
     for name, found in (("with and without derivatives", derivatives), ("in and outside inference mode", inference)):
         if found and not (isinstance(found[0], Tensor) and close(direct, found[0]) and not difference(calls, found[1])):
