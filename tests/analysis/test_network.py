@@ -413,7 +413,7 @@ def test_one_front_door_for_tight_bounds() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_folded_is_not_rounded_to_the_format_of_the_network(dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     norm = nn.BatchNorm1d(1)
@@ -421,7 +421,7 @@ def test_what_is_folded_is_not_rounded_to_the_format_of_the_network(dtype: torch
     model = nn.Sequential(nn.Linear(1, 1), norm, nn.ReLU(), nn.Linear(1, 1)).eval().to(dtype)
     first, last = (float(model[i].weight.detach()) for i in (0, 3))
     true = abs(first * last) / math.sqrt(float(norm.running_var) + norm.eps)  # in float64
-    bounds = [analyze(model, (1,), box=box, tight=True).upper for box in (None, (-99.0, 99.0))]
+    bounds = [analyze(model, (1,), box=box, restarts=0, tight=True).upper for box in (None, (-99.0, 99.0))]
     for bound in (*bounds, float(lipkit.lipschitz(model, (1,), tight=True))):
         assert true * (1 - 1e-15) <= bound <= true * (1 + 1e-9)
 

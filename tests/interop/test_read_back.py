@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
@@ -41,6 +42,23 @@ def written(network: modules.Network, path: Path) -> tuple[Path, Callable[[Tenso
         patch.setattr(runtimes, "program_runtime", load)
         interop.write_program(network, path)
     return path, loaded[0]
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Within it, torch traces equal networks once, for both of their files: that takes most of the time."""
+    traced: dict[str, torch.export.ExportedProgram] = {}
+    trace = runtimes._program
+
+    def cached(network: modules.Network) -> torch.export.ExportedProgram:
+        key = modules.sha256(network)
+        if key not in traced:
+            traced[key] = trace(network)
+        return traced[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtimes, "_program", cached)
+        yield
 
 
 def claimed(network: modules.Network, onnx_file: Path, program: Path) -> None:

@@ -51,7 +51,7 @@ def plain(**options):
 
 def random(folder, **options):
     return training.fit(
-        network(0.5), data(200), epochs=2, batch_size=4, lr=0.02, augment=random_flip, ema=0.9, run_dir=folder,
+        network(0.5), data(44), epochs=2, batch_size=4, lr=0.02, augment=random_flip, ema=0.9, run_dir=folder,
         accelerator="cpu", **options,
     )
 """
