@@ -362,7 +362,7 @@ def test_a_parametrised_network_is_left_as_it_is(how: str) -> None:
     net = nn.Sequential(layer).eval()
     x = torch.randn(2, 3)
     before = net(x)
-    bound = lipkit.analyze(net, (3,)).upper
+    bound = lipkit.analyze(net, (3,), restarts=0).upper
     assert torch.equal(net(x), before)
     norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     assert norm <= float(bound) <= norm * 1.02

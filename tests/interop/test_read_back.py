@@ -73,9 +73,9 @@ def claimed(network: modules.Network, onnx_file: Path, program: Path) -> None:
 
 
 def agree(network: modules.Network, folder: Path) -> None:
-    comes_back(
-        network, interop.write_onnx(network, folder / "net.onnx"), interop.write_program(network, folder / "net.pt2")
-    )
+    with traced_once():
+        files = interop.write_onnx(network, folder / "net.onnx"), interop.write_program(network, folder / "net.pt2")
+    comes_back(network, *files)
 
 
 @pytest.mark.thorough
