@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_plots")]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = load_recipe("digits_cayley", ["train.epochs=1", "certify.attack_steps=2", "certify.attack_samples=20"])
+    small = ["model.options.width=1", "data.limit=200", "certify.attack_steps=2", "certify.attack_samples=20"]
+    recipe = load_recipe("digits_cayley", ["train.epochs=1", *small])
     folder = tmp_path_factory.mktemp("runs") / "a"
     outcome = pipeline.train(recipe, folder=folder)
     assert outcome is not None

@@ -324,8 +324,12 @@ def analyzed(model: nn.Module, shape: tuple[int, ...]) -> Any:
     return analyze(model, shape, restarts=0)
 
 
-# The constant of a network is that of its export: by itself it is asked of every third.
-ASKED = [(name, f) for i, name in enumerate(MIXED) for f in (export, analyzed, lipschitz)[: 2 + (i % 3 == 0)]]
+# The bound traces as the export does, and the constant is that of the export: they are asked of every second and third.
+ASKED = [
+    pytest.param(name, f, marks=[pytest.mark.slow] * (i % every > 0))
+    for i, name in enumerate(MIXED)
+    for f, every in ((export, 1), (analyzed, 2), (lipschitz, 3))
+]
 
 
 @pytest.mark.parametrize(("name", "function"), ASKED)

@@ -316,9 +316,13 @@ def analyzed(model: nn.Module, shape: tuple[int, ...]) -> Any:
     return analyze(model, shape, restarts=0)
 
 
-# The constant of a network is that of its export: by itself it is asked of every third.
+# The bound traces as the export does, and the constant is that of the export: they are asked of every second and third.
 NAMES = [*(("looks", name) for name in LOOKS), *(("keeps", name) for name in KEEPS)]
-ASKED = [(name, f) for i, name in enumerate(NAMES) for f in (export, analyzed, lipschitz)[: 2 + (i % 3 == 0)]]
+ASKED = [
+    pytest.param(name, f, marks=[pytest.mark.slow] * (i % every > 0))
+    for i, name in enumerate(NAMES)
+    for f, every in ((export, 1), (analyzed, 2), (lipschitz, 3))
+]
 
 
 @pytest.mark.parametrize(("name", "function"), ASKED)

@@ -17,7 +17,9 @@ from lipkit.modules import Blend, Concatenate, Graph, MaxMin
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["VGG-11", "ResNet-18", "WRN-16-4", "DenseNet", "U-Net"])
+@pytest.mark.parametrize(
+    "name", ["VGG-11", "ResNet-18", pytest.param("WRN-16-4", marks=pytest.mark.slow), "DenseNet", "U-Net"]
+)
 def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
     shape = NETWORKS[name][1]
     torch.manual_seed(10)
