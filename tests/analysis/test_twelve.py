@@ -35,7 +35,7 @@ def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 # Their bounds, outputs and radii are kept in tests/certificates/reference_certificates.json.
-LONG = ("DenseNet", "SqueezeNet", "ConvNeXt")
+LONG = ("DenseNet", "SqueezeNet", "ConvNeXt", "WRN-16-4")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LONG]
 
 

@@ -45,11 +45,11 @@ def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") 
 def test_linear_model_falls_exactly_beyond_the_distance_to_its_boundary(scale: float, norm: str) -> None:
     # at scale 1e4 the gradient of cross-entropy vanishes in float32; the margin loss has no such blind spot
     layer = linear(scale=scale)
-    x = points(40, 5)
+    x = points(60, 5)
     y = layer(x).argmax(dim=1)
     distance = boundary_distance(layer, x, y, norm)
-    near = pgd(layer, x, y, eps=0.999 * distance, norm=norm, steps=60, restarts=2, box=None)
-    far = pgd(layer, x, y, eps=1.02 * distance + 1e-5, norm=norm, steps=60, restarts=2, box=None)
+    near = pgd(layer, x, y, eps=0.999 * distance, norm=norm, steps=60, restarts=4, box=None)
+    far = pgd(layer, x, y, eps=1.02 * distance + 1e-5, norm=norm, steps=60, restarts=4, box=None)
     assert not misclassified(layer(near), y).any()
     assert misclassified(layer(far), y).all()
 

@@ -352,7 +352,7 @@ def test_twelve_networks(name: str, tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["LeNet", "DenseNet"])
+@pytest.mark.parametrize("name", [pytest.param("LeNet", marks=pytest.mark.slow), "DenseNet"])
 def test_networks_without_floating_point(name: str, tmp_path: Path, capsys: Any) -> None:
     write_run(tmp_path, *model_of(name))
     assert verdict(tmp_path, "--exact") == 0, capsys.readouterr().out

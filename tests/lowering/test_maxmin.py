@@ -27,6 +27,7 @@ def interleaved(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(15)
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (8, 4, 4)], ids=str)
 @pytest.mark.parametrize(
     "function",

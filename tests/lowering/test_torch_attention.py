@@ -101,6 +101,7 @@ def test_the_same_function_on_a_box(name: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(5)
 @each_network
 def test_without_a_box_the_product_is_named(name: str) -> None:
     for verb in (lipkit.export, lipkit.lipschitz)[: 1 + (name in FAST)]:

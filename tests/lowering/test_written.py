@@ -93,6 +93,7 @@ NORMS: dict[str, Callable[[Tensor, int | tuple[int, ...]], Tensor]] = {
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(19)
 @pytest.mark.parametrize(("dim", "shape"), [(-1, (6,)), (1, (4, 3, 2)), ((1, 3), (4, 3, 2)), ((-2, -1), (2, 3, 4))])
 @pytest.mark.parametrize("name", NORMS)
 def test_a_written_normalisation_has_its_constant(

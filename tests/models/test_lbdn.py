@@ -52,7 +52,7 @@ def smallest_eigenvalue(weights: list[Tensor], multipliers: list[Tensor], gamma:
 
 
 @pytest.mark.thorough
-@pytest.mark.usual(10)
+@pytest.mark.usual(15)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", [0, 6])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5, 10])
