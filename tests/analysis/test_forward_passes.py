@@ -25,8 +25,8 @@ ROWS = json.loads((Path(__file__).parent / "forward_passes.json").read_text())
 # What people write: where these were bounded they still are. The others may be refused for what they look at.
 LEGAL = ("innocent", "image", "in place", "casts")
 # State in closures and iterators, and the identity of an integer, leave no trace: found by luck at most.
-# Every body that was once judged wrongly, and every fourth one of the rest.
-SEEN = [row for i, row in enumerate(ROWS) if not row["name"].startswith("hidden") and ("wrong" in row or i % 4 == 1)]
+# Every body that was once judged wrongly, and every eighth one of the rest.
+SEEN = [row for i, row in enumerate(ROWS) if not row["name"].startswith("hidden") and ("wrong" in row or i % 8 == 1)]
 EVERY = 6
 
 
@@ -78,7 +78,7 @@ def test_bounded_from_above_and_exported_as_it_is(row: dict[str, Any]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=row["name"], marks=[pytest.mark.slow] * (i % 3 > 0)) for i, row in enumerate(ROWS[::12])],
+    [pytest.param(row, id=row["name"], marks=[pytest.mark.slow] * (i % 6 > 0)) for i, row in enumerate(ROWS[::12])],
 )
 def test_the_truth_is_found_again(row: dict[str, Any]) -> None:
     found = forward_passes.truth(row["body"], SHAPES[row["shape"]])

@@ -380,7 +380,7 @@ def test_a_parametrised_network_is_left_as_it_is(how: str) -> None:
     net = nn.Sequential(layer).eval()
     x = torch.randn(2, 3)
     before = net(x)
-    bound = lipkit.analyze(net, (3,)).upper
+    bound = lipkit.analyze(net, (3,), restarts=0).upper
     assert torch.equal(net(x), before)
     norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     assert norm <= float(bound) <= norm * 1.02
@@ -431,7 +431,7 @@ def test_one_front_door_for_tight_bounds() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_folded_is_not_rounded_to_the_format_of_the_network(dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     norm = nn.BatchNorm1d(1)
@@ -439,7 +439,7 @@ def test_what_is_folded_is_not_rounded_to_the_format_of_the_network(dtype: torch
     model = nn.Sequential(nn.Linear(1, 1), norm, nn.ReLU(), nn.Linear(1, 1)).eval().to(dtype)
     first, last = (float(model[i].weight.detach()) for i in (0, 3))
     true = abs(first * last) / math.sqrt(float(norm.running_var) + norm.eps)  # in float64
-    bounds = [analyze(model, (1,), box=box, tight=True).upper for box in (None, (-99.0, 99.0))]
+    bounds = [analyze(model, (1,), box=box, restarts=0, tight=True).upper for box in (None, (-99.0, 99.0))]
     for bound in (*bounds, float(lipkit.lipschitz(model, (1,), tight=True))):
         assert true * (1 - 1e-15) <= bound <= true * (1 + 1e-9)
 

@@ -387,7 +387,7 @@ def test_operands_by_the_names_that_torch_gives_them(by_name, by_place):
     named = Net(by_name).eval()
     placed = Net(by_place).eval()
     placed.load_state_dict(named.state_dict())
-    assert analyze(named, (4,)).upper == analyze(placed, (4,)).upper > 0
+    assert analyze(named, (4,), restarts=0).upper == analyze(placed, (4,), restarts=0).upper > 0
     x = torch.randn(5, 4)
     assert torch.equal(export(named, (4,))(x), export(placed, (4,))(x))
     assert torch.allclose(export(named, (4,))(x), named(x))

@@ -77,7 +77,7 @@ STEP = st.tuples(st.sampled_from([*UNARY, *BINARY, *BINARY]), st.integers(0, 1),
 
 
 @pytest.mark.thorough
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(program=st.lists(STEP, min_size=1, max_size=7), seed=st.integers(0, 999))
 def test_no_jacobian_is_above_the_bound(program: list[tuple[str, int, int, int]], seed: int) -> None:
     with torch.random.fork_rng(devices=[]):

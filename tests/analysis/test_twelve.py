@@ -35,7 +35,7 @@ def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 # Their bounds, outputs and radii are kept in tests/certificates/reference_certificates.json.
-LONG = ("DenseNet", "SqueezeNet", "ConvNeXt")
+LONG = ("DenseNet", "SqueezeNet", "ConvNeXt", "WRN-16-4")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LONG]
 
 
@@ -53,22 +53,23 @@ def test_bounded_exported_certified_and_saved(name: str, tmp_path: Path) -> None
         assert torch.allclose(plain.double()(100 * x.double()), model.double()(100 * x.double()), rtol=1e-3)
     plain, model = plain.float(), model.float()
     bound = float(lipschitz(plain))
-    analyzed = analyze(model, shape, restarts=1, steps=5)
+    upper = analyze(model, shape, restarts=0).upper
     # The same graph before batch normalisation is folded, with tolerances that differ.
     # Both bound each kernel within one per cent, analyze on average: none is better by more than that.
     kernels = sum(isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) for module in model.modules())
-    assert analyzed.lower <= bound <= analyzed.upper * 1.01**kernels * (1 + 1e-4)
-    lower = lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower
-    assert lower <= bound
+    assert bound <= upper * 1.01**kernels * (1 + 1e-4)
+    assert lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower <= min(bound, upper)
     folder = save(plain.float(), tmp_path / "net")
     twin = load(folder)
     assert torch.equal(twin(x), plain(x))
-    assert float(lipschitz(twin)) == pytest.approx(bound, rel=1e-12)
-    if name != "U-Net":
-        labels = plain(x).argmax(1)
-        sound, ignored = (certify(twin, x, labels, rounding=rounding).radius for rounding in ("sound", "ignore"))
-        assert bool((sound <= ignored).all())
-        assert bool((sound > 0.5 * ignored).all())
+    if name == "U-Net":
+        assert float(lipschitz(twin)) == pytest.approx(bound, rel=1e-12)
+        return
+    labels = plain(x).argmax(1)
+    sound, ignored = (certify(twin, x, labels, rounding=rounding) for rounding in ("sound", "ignore"))
+    assert sound.constant == pytest.approx(bound, rel=1e-12)
+    assert bool((sound.radius <= ignored.radius).all())
+    assert bool((sound.radius > 0.5 * ignored.radius).all())
 
 
 @pytest.mark.thorough
@@ -150,7 +151,7 @@ def test_products_have_a_constant_on_a_box(name: str, tmp_path: Path) -> None:
     bound = float(lipschitz(plain))
     upper = analyze(model, shape, box=(0, 1), restarts=0).upper  # never looser: on the box it may know more
     assert 0.9 * bound <= upper <= bound * (1 + 1e-6)
-    assert lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower <= bound
+    assert lipschitz_lower_bound(plain.double(), restarts=1, steps=3).lower <= bound
     twin = load(save(plain.float(), tmp_path / "net"))
     assert torch.equal(twin(x), plain(x))
     certificate = certify(twin, x, plain(x).argmax(1))

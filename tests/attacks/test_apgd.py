@@ -39,6 +39,7 @@ def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") 
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(6)
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("attack", ["margin", "dlr"])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

@@ -108,7 +108,10 @@ def test_on_linear_models_the_true_distance_is_reached(attack: str, box: tuple[f
     apart = rows[y][:, None] - rows[None]
     size = apart.norm(dim=2) if norm == "l2" else apart.abs().sum(dim=2)
     distance = ((logits.gather(1, y[:, None]) - logits) / size).nan_to_num(math.inf).amin(dim=1)
-    near = carlini_wagner(layer, x, y, box=box, targets=1) if attack == "cw" else fab(layer, x, y, norm=norm, box=box)
+    if attack == "cw":
+        near = carlini_wagner(layer, x, y, box=box, targets=1, searches=6, steps=100, rate=0.05, weight=0.1)
+    else:
+        near = fab(layer, x, y, norm=norm, box=box)
     assert misclassified(layer(near), y).all()
     ratio = ball(norm).distance(near, x) / distance
     assert ratio.min() >= 1 - 2e-6

@@ -35,9 +35,9 @@ def check(count: int, **options: int) -> list[float]:
     return largest
 
 
-def test_a_network_of_every_family() -> None:
-    largest = check(len(families.names()), samples=2)
-    assert len(largest) > 22  # both attacks find something on nearly every network
+def test_networks_of_half_of_the_families() -> None:
+    largest = check(len(families.names()) // 2, samples=2)
+    assert len(largest) > 11  # both attacks find something on nearly every network
     assert max(largest) <= 1
     assert max(largest) > 0.5
 

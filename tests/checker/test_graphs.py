@@ -336,7 +336,8 @@ def model_of(name: str) -> tuple[nn.Module, Tensor]:
     return model, torch.rand(4, *shape)
 
 
-LARGE = ("ResNet-50", "WRN-16-4", "ResNet-18", "DenseNet")  # the last one without floating point, too
+# DenseNet is checked without floating point; the parts of the others are in smaller ones.
+LARGE = ("ResNet-50", "WRN-16-4", "ResNet-18", "DenseNet", "VGG-11", "MobileNetV2")
 
 
 @pytest.mark.thorough
@@ -351,7 +352,7 @@ def test_twelve_networks(name: str, tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["LeNet", "DenseNet"])
+@pytest.mark.parametrize("name", [pytest.param("LeNet", marks=pytest.mark.slow), "DenseNet"])
 def test_networks_without_floating_point(name: str, tmp_path: Path, capsys: Any) -> None:
     write_run(tmp_path, *model_of(name))
     assert verdict(tmp_path, "--exact") == 0, capsys.readouterr().out

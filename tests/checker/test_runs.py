@@ -179,9 +179,10 @@ def test_multipliers_that_prove_nothing_leave_the_product(change: Any, tmp_path:
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", [
     lambda: models.lbdn_conv(blocks=2, width=4, hidden=(32, 16), input_shape=SHAPE, classes=10),
-    lambda: models.kwlarge(dense=(48, 32), input_shape=SHAPE),
+    # Small networks of their layers are in `test_every_family`.
+    pytest.param(lambda: models.kwlarge(dense=(48, 32), input_shape=SHAPE), marks=pytest.mark.slow),
+    pytest.param(lambda: models.kwlarge(layer="sll", dense=(48, 32), input_shape=SHAPE), marks=pytest.mark.slow),
     lambda: models.kwlarge(layer="bcop", dense=(48, 32), input_shape=SHAPE, pool=True),
-    lambda: models.kwlarge(layer="sll", dense=(48, 32), input_shape=SHAPE),
     lambda: models.mlp((32, 32), gamma=3.0, input_shape=SHAPE, classes=10, mean=[0.1], std=[0.3]),
     lambda: models.patchnet(patch=2, stages=((16, 2), (64, 2)), dense=(32,), input_shape=SHAPE),
     lambda: models.mlp((32, 32), layer="sandwich", input_shape=SHAPE, classes=10),

@@ -254,7 +254,7 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["certify", str(folder / "network"), "digits", *quick]) == 0
     again = tmp_path / "out" / "network-001"
     assert main(["certify", str(again), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
-    assert main(["attack", str(again), "--samples", "2"]) == 0
+    assert main(["attack", str(again), "--samples", "2", "--steps", "5"]) == 0
     with pytest.raises(RecipeError, match=r"model: expected one of .*, got '.*network'"):
         read_recipe(again)
     assert main(["certify", "own_test_network:factory", "mnist", "--input-shape", "1,8,8"]) != 0

@@ -59,6 +59,7 @@ def test_without_a_name_every_key_and_option_is_shown(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(15)
 @pytest.mark.parametrize("name", names())
 def test_a_shown_recipe_is_that_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "show", name, "train.epochs=3"]) == 0

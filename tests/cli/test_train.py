@@ -114,7 +114,6 @@ def test_the_first_line_comes_before_torch_is_imported(tmp_path):
     )
     for arguments, first in (
         (["digits_sll"], "digits_sll: 8 x 8 digits, small SLL network"),
-        ([], "digits_cayley: 8 x 8 digits"),
         (["--resume", str(tmp_path)], f"continuing {tmp_path}"),
     ):
         done = subprocess.run([sys.executable, "-c", code, "train", *arguments], capture_output=True, text=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from tests.interop.test_read_back import traced_once
 
 from lipkit.cli.export import command
 from lipkit.experiments import run as pipeline
@@ -18,9 +20,16 @@ from lipkit.report import Record, read_record
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_plots")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    with traced_once():
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = load_recipe("digits_cayley", ["train.epochs=1", "certify.attack_steps=2", "certify.attack_samples=20"])
+    small = ["model.options.width=1", "data.limit=200", "certify.attack_steps=2", "certify.attack_samples=20"]
+    recipe = load_recipe("digits_sll", ["train.epochs=1", *small])
     folder = tmp_path_factory.mktemp("runs") / "a"
     outcome = pipeline.train(recipe, folder=folder)
     assert outcome is not None

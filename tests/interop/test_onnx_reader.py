@@ -360,8 +360,8 @@ def test_values_have_a_budget_together(tmp_path):
 
 @pytest.mark.thorough
 def test_files_of_many_forms_are_read_as_the_runtime_reads_them_or_refused(tmp_path):
-    verdicts = [onnx_files.check(seed, tmp_path) for seed in range(60)]
-    assert 20 <= verdicts.count("read") <= 45
+    verdicts = [onnx_files.check(seed, tmp_path) for seed in range(30)]
+    assert 10 <= verdicts.count("read") <= 23
 
 
 def test_a_name_has_one_meaning(tmp_path):

@@ -25,7 +25,7 @@ from lipkit.errors import DataError, NoRuleError, ShapeError
 from lipkit.interop import load_program
 from lipkit.interop.program_reader import OPERATORS, read_program
 
-SLOW = ("VGG-11", "ResNet-18", "ResNet-50", "WRN-16-4", "DenseNet", "SqueezeNet", "MobileNetV2", "ConvNeXt")
+SLOW = ("LeNet", "VGG-11", "ResNet-18", "ResNet-50", "WRN-16-4", "DenseNet", "SqueezeNet", "MobileNetV2", "ConvNeXt")
 
 
 def write(model: nn.Module, shape: tuple[int, ...], path: Path, dynamic: bool = True) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
@@ -43,6 +44,23 @@ def written(network: modules.Network, path: Path) -> tuple[Path, Callable[[Tenso
     return path, loaded[0]
 
 
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Within it, torch traces equal networks once, for both of their files: that takes most of the time."""
+    traced: dict[str, torch.export.ExportedProgram] = {}
+    trace = runtimes._program
+
+    def cached(network: modules.Network) -> torch.export.ExportedProgram:
+        key = modules.sha256(network)
+        if key not in traced:
+            traced[key] = trace(network)
+        return traced[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtimes, "_program", cached)
+        yield
+
+
 def claimed(network: modules.Network, onnx_file: Path, program: Path) -> None:
     """As `comes_back`, but the files of an equal network are not made again: that they are equal is tested below."""
     before = onnx.load(onnx_file)
@@ -55,9 +73,9 @@ def claimed(network: modules.Network, onnx_file: Path, program: Path) -> None:
 
 
 def agree(network: modules.Network, folder: Path) -> None:
-    comes_back(
-        network, interop.write_onnx(network, folder / "net.onnx"), interop.write_program(network, folder / "net.pt2")
-    )
+    with traced_once():
+        files = interop.write_onnx(network, folder / "net.onnx"), interop.write_program(network, folder / "net.pt2")
+    comes_back(network, *files)
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tests.interop.test_read_back import claimed, comes_back, written
+from tests.interop.test_read_back import claimed, comes_back, traced_once, written
 from torch import Tensor, nn
 
 import lipkit
@@ -48,8 +48,9 @@ def test_the_kinds_are_all() -> None:
 def test_onnx_and_program_compute_the_same_for_every_family(family: str, tmp_path: Path) -> None:
     exported = network(family)
     x, y = torch.rand(9, *SHAPE), torch.arange(9) % 4
-    onnx_file = interop.write_onnx(exported, tmp_path / "new" / "network.onnx")
-    program, torch_runtime = written(exported, tmp_path / "network.pt2")
+    with traced_once():
+        onnx_file = interop.write_onnx(exported, tmp_path / "new" / "network.onnx")
+        program, torch_runtime = written(exported, tmp_path / "network.pt2")
     stored = onnx.load(onnx_file)
     assert not any("complex" in str(t.data_type) for t in stored.graph.initializer)
     assert {node.domain for node in stored.graph.node} <= {"", "ai.onnx"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lipkit import analyze, export, lipschitz
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.lowering.tracing import batch_axis
+from lipkit.testing.reference import jacobians
 
 M, V, I, G = (3, 4), (4,), (4, 4, 8), (5, 8)  # noqa: E741
 Forward = Callable[[Any, Tensor], Tensor]
@@ -197,8 +199,9 @@ def compared(forward: Forward, shape: tuple[int, ...], **options: Any) -> nn.Mod
         for size in (1, 3, 8, 65):
             x = torch.rand(size, *shape, generator=generator)
             y = network(x)
-            alone = torch.cat([network(row[None]).reshape(1, *y.shape[1:]) for row in x])
-            assert torch.allclose(y, alone, rtol=1e-4, atol=1e-5)
+            if size == 8:
+                alone = torch.cat([network(row[None]).reshape(1, *y.shape[1:]) for row in x])
+                assert torch.allclose(y, alone, rtol=1e-4, atol=1e-5)
             assert plain(x).shape == y.shape
             assert torch.allclose(plain(x), y, rtol=1e-4, atol=1e-5)
     return plain
@@ -212,10 +215,9 @@ def test_exported_and_bounded(name: str) -> None:
     bound = float(lipschitz(plain))
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     double = plain.double()
-    for row in x:
-        jacobian: Any = torch.autograd.functional.jacobian(lambda v: double(v[None])[0], row)
-        assert float(torch.linalg.matrix_norm(jacobian.reshape(-1, row.numel()), 2)) <= bound * (1 + 1e-9)
-    assert analyze(Net(forward).eval(), shape, restarts=1, steps=2).upper >= 0
+    steepest = max(float(np.linalg.norm(j, 2)) for j in jacobians(lambda v: double(v).reshape(len(v), -1), x))
+    assert steepest <= bound * (1 + 1e-9)
+    assert analyze(Net(forward).eval(), shape, restarts=0).upper >= steepest * (1 - 1e-9)
 
 
 @pytest.mark.thorough
@@ -361,8 +363,12 @@ def analyzed(model: nn.Module, shape: tuple[int, ...]) -> Any:
     return analyze(model, shape, restarts=0)
 
 
-# The constant of a network is that of its export: by itself it is asked of every third.
-ASKED = [(name, f) for i, name in enumerate(MIXED) for f in (export, analyzed, lipschitz)[: 2 + (i % 3 == 0)]]
+# The bound traces as the export does, and the constant is that of the export: they are asked of every second and third.
+ASKED = [
+    pytest.param(name, f, marks=[pytest.mark.slow] * (i % every > 0))
+    for i, name in enumerate(MIXED)
+    for f, every in ((export, 1), (analyzed, 2), (lipschitz, 3))
+]
 
 
 @pytest.mark.parametrize(("name", "function"), ASKED)
@@ -376,6 +382,7 @@ def test_refused_where_samples_meet(name: str, function: Callable[..., Any]) -> 
     assert "compute the same" not in str(error.value)
 
 
+@functools.cache
 def meets(forward: Forward, shape: tuple[int, ...]) -> bool:
     """True if an output of some batch is not that of its samples alone; the truth, without lipkit."""
     network = Net(forward).eval()

@@ -65,7 +65,7 @@ def test_a_written_activation_is_the_module(name: str) -> None:
     assert repr(plain[0]) == repr(module)
     x = 3 * torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(plain(x), function(x), atol=1e-6)
-    assert float(analyze(Written(function), (5,)).upper) == float(lipschitz(module))
+    assert float(analyze(Written(function), (5,), restarts=0).upper) == float(lipschitz(module))
 
 
 @pytest.mark.parametrize("slope", [1.702, -0.3, torch.tensor([2.0])])
@@ -111,6 +111,7 @@ NORMS: dict[str, Callable[[Tensor, int | tuple[int, ...]], Tensor]] = {
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(19)
 @pytest.mark.parametrize(("dim", "shape"), [(-1, (6,)), (1, (4, 3, 2)), ((1, 3), (4, 3, 2)), ((-2, -1), (2, 3, 4))])
 @pytest.mark.parametrize("name", NORMS)
 def test_a_written_normalisation_has_its_constant(
@@ -122,7 +123,7 @@ def test_a_written_normalisation_has_its_constant(
     x = torch.randn(20, *shape, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(plain(x), net(x), atol=1e-5)
     expected = 1 / math.sqrt(0.01)
-    for bound in (float(lipschitz(plain)), float(analyze(net, shape).upper)):
+    for bound in (float(lipschitz(plain)), float(analyze(net, shape, restarts=0).upper)):
         assert expected * (1 - 1e-6) <= bound <= expected * (1 + 1e-6)
     # Attained: a small change about 0 in a direction of mean 0.
     small = torch.zeros(1, *shape, dtype=torch.float64)

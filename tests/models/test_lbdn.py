@@ -52,6 +52,7 @@ def smallest_eigenvalue(weights: list[Tensor], multipliers: list[Tensor], gamma:
 
 
 @pytest.mark.thorough
+@pytest.mark.usual(15)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", [0, 6])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5, 10])
@@ -80,7 +81,7 @@ def test_the_export_proves_the_prescribed_gain_and_nothing_is_wasted(
     low, high = 1.0, 2.0
     while smallest_eigenvalue(raised(high), multipliers, gamma) > 0:
         low, high = high, 2 * high
-    for _ in range(45):
+    for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if smallest_eigenvalue(raised(middle), multipliers, gamma) > 0 else (low, middle)
     assert proves_gain(raised(1 + (low - 1) * 0.999), multipliers, gamma)
@@ -125,7 +126,9 @@ def test_the_laws() -> None:
             gamma=2.0,
             # Law 3 in float64 asks for less than the reduction of the weights by about 1e-13.
             laws=(1, 2, *([3] if dtype == torch.float32 else []), 4, 5, 6, 7, 8, 9, 10, 11, 13),
-            options={"activation": ("relu", "tanh"), "bias": (True, False), "gamma": (1.0, 2.0)},
+            options={"activation": ("relu", "tanh"), "bias": (True, False), "gamma": (1.0, 2.0)}
+            if dtype == torch.float32
+            else {},
         )
     shallow = partial(LBDN, [4, 6, 3], gamma=2.0)
     check_layer(shallow, input_shape=(4,), dtype=torch.float32, claim="contraction", gamma=2.0, laws=(12,))

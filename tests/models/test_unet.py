@@ -14,10 +14,11 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import HalfThrough
 from lipkit.models import autoencoder, denoiser, unet
 from lipkit.modules import Graph, load
+from lipkit.testing.reference import jacobians
 
 
 def jacobian(net: nn.Module, x: Tensor) -> Tensor:
-    return torch.autograd.functional.jacobian(net, x).reshape(net(x).numel(), x.numel())
+    return torch.from_numpy(jacobians(lambda v: net(v).flatten(1), x)[0])
 
 
 def drawn(net: nn.Module, by: float = 0.3) -> nn.Module:
@@ -48,6 +49,10 @@ def test_the_constant_is_above_every_jacobian(name: str) -> None:
     bound = float(lipkit.lipschitz(plain))
     values = torch.linalg.svdvals(jacobian(net, x))
     assert values[0] <= bound <= 1 + 1e-6
+
+
+@pytest.mark.thorough
+def test_a_constant_that_is_asked_for_is_claimed() -> None:
     twice = unet(8, 1, 1, input_shape=(1, 8, 8), lipschitz=2.5)
     assert float(lipkit.lipschitz(twice, (1, 8, 8))) == pytest.approx(2.5, rel=1e-5)
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from lipkit.report import Record, read_record
 
 HERE = Path(__file__).parent
 CERTIFICATE = "certificate.jsonl.gz"
+certificate = cache(lambda name: read_certificate(networks.folder(name) / CERTIFICATE))
 CERTIFIED = [name for name in networks.names() if (networks.folder(name) / CERTIFICATE).exists()]
 
 
@@ -49,7 +51,7 @@ def test_a_network_is_whole_and_small(name: str) -> None:
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_record_recipe_and_certificate_belong_together(name: str) -> None:
     folder = networks.folder(name)
-    record, file = read_record(folder), read_certificate(folder / CERTIFICATE)
+    record, file = read_record(folder), certificate(name)
     assert isinstance(record, Record)
     found = file.certificate
     assert record.name == name
@@ -79,7 +81,7 @@ def test_the_page_of_accuracies_speaks_of_the_network_that_is_shipped() -> None:
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_samples_are_certified_again(name: str) -> None:
     """All of the digits, which come with the package; of the others the first test images."""
-    file, network = read_certificate(networks.folder(name) / CERTIFICATE), lipkit.load(name)
+    file, network = certificate(name), lipkit.load(name)
     data = load_recipe(networks.folder(name) / "recipe.yaml").data.spec
     if data == "digits":
         x, y = lipkit.data.load("digits").test.batch(slice(None))

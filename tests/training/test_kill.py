@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,26 +13,6 @@ import torch
 from lipkit.training import checkpoints as run_folder
 
 pytestmark = pytest.mark.thorough
-
-SCRIPT = """
-import os, signal, sys
-sys.path.insert(0, {here!r})
-import lipkit.files, lipkit.training.checkpoints as run_folder
-import kill_subject
-child = os.fork()  # the imports take longer than both trainings
-where = "epoch" if child else "checkpoint"
-def write_atomic(path, content, write=lipkit.files.write_atomic):
-    if where == "checkpoint" and "epoch-0003" in str(path) and path.name == "state.pt":
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(path, content)
-run_folder.write_atomic = write_atomic
-def post_step(model, step, epoch_end):
-    if where == "epoch" and step == 11:
-        os.kill(os.getpid(), signal.SIGKILL)
-if child:
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-kill_subject.run(sys.argv[1] + where, post_step=post_step)
-"""
 
 SUBJECT = """
 import torch
@@ -54,23 +34,50 @@ def run(folder, resume=False, post_step=None):
 """
 
 
+def namespace():
+    found: dict = {}
+    exec(compile(SUBJECT, "kill_subject", "exec"), found)
+    return found["run"]
+
+
+def killed_at(where, folder):
+    """Train here until the process kills itself."""
+
+    def write_atomic(path, content, write=run_folder.write_atomic):
+        if where == "checkpoint" and "epoch-0003" in str(path) and path.name == "state.pt":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, content)
+
+    def post_step(model, step, epoch_end):
+        if where == "epoch" and step == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_folder.write_atomic = write_atomic
+    namespace()(folder, post_step=post_step)
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A folder with the run folders of two processes, epoch and checkpoint, that were killed there."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "kill_subject.py").write_text(SUBJECT)
-    command = [sys.executable, "-c", SCRIPT.format(here=str(folder)), f"{folder}/"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, f"{-signal.SIGKILL}\n"), done.stderr
+    for where in ("epoch", "checkpoint"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: threads are not in the fork
+            child = os.fork()  # a new interpreter would take longer to import than to train
+        if child == 0:
+            signal.alarm(120)  # a child that hangs fails
+            try:
+                killed_at(where, folder / where)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     return folder
 
 
 @pytest.fixture
 def subject():
-    namespace: dict = {}
-    exec(compile(SUBJECT, "kill_subject", "exec"), namespace)
     threads = torch.get_num_threads()
-    yield namespace["run"]
+    yield namespace()
     torch.set_num_threads(threads)
 
 

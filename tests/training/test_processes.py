@@ -51,7 +51,7 @@ def plain(**options):
 
 def random(folder, **options):
     return training.fit(
-        network(0.5), data(200), epochs=2, batch_size=4, lr=0.02, augment=random_flip, ema=0.9, run_dir=folder,
+        network(0.5), data(120), epochs=2, batch_size=4, lr=0.02, augment=random_flip, ema=0.9, run_dir=folder,
         accelerator="cpu", **options,
     )
 """
@@ -60,12 +60,14 @@ WORKER = """
 import atexit, os, pathlib, sys, torch
 torch.set_num_threads(1)
 import torch.distributed as dist
-# Registered before the library's own: so it runs after that, and still with a living interpreter.
-atexit.register(lambda: (out / f"ended{os.environ['RANK']}").write_text(str(not dist.is_initialized())))
 sys.path.insert(0, sys.argv[1])
 from process_subject import plain, random
 from lipkit import training
 from lipkit.errors import RunError
+child = os.fork()  # the imports take longer than the trainings
+os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0" if child else "1"))
+# Registered before the library's own: so it runs after that, and still with a living interpreter.
+atexit.register(lambda: (out / f"ended{os.environ['RANK']}").write_text(str(not dist.is_initialized())))
 out = pathlib.Path(sys.argv[1])
 runs = {"plain": plain()}
 runs["whole"] = random(out / "whole")
@@ -82,6 +84,8 @@ try:
 except RunError as error:
     found["taken"] = str(error)
 torch.save(found, out / f"rank{dist.get_rank()}.pt")
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
@@ -95,20 +99,11 @@ def launch(folder):
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1", "GROUP_RANK": "0",
     }  # fmt: skip
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(folder)],
-            env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    try:
-        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
+    command = [sys.executable, "-c", WORKER, str(folder)]
+    done = subprocess.run(
+        command, env={**os.environ, **common}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
