@@ -25,8 +25,8 @@ ROWS = json.loads((Path(__file__).parent / "forward_passes.json").read_text())
 # What people write: where these were bounded they still are. The others may be refused for what they look at.
 LEGAL = ("innocent", "image", "in place", "casts")
 # State in closures and iterators, and the identity of an integer, leave no trace: found by luck at most.
-# Every body that was once judged wrongly, and every eighth one of the rest.
-SEEN = [row for i, row in enumerate(ROWS) if not row["name"].startswith("hidden") and ("wrong" in row or i % 8 == 1)]
+# Every body that was once judged wrongly, and every fourth one of the rest.
+SEEN = [row for i, row in enumerate(ROWS) if not row["name"].startswith("hidden") and ("wrong" in row or i % 4 == 1)]
 EVERY = 6
 
 
