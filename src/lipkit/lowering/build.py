@@ -189,7 +189,8 @@ class Build:
             bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
             raise self.refuse(f"{limited.needs}; {bounds}")
         limited.where = self.what
-        limited.limits = limited.limits.to(torch.promote_types(limited.limits.dtype, self.results[0].dtype))
+        if self.results[0].dtype == torch.float64:
+            limited.limits = limited.limits.double()
         return limited
 
     def piece(self, x: Operand, dim: int, entries: range) -> int:
