@@ -145,7 +145,6 @@ def test_nothing_holds_where_the_evaluator_may_overflow(evaluator: str, answer: 
 
 
 @pytest.mark.thorough
-@pytest.mark.fast
 def test_numbers_are_not_rounded_towards_an_answer(monkeypatch, clock: None) -> None:
     same = nn.Linear(1, 1, bias=False)
     nn.init.ones_(same.weight)
@@ -240,7 +239,6 @@ def written(term: Any) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(5))
 def test_formulas_keep_their_meaning(seed: int) -> None:
     rng = random.Random(seed)

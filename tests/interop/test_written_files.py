@@ -383,6 +383,7 @@ def test_every_model_is_the_same_in_both_files(name: str, tmp_path: Path) -> Non
         assert other(x).numpy() == pytest.approx(network(x).numpy(), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_halves_keep_their_range(tmp_path: Path) -> None:
     """Squares of 300 and an eps of 1e-9 are beyond it."""
     network = modules.Network([nn.LayerNorm(4, 1e-9), nn.LayerNorm(4, 1e-9, elementwise_affine=False)], (4,)).half()

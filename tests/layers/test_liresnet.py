@@ -74,6 +74,7 @@ def test_the_gradient_sees_the_bound() -> None:
     assert float(slope) == pytest.approx(float(expected), rel=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize(("cin", "cout"), [(64, 70), (16, 64), (5, 4)])  # the second after a downsampling
 def test_training_takes_the_norm_that_evaluation_proves(cin: int, cout: int, mode: str) -> None:
