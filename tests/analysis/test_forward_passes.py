@@ -59,11 +59,21 @@ def test_refused_where_the_output_is_no_function_of_one_sample(row: dict[str, An
     judged(row)
 
 
-def test_a_copy_of_what_sums_keep_in_its_order_is_refused() -> None:
-    """x + a(x) has the strides of x, so contiguous() copies it for some inputs alone."""
-    network = forward_passes.build("x = x + s.a(x)\ny = x.contiguous()\ny.mul_(0)\nx = x + y")
+# x + a(x) has the strides of x, so contiguous() copies it for some inputs alone; a leaf is not changed in place.
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("x = x + s.a(x)\ny = x.contiguous()\ny.mul_(0)\nx = x + y", "for an input that is not contiguous"),
+        (
+            "try:\n    x.add_(0)\n    x = 101 * x\nexcept RuntimeError:\n    pass",
+            "for an input that requires a gradient",
+        ),
+    ],
+)
+def test_what_depends_on_how_the_input_is_stored_is_refused(body: str, message: str) -> None:
+    network = forward_passes.build(body)
     for ask in (lipkit.analyze, lipkit.export):
-        with pytest.raises(NoRuleError, match="for an input that is not contiguous"):
+        with pytest.raises(NoRuleError, match=message):
             ask(network, (4,))
 
 
