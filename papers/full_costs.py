@@ -47,7 +47,7 @@ def noise(spec: str, samples: int) -> Data:
 
 
 def step_seconds(recipe: Recipe, model: nn.Module, batch: int, steps: int) -> float:
-    """Process time of a training step: the shortest of ``steps``, of which the first does not count."""
+    """Process time of a training step: the shortest of ``steps`` but the first."""
     data, clock = noise(recipe.data.spec, steps * batch), list[float]()
 
     def post_step(*_: Any) -> None:

@@ -259,7 +259,7 @@ FILES = files()
 
 @functools.cache
 def planted(file: str) -> list[tuple[int, str, str]]:
-    """What is found in a file and in what is planted at its end."""
+    """The findings in a file, with some lines of code planted at its end."""
     return Lint((ROOT / file).read_text() + PLANTED + RIGHT).found
 
 

@@ -309,19 +309,24 @@ def check_outputs(
             f"analyze: expected a forward pass that goes the same way for a symbol and for a tensor, got {other_way}, "
             "which goes another one: it asks for the type of a value, such as the size of the batch"
         )
-    back = [*range(x.ndim)][::-1]
-    # With gaps, which sums do not keep; with the last dimension first in memory, which they do keep; and a leaf.
-    gaps, order = torch.stack((x, x), -1)[..., 0], x.permute(back).contiguous().permute(back)
-    writes = "writes into what is a copy for some inputs and the input itself for others, as contiguous() is"
-    leaf = "requires a gradient", "goes on after the error of a call in place"
-    for laid, (kind, why) in ((gaps, ("is not contiguous", writes)), (order, ("is not contiguous", writes)), (x, leaf)):
-        strided: Any = direct
-        with torch.set_grad_enabled(laid is x), suppress(Exception):  # some views and calls in place may fail
-            strided = root(laid.clone().requires_grad_() if laid is x else laid)
-        if not close(direct, strided):
+
+    def same_for(given: Tensor, kind: str, why: str) -> None:
+        found: Any = direct
+        with suppress(Exception):  # some views, and calls in place on a leaf, may fail
+            found = root(given)
+        if not close(direct, found):
             raise NoRuleError(
                 f"analyze: expected the same output for an input that {kind}, got a forward pass that {why}"
             )
+
+    back = [*range(x.ndim)][::-1]
+    # With gaps, which sums do not keep, and with the last dimension first in memory, which they do keep.
+    for laid in (torch.stack((x, x), -1)[..., 0], x.permute(back).contiguous().permute(back)):
+        writes = "writes into what is a copy for some inputs and the input itself for others, as contiguous() is"
+        with torch.no_grad():
+            same_for(laid, "is not contiguous", writes)
+    with torch.enable_grad():
+        same_for(x.clone().requires_grad_(), "requires a gradient", "goes on after the error of a call in place")
     at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)  # the copy is on the CPU
     try:
         with torch.no_grad():
