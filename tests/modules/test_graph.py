@@ -230,11 +230,11 @@ def broken(seed: int, name: str, points: int = 600) -> tuple[int, int, int]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
 def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
-    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(3)), strict=True))
-    assert made > 750
+    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(12)), strict=True))
+    assert made > 3000
     assert sound == 0
     # The attacks are strong enough to break what rounding may not be left out of: about half of the graphs. Which ones
-    # depends on where in memory numbers lie.
+    # depends on the processor and on where in memory numbers lie: of three, none may be.
     assert ignored > 0
 
 
