@@ -25,17 +25,20 @@ from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter, Unit
 from lipkit.modules.plain import (
     ROWS,
     Plain,
+    Range,
     RoundingBound,
     Shape,
     Stored,
     add_plain,
+    around,
     export_rule,
     lipschitz_rule,
+    monotone,
+    one_sign,
     rules,
 )
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
-from lipkit.modules.ranges import Range, around, monotone, one_sign
 from lipkit.modules.recurrent import Recurrent, contraction
 from lipkit.modules.registry import output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual

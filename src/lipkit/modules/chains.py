@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
@@ -24,7 +23,7 @@ from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import INTEGER, Plain, Shape, Stored, add_plain, submodules
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic

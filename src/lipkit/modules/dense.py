@@ -21,11 +21,21 @@ from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.configuration import COUNT, flag
 from lipkit.modules.machine import Sizes, norm_sizes
 from lipkit.modules.parametrised import alike
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain
-from lipkit.modules.ranges import Range, around
+from lipkit.modules.plain import (
+    COUNT,
+    Plain,
+    Range,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Shown,
+    Stored,
+    add_plain,
+    around,
+    flag,
+)
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from lipkit.errors import NoRuleError, OptionError, check_choice
 from lipkit.modules.activations import LIBRARY, pointwise
-from lipkit.modules.configuration import either
-from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, Stored, add_plain
-from lipkit.modules.ranges import Range
+from lipkit.modules.plain import Plain, Range, RoundingError, Shape, Shown, Stored, add_plain, either
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double
 

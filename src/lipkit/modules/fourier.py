@@ -27,9 +27,8 @@ from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.conv.transform import is_dense, transform_matrices
 from lipkit.errors import ShapeError
-from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.machine import proportional
-from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
+from lipkit.modules.plain import COUNT, INTEGER, Plain, RoundingError, Shape, add_plain, flag, whole
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow, size
 from lipkit.proof.norms import spectral_norm

@@ -11,13 +11,25 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import proportional
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
-from lipkit.modules.ranges import Range, around, within_one
+from lipkit.modules.plain import (
+    COUNT,
+    INTEGER,
+    Plain,
+    Range,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Shown,
+    add_plain,
+    around,
+    flag,
+    real,
+    within_one,
+)
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape, Together, per_channel
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size

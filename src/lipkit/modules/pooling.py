@@ -11,10 +11,22 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
-from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import proportional
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
-from lipkit.modules.ranges import Range, monotone, one_sign
+from lipkit.modules.plain import (
+    COUNT,
+    INTEGER,
+    Plain,
+    Range,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Shown,
+    add_plain,
+    either,
+    flag,
+    monotone,
+    one_sign,
+)
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
 from lipkit.modules.views import EnlargeBilinear, Together, enlarged
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size

@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import COUNT
 from lipkit.modules.elementary import REMEDY, Elementary
 from lipkit.modules.forms import Form, added
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, check_alike
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import UnitNorm
-from lipkit.modules.plain import Plain, Stored, add_plain, row_of
-from lipkit.modules.ranges import Range, around
+from lipkit.modules.plain import COUNT, Plain, Range, Stored, add_plain, around, row_of
 from lipkit.modules.registry import LATER, lipschitz
 from lipkit.proof.arithmetic import FLOAT64, Line, grow, size
 from lipkit.proof.roundoff import gamma, root, to_double

@@ -22,12 +22,11 @@ from lipkit.conv.symbol import symbol_at
 from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import transformed
-from lipkit.modules.configuration import COUNT, flag, submodule
 from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import ProvedModule, prepare, reach, start, through
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, add_plain
+from lipkit.modules.plain import COUNT, Plain, RoundingBound, RoundingError, Shape, add_plain, flag, submodule
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow
 from lipkit.proof.norms import spectral_norm

@@ -12,9 +12,8 @@ from lipkit.bounds.symbol_sup import symbol_sup
 from lipkit.conv.exponential_conv import adjoint, taylor_features, taylor_norm
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
-from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.fourier import relative_to_input, schur
-from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
+from lipkit.modules.plain import COUNT, INTEGER, Plain, RoundingError, Shape, add_plain, flag, whole
 from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import gamma, to_double
