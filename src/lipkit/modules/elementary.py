@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipkit.errors import NoRuleError, OptionError, check_choice
 from lipkit.modules.activations import LIBRARY, pointwise
-from lipkit.modules.plain import Plain, Range, RoundingError, Shape, Shown, Stored, add_plain, either
+from lipkit.modules.plain import Plain, Range, RoundingError, Shape, Shown, add_plain, either
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double
 
@@ -127,5 +127,5 @@ def _range(module: Elementary, x: Range) -> Range:
     return Range(torch.minimum(one, other), torch.maximum(one, other))
 
 
-_stored = Stored({"function": either(None, *CURVES)})
+_stored = {"function": either(None, *CURVES)}
 add_plain(Plain(Elementary, _constant, _error, _stored, _range, export=lambda module, shape: copy.deepcopy(module)))

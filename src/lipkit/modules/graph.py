@@ -455,6 +455,5 @@ add_plain(Plain(Blend, stored=_blend, join=blend_of(lambda join: join.share)))
 _graph_stored = Stored(
     {"modules": submodules, "sources": _wired},
     lambda m: {"modules": tuple(m.nodes), "sources": tuple(list(read) for read in m.sources)},
-    lambda modules, sources: Graph(modules, sources),
 )
 add_plain(Plain(Graph, graph_constant, _graph_error, _graph_stored, export=export_graph))

@@ -309,8 +309,7 @@ class UnitNorm(Together):
 
     def within(self, x: Range) -> UnitNorm:
         """The module with the largest eps that changes nothing for inputs in a range."""
-        nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
-        least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
+        least = float(torch.linalg.vector_norm(x.nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))
 
 

@@ -66,9 +66,14 @@ class Range(NamedTuple):
         return next_up(torch.maximum(self.high - self.centre, self.centre - self.low))
 
     @property
-    def largest(self) -> float:
-        """The largest modulus of an entry."""
-        return float(torch.maximum(self.low.abs(), self.high.abs()).max())
+    def nearest(self) -> Tensor:
+        """The least modulus of each entry."""
+        return torch.maximum(self.low, -self.high).clamp_min(0)
+
+    @property
+    def farthest(self) -> Tensor:
+        """The largest modulus of each entry."""
+        return torch.maximum(self.low.abs(), self.high.abs())
 
 
 def around(centre: Tensor, radius: Tensor) -> Range:

@@ -26,7 +26,7 @@ from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, 
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import UnitNorm
-from lipkit.modules.plain import COUNT, Plain, Range, Stored, add_plain, around, row_of
+from lipkit.modules.plain import COUNT, Plain, Range, add_plain, around, row_of
 from lipkit.modules.registry import LATER, lipschitz
 from lipkit.proof.arithmetic import FLOAT64, Line, grow, size
 from lipkit.proof.roundoff import gamma, root, to_double
@@ -137,11 +137,8 @@ def _joining(operations: Callable[[Any], int]) -> Joining:
     return Joining(_form, lines, operations, number=lambda product: float(product.limits.abs().max()))
 
 
-_empty = Stored({}, make=lambda: Product(torch.zeros(2)))
-_sizes = Stored(
-    dict.fromkeys(("rows", "inner", "cols"), COUNT), make=lambda **sizes: MatrixProduct(**sizes, limits=torch.zeros(2))
-)
-add_plain(Plain(Product, stored=_empty, join=_joining(lambda product: 3)))
+_sizes = {"rows": COUNT, "inner": COUNT, "cols": COUNT}
+add_plain(Plain(Product, stored={}, join=_joining(lambda product: 3)))
 add_plain(Plain(MatrixProduct, stored=_sizes, join=_joining(lambda product: product.inner + 3)))
 
 # Relative allowance for the rounding of limits, none of which is subnormal.
@@ -189,7 +186,8 @@ def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, 
         parts = [values[value] for value in read]
         if isinstance(node, Limited):
             slack = max(_SLACK, torch.finfo(node.limits.dtype).eps)
-            largest = torch.tensor([max(part.largest, _LEAST) for part in parts], dtype=torch.float64) * (1 + slack)
+            ends = [max(float(part.farthest.max()), _LEAST) for part in parts]
+            largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
             if not bool(largest.isfinite().all()):
                 name = node.where or type(node).__name__
                 raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
@@ -206,12 +204,12 @@ def _rounded(module: nn.Module, parts: list[Range]) -> Range:
     """The range of a module's output, widened by its rounding errors and those of the range's centre and radius."""
     if isinstance(module, Join):
         found, joining = _joined(module, parts), row_of(type(module)).join
-        most = [Line(size(torch.maximum(part.low.abs(), part.high.abs())), 0.0) for part in parts]
+        most = [Line(size(part.farthest), 0.0) for part in parts]
         own = joining.error(module, most).times(gamma(joining.operations(module) + 8))
     else:
         found, (x,) = _range_of(module, *parts), parts
         own = local_error(module, tuple(x.low.shape[1:]), FLOAT64)(x.centre).error.below(Line(size(x.radius), 0.0))
-    room = 4 * float(own.at) + 2.0**-48 * torch.maximum(found.low.abs(), found.high.abs())
+    room = 4 * float(own.at) + 2.0**-48 * found.farthest
     return Range(found.low - room, found.high + room)
 
 
@@ -239,9 +237,8 @@ def _joined(join: nn.Module, parts: list[Range]) -> Range:
         low = corners.amin(0)
         return Range(low.clamp_min(0.0) if u is v else low, corners.amax(0))  # a square
     if kind is MatrixProduct:
-        most = [torch.maximum(part.low.abs(), part.high.abs()) for part in parts]
-        size = most[0] @ most[1]
-        return Range(-size, size)
+        most = u.farthest @ v.farthest
+        return Range(-most, most)
     raise NoRuleError(f"expected a join whose range is known, got {kind.__qualname__}")
 
 

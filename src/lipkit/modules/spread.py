@@ -179,7 +179,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     # Terms of one output: the kernel's, x and the bias.
     terms, outputs = weight[0].numel() + 2, math.prod(output_shape(module, input_shape))
-    steps, _ = prepare([module.first], input_shape, arithmetic)
+    steps = prepare([module.first], input_shape, arithmetic)
     gain = grow(float(circular(to_double(weight), *input_shape[1:])))  # of the kernel alone
 
     def measured(machine: Arithmetic) -> RoundingError:

@@ -86,13 +86,9 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of what `to_integers` stored: w = step * n, rounded to the dtype of the steps."""
-    integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        if name not in integers:
-            if name.removesuffix(STEPS) not in integers:
-                tensors[name] = tensor
-            continue
+    integers = {name: t for name, t in stored.items() if t.dtype in _INTEGERS.values()}
+    tensors = {name: t for name, t in stored.items() if not {name, name.removesuffix(STEPS)} & integers.keys()}
+    for name, tensor in integers.items():
         steps = stored.get(name + STEPS)
         count = -(-tensor.numel() // _BLOCK)
         good = steps is not None and steps.is_floating_point() and tuple(steps.shape) == (count,)
