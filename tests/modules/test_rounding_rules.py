@@ -20,7 +20,7 @@ from lipkit.errors import NoRuleError
 from lipkit.layers.families import FAMILIES, names
 from lipkit.lowering import lipschitz
 from lipkit.modules import ROWS, local_error
-from lipkit.modules.blocked import blocked
+from lipkit.modules.dense import blocked
 from lipkit.modules.fourier import spectral_blocks
 from lipkit.modules.machine import prepare, prove_module, through
 from lipkit.modules.plain import stored_types

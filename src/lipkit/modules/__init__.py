@@ -15,7 +15,7 @@ from lipkit.modules.activations import (
 from lipkit.modules.attention import Attraction, GradientStep
 from lipkit.modules.dense import Affine, PositionCode
 from lipkit.modules.elementary import Elementary
-from lipkit.modules.fourier import FourierConv2d
+from lipkit.modules.fourier import FourierConv2d, TaylorConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
@@ -44,7 +44,6 @@ from lipkit.modules.registry import output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d
 from lipkit.modules.storage import load, save, sha256
-from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
 
 __all__ = ["ROWS", "Plain", "RoundingBound", "Shape", "Stored"]  # the table, and what its rules say

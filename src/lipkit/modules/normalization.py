@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.dense import Affine
+from lipkit.modules.dense import Affine, with_numbers
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import proportional
 from lipkit.modules.parametrised import settled
@@ -88,18 +88,16 @@ def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> 
     """The layer that equals ``norm(layer(x))``, in float64; with ``inputs``, ``layer(norm(x))`` without any bias."""
     assert isinstance(norm, _BatchNorm)
     scale, shift = running_affine(norm)
-    folded: Any = copy.deepcopy(layer)
-    weight, bias = to_double(folded.weight.detach()), folded.bias
+    given: Any = layer
+    weight, bias = to_double(given.weight.detach()), given.bias
     taps, groups = (1,) * (weight.ndim - 2), getattr(layer, "groups", 1)
     if inputs == isinstance(layer, _TRANSPOSED):  # rows of a transposed convolution are its input channels
         weight = weight * scale.view(-1, 1, *taps)
     else:  # a row belongs to one group: (out, in / groups, taps), transposed (in, out / groups, taps)
         weight = (weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *taps)).flatten(0, 1)
-    folded.weight, folded.bias = nn.Parameter(weight, requires_grad=False), None
-    if not inputs:
-        shift = shift if bias is None else shift + to_double(bias) * scale
-        folded.bias = nn.Parameter(shift, requires_grad=False)
-    return folded
+    if not inputs and bias is not None:
+        shift = shift + to_double(bias) * scale
+    return copy.deepcopy(with_numbers(layer, weight, None if inputs else shift))
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
