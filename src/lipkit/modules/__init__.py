@@ -14,11 +14,11 @@ from lipkit.modules.activations import (
 )
 from lipkit.modules.attention import Attraction, GradientStep
 from lipkit.modules.dense import Affine, PositionCode
-from lipkit.modules.elementary import Elementary
 from lipkit.modules.fourier import FourierConv2d, TaylorConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
+from lipkit.modules.limits import Elementary, MatrixProduct, Product
 from lipkit.modules.machine import exact, local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter, UnitNorm
@@ -38,7 +38,6 @@ from lipkit.modules.plain import (
     rules,
 )
 from lipkit.modules.pooling import L2NormPool2d, Mean
-from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.recurrent import Recurrent, contraction
 from lipkit.modules.registry import output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual

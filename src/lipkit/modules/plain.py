@@ -48,7 +48,7 @@ class Range(NamedTuple):
 
     On a box with centre c and radii r, a linear map W has the range :math:`W c \pm |W| r`, and a non-decreasing
     function has its values at both ends. No certificate rests on a range: the limits made from them are part of the
-    network, and `lipkit.modules.products` leaves room for rounding, so that the limited network computes the same on
+    network, and `lipkit.modules.limits` leaves room for rounding, so that the limited network computes the same on
     the box.
     """
 
