@@ -275,46 +275,36 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
     ones = torch.ones(1, *network.input_shape, dtype=torch.float64)
     found = Range(box[0] * ones, box[1] * ones)
     modules: list[nn.Module] = []
-    double = copy.deepcopy(network).cpu().double()
     with torch.no_grad():
-        for plain, twin in zip(network, double, strict=True):
-            found, module = _through(plain, twin, found)
-            modules.append(module)
+        for module in network:
+            found, made = _through(module, [found])
+            modules.append(made)
     result = Network(modules, network.input_shape, network.multipliers())
     result.input_range = box
     return result
 
 
-def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
-    """The range of a module's output for inputs in the range ``given``, and the module with limits on its products.
-
-    ``double`` is the float64 copy of the module ``plain``; it computes the range.
-    """
-    if isinstance(plain, UnitNorm):
-        return _rounded(double, [given]), plain.within(given)
-    if isinstance(plain, Elementary):
-        made = plain.within(given)
-        return _rounded(copy.deepcopy(made).cpu().double(), [given]), made
-    if type(plain) is not Graph:
-        return _rounded(double, [given]), plain
-    assert isinstance(double, Graph)
-    values, nodes = [given], list[nn.Module]()
-    for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
-        parts = [values[value] for value in read]
-        if isinstance(node, Limited):
-            slack = max(_SLACK, torch.finfo(node.limits.dtype).eps)
-            ends = [max(float(part.farthest.max()), _LEAST) for part in parts]
-            largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
-            if not bool(largest.isfinite().all()):
-                name = node.where or type(node).__name__
-                raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
-            node = node.limited(torch.minimum(largest, node.limits.double()).to(node.limits))  # smaller ones stay
-            assert isinstance(twin, Limited)
-            twin = twin.limited(node.limits.double())  # as rounded to the network's format
-        found, node = (_rounded(twin, parts), node) if isinstance(node, Join) else _through(node, twin, parts[0])
-        values.append(found)
-        nodes.append(node)
-    return values[-1], Graph(nodes, plain.sources)
+def _through(module: nn.Module, given: list[Range]) -> tuple[Range, nn.Module]:
+    """The range of a module's output for values in the ranges ``given``, and the module with limits on its products."""
+    if type(module) is Graph:
+        values, nodes = [*given], list[nn.Module]()
+        for node, read in zip(module.nodes, module.sources, strict=True):
+            found, made = _through(node, [values[value] for value in read])
+            values.append(found)
+            nodes.append(made)
+        return values[-1], Graph(nodes, module.sources)
+    if isinstance(module, Limited):
+        slack = max(_SLACK, torch.finfo(module.limits.dtype).eps)
+        ends = [max(float(part.farthest.max()), _LEAST) for part in given]
+        largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
+        if not bool(largest.isfinite().all()):
+            name = module.where or type(module).__name__
+            raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
+        module = module.limited(torch.minimum(largest, module.limits.double()).to(module.limits))  # smaller ones stay
+    elif isinstance(module, Elementary):
+        module = module.within(*given)
+    found = _rounded(copy.deepcopy(module).cpu().double(), given)  # of the limits as rounded to the network's format
+    return found, module.within(*given) if isinstance(module, UnitNorm) else module
 
 
 def _rounded(module: nn.Module, parts: list[Range]) -> Range:

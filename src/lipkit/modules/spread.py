@@ -116,10 +116,9 @@ class SpreadConv2d(nn.Module):
 
 def _small(first: nn.Module) -> FourierConv2d:
     """``first``, after a check that it is a `FourierConv2d` from n to n channels without a bias."""
-    fits = type(first) is FourierConv2d and first.whole and first.in_channels == first.out_channels
-    if type(first) is not FourierConv2d or not fits or first.bias is not None:
-        raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
-    return first
+    if type(first) is FourierConv2d and first.whole and first.in_channels == first.out_channels and first.bias is None:
+        return first
+    raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
 
 
 def check_parts(module: SpreadConv2d) -> FourierConv2d:
