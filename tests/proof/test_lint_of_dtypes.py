@@ -75,7 +75,7 @@ EXCEPTIONS = {
     "lipkit/modules/limits.py:Elementary.forward": MACHINE,
     "lipkit/modules/limits.py:Elementary.within": STORED,
     "lipkit/modules/limits.py:Limited.clipped": MACHINE,
-    "lipkit/modules/limits.py:_through": STORED,
+    "lipkit/modules/limits.py:Limited.within": STORED,
     "lipkit/modules/fourier.py:FourierConv2d.from_symbol": STORED,
     "lipkit/modules/spread.py:SpreadConv2d.from_parts": STORED,
     "lipkit/modules/recurrent.py:_torch_export": STORED,

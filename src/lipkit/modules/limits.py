@@ -37,6 +37,10 @@ from lipkit.proof.roundoff import gamma, root, to_double
 REMEDY = "give the range of the inputs, such as box=(0, 1), which limits its operands to what they can reach"
 
 
+# Relative allowance for the rounding of limits, none of which is subnormal.
+_SLACK, _LEAST = 1e-6, 2.0**-100
+
+
 class Limited(Join):
     """The base of products: two factors with ``limits`` (2,) for their moduli, infinite until they are known."""
 
@@ -65,10 +69,15 @@ class Limited(Join):
         a, b = to_double(self.limits).abs().tolist()  # a file may hold negative ones: then the factor is constant
         return a, b
 
-    def limited(self, limits: Tensor) -> Self:
-        """A copy of the product with these limits."""
-        made = copy.deepcopy(self)
-        made.limits = limits.detach().clone()
+    def within(self, *factors: Range) -> Self:
+        """A copy whose limits are as narrow as possible without clipping any factor in these ranges."""
+        made, slack = copy.deepcopy(self), max(_SLACK, torch.finfo(self.limits.dtype).eps)
+        ends = [max(float(factor.farthest.max()), _LEAST) for factor in factors]
+        largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
+        if not bool(largest.isfinite().all()):
+            name = self.where or type(self).__name__
+            raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
+        made.limits = torch.minimum(largest, self.limits.double()).to(self.limits)  # smaller ones stay
         return made
 
 
@@ -193,7 +202,7 @@ class Elementary(Shown):
         made = copy.deepcopy(self)
         info, low, high = torch.finfo(self.limits.dtype), float(x.low.min()), float(x.high.max())
         # Room for the rounding of the limits, also below the normal range.
-        down, up = (max(1e-6, info.eps) * max(abs(end), info.tiny * (end != 0)) for end in (low, high))
+        down, up = (max(_SLACK, info.eps) * max(abs(end), info.tiny * (end != 0)) for end in (low, high))
         found = self.limits.new_tensor([low - down, high + up], dtype=torch.float64)
         old = self.limits.double()  # narrower ones stay
         made.limits = torch.stack((torch.maximum(old[0], found[0]), torch.minimum(old[1], found[1]))).to(self.limits)
@@ -258,9 +267,6 @@ _sizes = {"rows": COUNT, "inner": COUNT, "cols": COUNT}
 add_plain(Plain(Product, stored={}, join=_joining(lambda product: 3)))
 add_plain(Plain(MatrixProduct, stored=_sizes, join=_joining(lambda product: product.inner + 3)))
 
-# Relative allowance for the rounding of limits, none of which is subnormal.
-_SLACK, _LEAST = 1e-6, 2.0**-100
-
 
 def limited(network: Network, box: tuple[float, float]) -> Network:
     """The network with limits on its products and `Elementary` functions that change nothing for inputs in the box.
@@ -293,15 +299,7 @@ def _through(module: nn.Module, given: list[Range]) -> tuple[Range, nn.Module]:
             values.append(found)
             nodes.append(made)
         return values[-1], Graph(nodes, module.sources)
-    if isinstance(module, Limited):
-        slack = max(_SLACK, torch.finfo(module.limits.dtype).eps)
-        ends = [max(float(part.farthest.max()), _LEAST) for part in given]
-        largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
-        if not bool(largest.isfinite().all()):
-            name = module.where or type(module).__name__
-            raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
-        module = module.limited(torch.minimum(largest, module.limits.double()).to(module.limits))  # smaller ones stay
-    elif isinstance(module, Elementary):
+    if isinstance(module, ToLimit):
         module = module.within(*given)
     found = _rounded(copy.deepcopy(module).cpu().double(), given)  # of the limits as rounded to the network's format
     return found, module.within(*given) if isinstance(module, UnitNorm) else module
