@@ -38,7 +38,7 @@ def remember(kind: type[nn.Module]) -> None:
 
 
 def methods(kind: type) -> dict[str, object]:
-    """What a class itself defines that a call can go through: its methods and descriptors."""
+    """The methods and descriptors that a class itself defines; of ``nn.Module`` those that a call goes through."""
     own = vars(kind)
     if kind is nn.Module:
         return {name: own[name] for name in _CALLED & own.keys()}

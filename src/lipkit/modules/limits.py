@@ -1,4 +1,4 @@
-r"""What has a Lipschitz constant only within limits: products of two values, and functions of unbounded slope.
+r"""Modules that have a Lipschitz constant only within limits: products of two values, and steep functions.
 
 A product of two values that depend on the input has no Lipschitz constant on all of space, but on a bounded set of
 inputs it has one: where :math:`|u| \le a` and :math:`|v| \le b`, clipping changes nothing, and
