@@ -38,7 +38,7 @@ from lipkit.modules import (
     Roll,
     Shift2d,
 )
-from lipkit.modules.configuration import describe
+from lipkit.modules.storage import describe
 
 # --- integer programs -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from lipkit import export, layers
 from lipkit.certificates import dense, dense_outputs, prove
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
-from lipkit.modules.blocked import blocked
+from lipkit.modules.dense import blocked
 
 
 def identity(classes: int, positions: int) -> Network:

@@ -390,7 +390,7 @@ def test_group_normalisation_has_no_sums_of_squares() -> None:
     exact = copy.deepcopy(plain).double()
     for mean in (0.3, 3.0, 30.0):
         x = 0.01 * torch.randn(20, 4, 5, 5) + mean
-        walk = through(prepare([*exact], (4, 5, 5), FLOAT32)[0], x.double())
+        walk = through(prepare([*exact], (4, 5, 5), FLOAT32), x.double())
         images = x.contiguous(memory_format=torch.channels_last)
         error = (plain(images).double() - exact(x.double())).flatten(1).norm(dim=1)
         assert bool((error <= walk.error.at).all())

@@ -22,8 +22,8 @@ import lipkit
 from lipkit import modules
 from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules.blocked import blocked
 from lipkit.modules.chains import prove_chain
+from lipkit.modules.dense import blocked
 from lipkit.proof.arithmetic import FLOAT64
 
 

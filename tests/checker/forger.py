@@ -29,9 +29,9 @@ import lipkit
 import lipkit_check as k
 from lipkit import modules
 from lipkit.errors import DataError, LipkitError
-from lipkit.modules.configuration import build, describe
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
-from lipkit.modules.products import MatrixProduct, Product
+from lipkit.modules.limits import MatrixProduct, Product
+from lipkit.modules.storage import build, describe
 from lipkit.modules.views import EnlargeBilinear, Permute
 
 Shape = tuple[int, ...]

@@ -21,11 +21,10 @@ import lipkit
 import lipkit_check as k
 from lipkit import layers
 from lipkit.modules import HalfAbs, Householder, L2NormPool2d, Mean, NActivation
-from lipkit.modules.configuration import describe
 from lipkit.modules.dense import Affine
-from lipkit.modules.elementary import Elementary
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
-from lipkit.modules.products import MatrixProduct, Product
+from lipkit.modules.limits import Elementary, MatrixProduct, Product
+from lipkit.modules.storage import describe
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 
 SHAPE = (2, 4, 6)

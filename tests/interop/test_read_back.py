@@ -144,8 +144,8 @@ def test_a_claim_is_never_trusted(end: str, tmp_path: Path) -> None:
     other = [m if type(m) is not nn.ReLU else nn.Tanh() for m in network]
     written = write(network, path).read_bytes()
     for forged in (
-        {"network": modules.configuration.describe(small)},
-        {"network": modules.configuration.describe(modules.Network(other, (6,), network.multipliers()))},
+        {"network": modules.storage.describe(small)},
+        {"network": modules.storage.describe(modules.Network(other, (6,), network.multipliers()))},
         {"network": None}, {"stored": ["no"]}, {"stored": [], "more": ""}, {"more": "!"}, {"input_range": [2, 1]},
     ):  # fmt: skip
         path.write_bytes(written)

@@ -25,7 +25,7 @@ from lipkit import interop, models, modules
 from lipkit.errors import CertificateViolation, DataError, NoRuleError
 from lipkit.integer import c_source
 from lipkit.interop import runtimes
-from lipkit.modules.elementary import CURVES
+from lipkit.modules.limits import CURVES
 from lipkit.modules.plain import stored_types
 
 IMAGE = (2, 8, 8)

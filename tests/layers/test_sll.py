@@ -19,8 +19,8 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import MaxMin, base
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear, cpl_multiplier
 from lipkit.modules import Network, load, save
-from lipkit.modules.configuration import describe
 from lipkit.modules.sandwich import SlopeResidual
+from lipkit.modules.storage import describe
 
 DENSE = (SllLinear, CplLinear)
 CONV = (SllConv2d, CplConv2d)

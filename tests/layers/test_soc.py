@@ -19,7 +19,7 @@ from lipkit.layers import soc
 from lipkit.layers.soc import SocConv2d, reshaped_norm
 from lipkit.linalg.gram_norm import gram_norm
 from lipkit.modules import FourierConv2d, TaylorConv2d, load, save
-from lipkit.modules.taylor import _taylor
+from lipkit.modules.fourier import _taylor
 from lipkit.testing import check_layer, dense_matrix
 
 # in, out, kernel, stride, height, width

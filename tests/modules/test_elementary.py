@@ -21,8 +21,7 @@ from lipkit import analyze, certify, export, interop, lipschitz
 from lipkit.certificates.evaluators import arithmetic, machine
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Cosine, Elementary, Graph, Network, Product, Sine, local_error
-from lipkit.modules.elementary import CURVES
-from lipkit.modules.products import limited
+from lipkit.modules.limits import CURVES, limited
 from lipkit.proof.arithmetic import FLOAT32
 
 # Functions and their derivatives, by numpy.

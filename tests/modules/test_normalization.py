@@ -16,7 +16,7 @@ from torch import nn
 import lipkit
 from lipkit import export, lipschitz, modules
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules import ROWS, local_error, ranges
+from lipkit.modules import ROWS, Range, local_error
 from lipkit.proof.arithmetic import FLOAT32
 
 EPS = 1e-3
@@ -251,7 +251,7 @@ def test_on_a_box_eps_is_the_smallest_norm() -> None:
 
 
 def test_of_several_groups_the_smallest_norm_counts() -> None:
-    x = ranges.Range(torch.tensor([[[0.5, 0.5], [5.0, 5.0]]]).double(), torch.full((1, 2, 2), 9.0).double())
+    x = Range(torch.tensor([[[0.5, 0.5], [5.0, 5.0]]]).double(), torch.full((1, 2, 2), 9.0).double())
     assert modules.UnitNorm(2, eps=1e-6).within(x).eps == pytest.approx(0.5**0.5, rel=2e-6)
 
 
@@ -264,7 +264,7 @@ def test_squares_that_underflow_count_in_the_error() -> None:
 def test_the_range_of_a_layer_norm_holds_its_values_and_is_reached() -> None:
     layer = nn.LayerNorm(4, 1e-9, dtype=torch.float64).requires_grad_(False)
     layer.weight.copy_(torch.tensor([-2.0, 1.0, -0.5, 0.0])), layer.bias.copy_(torch.arange(4.0))
-    found = ROWS[nn.LayerNorm].range(layer, ranges.Range(*torch.tensor([[[-1.0] * 4], [[1.0] * 4]]).double()))
+    found = ROWS[nn.LayerNorm].range(layer, Range(*torch.tensor([[[-1.0] * 4], [[1.0] * 4]]).double()))
     y = layer(torch.cat((torch.eye(4), -torch.eye(4))).double())
     torch.testing.assert_close(y.amin(0), found.low[0])
     torch.testing.assert_close(y.amax(0), found.high[0])

@@ -20,7 +20,7 @@ from lipkit.errors import NoRuleError
 from lipkit.layers.families import FAMILIES, names
 from lipkit.lowering import lipschitz
 from lipkit.modules import ROWS, local_error
-from lipkit.modules.blocked import blocked
+from lipkit.modules.dense import blocked
 from lipkit.modules.fourier import spectral_blocks
 from lipkit.modules.machine import prepare, prove_module, through
 from lipkit.modules.plain import stored_types
@@ -267,7 +267,7 @@ def test_a_chain_is_never_below_what_it_loses(seed: int, size: float, spread: fl
     arithmetic = type(FLOAT32)(FLOAT32.unit, FLOAT32.tiny, FLOAT32.largest, block=32 if blocks else None)
     x = size * torch.randn(8, 40)
     h = x + spread * torch.randn(8, 40)
-    walk = through(prepare([*exact], (40,), arithmetic)[0], x.double())
+    walk = through(prepare([*exact], (40,), arithmetic), x.double())
     with torch.no_grad():
         error = norms(machine(network, name)(h).double() - exact(h.double()))
     distance = norms(h.double() - x.double())
@@ -282,7 +282,7 @@ def test_the_error_grows_with_the_distance_from_the_sample() -> None:
     layers = [nn.Linear(40, 30, bias=False), nn.ReLU(), nn.Linear(30, 20, bias=False), nn.ReLU()]
     network = modules.Network(layers, (40,))
     exact = copy.deepcopy(network).double()
-    walk = through(prepare([*exact], (40,), FLOAT32)[0], torch.zeros(1, 40, dtype=torch.float64))
+    walk = through(prepare([*exact], (40,), FLOAT32), torch.zeros(1, 40, dtype=torch.float64))
     assert float(walk.error.at) < 1e-30  # nothing is lost at 0
     for distance in (1e-3, 1.0, 1e3):
         h = distance * torch.randn(200, 40)
@@ -353,7 +353,7 @@ def test_every_family_has_rules(name: str) -> None:
     network = export(model, (2, 6, 6))
     exact = copy.deepcopy(network).double()
     x = torch.rand(4, 2, 6, 6)
-    walk = through(prepare([*exact], (2, 6, 6), FLOAT32)[0], x.double())
+    walk = through(prepare([*exact], (2, 6, 6), FLOAT32), x.double())
     with torch.no_grad():
         error = norms(network(x).double() - exact(x.double()))
     assert (error <= walk.error.at).all()

@@ -41,8 +41,8 @@ from lipkit.modules import (
     save,
     sha256,
 )
-from lipkit.modules.configuration import build, describe
 from lipkit.modules.plain import stored_types
+from lipkit.modules.storage import build, describe
 
 IMAGE = (2, 8, 8)
 EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -24,8 +24,8 @@ from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
 from lipkit.modules.graph import Graph, Join, forms_of
 from lipkit.modules.guarding import guard
+from lipkit.modules.limits import ToLimit, limited
 from lipkit.modules.normalization import LINEAR, NORMS, foldable, running_affine, scaled_layer
-from lipkit.modules.products import ToLimit, limited
 from lipkit.modules.registry import export_plain, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.roundoff import gamma, up

@@ -19,8 +19,8 @@ from lipkit import modules
 from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
 from lipkit.linalg.transforms import nnpack_enabled
-from lipkit.modules.blocked import BLOCK, blocked
 from lipkit.modules.convolutions import windows_overlap
+from lipkit.modules.dense import BLOCK, blocked
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, arithmetic_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32, "integer": torch.int32}

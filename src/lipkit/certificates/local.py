@@ -315,7 +315,7 @@ class Bounds:
             raise NoRuleError(f"local bounds: expected at most 2^22 entries, got {largest}: use method='global'")
         self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
-            self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]
+            self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)
         self.samples = max(1, min(32, (1 << 20) // largest))  # at once, so that rows and values fit in memory
         self.classes = max(1, _BLOCK // (largest * self.samples))
 

@@ -23,9 +23,8 @@ from lipkit.integer.quantisation import quantise
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
-from lipkit.modules.configuration import describe
 from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
-from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
+from lipkit.modules.storage import Contents, contents, describe, rebuilt, same_contents, stored_tensors
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import check_readable
 from lipkit.shown import Shown, Told, upper

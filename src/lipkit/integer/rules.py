@@ -23,7 +23,7 @@ from lipkit.integer.program import Fold, Move, Sort
 from lipkit.integer.quantisation import Builder, IntValue, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, with_numbers
-from lipkit.modules.fourier import FourierConv2d
+from lipkit.modules.fourier import FourierConv2d, TaylorConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, value_forms, value_shapes
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import enlarged, local_error
@@ -32,7 +32,6 @@ from lipkit.modules.pooling import Mean, _pair
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
-from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll, Shift2d
 from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm

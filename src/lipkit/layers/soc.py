@@ -21,7 +21,7 @@ from lipkit.linalg.gram_norm import SMALLEST, gram_norm
 from lipkit.linalg.precision import autocast_off, flushes
 from lipkit.linalg.transforms import plain_gradients, transformed
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
-from lipkit.modules.taylor import TaylorConv2d
+from lipkit.modules.fourier import TaylorConv2d
 from lipkit.proof.norms import quick_norm_estimate, quick_spectral_norm
 
 

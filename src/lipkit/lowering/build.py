@@ -17,8 +17,8 @@ from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Wiring
+from lipkit.modules.limits import ToLimit
 from lipkit.modules.plain import Shape
-from lipkit.modules.products import ToLimit
 from lipkit.modules.views import Expand, Piece, reshaped
 from lipkit.proof.roundoff import to_double
 

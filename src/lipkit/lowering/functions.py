@@ -22,11 +22,10 @@ from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, linear
-from lipkit.modules.elementary import Elementary
 from lipkit.modules.graph import Add, Blend, Concatenate, Maximum
+from lipkit.modules.limits import Elementary, MatrixProduct, Product
 from lipkit.modules.normalization import LayerCenter, UnitNorm
 from lipkit.modules.pooling import L2NormPool2d, Mean
-from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Roll
 from lipkit.proof.roundoff import reciprocal_up, root
 

@@ -19,20 +19,25 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import transformed
-from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import proportional
 from lipkit.modules.plain import (
+    COUNT,
+    INTEGER,
     Accepts,
     Plain,
+    Range,
     RoundingBound,
     RoundingError,
     RoundingRule,
     Shape,
     Shown,
     add_plain,
+    around,
+    either,
     export_rule,
+    monotone,
+    real,
 )
-from lipkit.modules.ranges import Range, around, monotone
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.views import Shift2d, shift
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow

@@ -19,12 +19,10 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules.activations import LIBRARY, slope_restricted
-from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.dense import Affine, linear
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import local_error, proportional
-from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
-from lipkit.modules.ranges import within_one
+from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Stored, add_plain, submodule, within_one
 from lipkit.modules.registry import export_parts, lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double, up

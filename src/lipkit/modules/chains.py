@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
@@ -24,7 +23,7 @@ from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import INTEGER, Plain, Shape, Stored, add_plain, submodules
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
@@ -58,7 +57,7 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     last layer carries a multiplier, whose values have no meaning. ``candidates`` adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
-    runs: list[SlopeRun] = []
+    runs, start = dict[int, SlopeRun](), 0  # by their starts
     parts: list[tuple[Tensor, Tensor]] = []  # the weights before each of the activations at these places
     places: list[int] = []
     part: tuple[Tensor, Tensor] | None = None
@@ -68,18 +67,17 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
         linear = _linear_map(module, before, vectors)
         if linear is not None and (parts or part or linear.ndim == 2):
-            if not (parts or part):
-                runs.append(SlopeRun(i, i, [], [], [], []))  # filled in below
+            start = start if parts or part else i
             part = _composed(linear, part)
             if linear.ndim == 2:
                 weights, errors = zip(*parts, part, strict=True)
                 used = [multipliers[k] for k in places]
-                runs[-1] = SlopeRun(runs[-1].start, i + 1, [*weights], [*errors], used, [*places])
+                runs[start] = SlopeRun(start, i + 1, [*weights], [*errors], used, [*places])
         elif part and part[0].ndim == 2 and slope_restricted(module) and i in multipliers:
             parts, places, part = [*parts, part], [*places, i], None
         elif not (vectors and type(module) in _SAME):
             parts, places, part = [], [], None
-    return [run for run in runs if run.multipliers or run.stop - 1 in multipliers]
+    return [run for run in runs.values() if run.multipliers or run.stop - 1 in multipliers]
 
 
 def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular, polyphase, symbol_sup
 from lipkit.errors import NoRuleError
-from lipkit.modules.configuration import COUNT, either, flag, whole
 from lipkit.modules.dense import linear_error, linear_range
-from lipkit.modules.plain import Accepts, Plain, RoundingError, Shape, add_plain
+from lipkit.modules.plain import COUNT, Accepts, Plain, RoundingError, Shape, add_plain, either, flag, whole
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic

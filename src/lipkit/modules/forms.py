@@ -77,8 +77,6 @@ def cut(form: Form, pieces: int) -> tuple[Form, ...]:
 def added(forms: Sequence[Form]) -> Form:
     """Bound of a sum: the gains add up."""
     frame, rows = _common(forms)
-    if len(rows) == 1:
-        return Form(frame, rows[0])
     # Where at most one term moves with a source, its gain is no sum, so nothing is rounded.
     total = rows.sum(0)
     return Form(frame, torch.where((rows != 0).sum(0) > 1, up(total, len(rows)), total))

@@ -23,12 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import ROWS, Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain, row_of
+from lipkit.modules.plain import (
+    INTEGER,
+    ROWS,
+    Plain,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Shown,
+    Stored,
+    add_plain,
+    row_of,
+    submodules,
+)
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
@@ -444,6 +455,5 @@ add_plain(Plain(Blend, stored=_blend, join=blend_of(lambda join: join.share)))
 _graph_stored = Stored(
     {"modules": submodules, "sources": _wired},
     lambda m: {"modules": tuple(m.nodes), "sources": tuple(list(read) for read in m.sources)},
-    lambda modules, sources: Graph(modules, sources),
 )
 add_plain(Plain(Graph, graph_constant, _graph_error, _graph_stored, export=export_graph))

@@ -34,10 +34,11 @@ def type_name(kind: type) -> str:
 def remember(kind: type[nn.Module]) -> None:
     """Record the methods of a class and its bases as the ones that its rule covers. Only the first call counts."""
     for base in kind.__mro__[:-1]:
-        _METHODS.setdefault(base, _methods(base))
+        _METHODS.setdefault(base, methods(base))
 
 
-def _methods(kind: type) -> dict[str, object]:
+def methods(kind: type) -> dict[str, object]:
+    """The methods and descriptors that a class itself defines; of ``nn.Module`` those that a call goes through."""
     own = vars(kind)
     if kind is nn.Module:
         return {name: own[name] for name in _CALLED & own.keys()}
@@ -108,7 +109,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
 def _refuse_methods(kind: type[nn.Module], name: str) -> None:
     for base in kind.__mro__[:-1]:
         known = _METHODS.get(base)
-        if known is not None and (now := _methods(base)) != known:
+        if known is not None and (now := methods(base)) != known:
             changed = sorted(key for key in {*known, *now} if known.get(key) is not now.get(key))
             raise NoRuleError(
                 f"the class {type_name(base)}, which {name} is or derives from, has methods that were replaced after "

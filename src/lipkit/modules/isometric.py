@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
-from lipkit.modules.configuration import COUNT
-from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, add_plain
+from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.views import per_channel
 from lipkit.proof.arithmetic import Arithmetic, grow
 

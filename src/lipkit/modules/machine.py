@@ -89,15 +89,13 @@ def enlarged(constant: Tensor) -> float:
     return grow(float(constant.detach()) * (1 + 2.0**-44))
 
 
-def prepare(
-    modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic
-) -> tuple[list[ProvedModule], Shape]:
-    """The proved modules of a chain in float64, and the shape of its output."""
+def prepare(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> list[ProvedModule]:
+    """The proved modules of a chain in float64."""
     steps = []
     for module in modules:
         steps.append(prove_module(module, input_shape, arithmetic, lipschitz(module, input_shape)))
         input_shape = output_shape(module, input_shape)
-    return steps, input_shape
+    return steps
 
 
 def start(x: Tensor) -> ErrorBound:
@@ -210,7 +208,7 @@ def reach(bound: ErrorBound) -> Line:
 
 def chain_error(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     """The rounding rule of a chain of modules."""
-    steps, _ = prepare(modules, input_shape, arithmetic)
+    steps = prepare(modules, input_shape, arithmetic)
 
     def measure(x: Tensor) -> RoundingBound:
         bound = through(steps, x)

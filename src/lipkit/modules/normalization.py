@@ -11,13 +11,25 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.configuration import COUNT, INTEGER, flag, real
-from lipkit.modules.dense import Affine
+from lipkit.modules.dense import Affine, with_numbers
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import proportional
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
-from lipkit.modules.ranges import Range, around, within_one
+from lipkit.modules.plain import (
+    COUNT,
+    INTEGER,
+    Plain,
+    Range,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Shown,
+    add_plain,
+    around,
+    flag,
+    real,
+    within_one,
+)
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape, Together, per_channel
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
@@ -76,18 +88,16 @@ def scaled_layer(layer: nn.Module, norm: nn.Module, *, inputs: bool = False) -> 
     """The layer that equals ``norm(layer(x))``, in float64; with ``inputs``, ``layer(norm(x))`` without any bias."""
     assert isinstance(norm, _BatchNorm)
     scale, shift = running_affine(norm)
-    folded: Any = copy.deepcopy(layer)
-    weight, bias = to_double(folded.weight.detach()), folded.bias
+    given: Any = layer
+    weight, bias = to_double(given.weight.detach()), given.bias
     taps, groups = (1,) * (weight.ndim - 2), getattr(layer, "groups", 1)
     if inputs == isinstance(layer, _TRANSPOSED):  # rows of a transposed convolution are its input channels
         weight = weight * scale.view(-1, 1, *taps)
     else:  # a row belongs to one group: (out, in / groups, taps), transposed (in, out / groups, taps)
         weight = (weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *taps)).flatten(0, 1)
-    folded.weight, folded.bias = nn.Parameter(weight, requires_grad=False), None
-    if not inputs:
-        shift = shift if bias is None else shift + to_double(bias) * scale
-        folded.bias = nn.Parameter(shift, requires_grad=False)
-    return folded
+    if not inputs and bias is not None:
+        shift = shift + to_double(bias) * scale
+    return copy.deepcopy(with_numbers(layer, weight, None if inputs else shift))
 
 
 def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
@@ -297,8 +307,7 @@ class UnitNorm(Together):
 
     def within(self, x: Range) -> UnitNorm:
         """The module with the largest eps that changes nothing for inputs in a range."""
-        nearest = torch.maximum(x.low, -x.high).clamp_min(0)  # the least modulus of each entry
-        least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
+        least = float(torch.linalg.vector_norm(x.nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lipkit.errors import NoRuleError
-from lipkit.modules.guarding import type_name
+from lipkit.modules.guarding import methods, type_name
 
 
 def settled(module: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ def settled(module: nn.Module) -> nn.Module:
     assert isinstance(lists, nn.ModuleDict)
     base: type[nn.Module] = kind.__bases__[0]  # torch derives a class from it
     name = f"{type_name(base)} with parametrizations on {sorted(lists)}"
-    own = {key for key, value in vars(kind).items() if callable(value) or hasattr(type(value), "__get__")}
+    own = set(methods(kind))
     if kind.__name__ != f"Parametrized{base.__name__}" or own - {"__getstate__", "__deepcopy__", *lists}:
         raise NoRuleError(f"{name}: expected the class that torch makes of it, got {kind.__name__} with {sorted(own)}")
     _check_still(module, name)

@@ -1,4 +1,4 @@
-"""The table of modules: for each exact type one row with all its rules.
+"""The table of modules: for each exact type one row with all its rules, and what rules give and rows accept.
 
 A layer for training adds two rules, `lipschitz_rule` and `export_rule`; a module of exported networks adds a whole row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz. A module without a rule is refused, and so is one whose forward
@@ -12,18 +12,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import remember, type_name
-from lipkit.modules.ranges import Range
 from lipkit.proof.arithmetic import Arithmetic, Line
+from lipkit.proof.roundoff import next_up
 
 Shape = tuple[int, ...]
 """The shape of one sample, without the batch."""
-
-Accepts = Callable[[Any], bool]
-"""A test of one value in a configuration: True if the constructor's argument may have it."""
 
 
 class RoundingBound(NamedTuple):
@@ -43,6 +41,113 @@ class RoundingBound(NamedTuple):
 
 # Maps a batch x (N, *input_shape) in float64 to bounds for all inputs near each of its samples.
 RoundingError = Callable[[Tensor], RoundingBound]
+
+
+class Range(NamedTuple):
+    r"""Lowest and highest value of each entry, float64, ``(1, *shape)``: interval arithmetic, entry by entry.
+
+    On a box with centre c and radii r, a linear map W has the range :math:`W c \pm |W| r`, and a non-decreasing
+    function has its values at both ends. No certificate rests on a range: the limits made from them are part of the
+    network, and `lipkit.modules.limits` leaves room for rounding, so that the limited network computes the same on
+    the box.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def centre(self) -> Tensor:
+        """Middle of each interval."""
+        return self.low / 2 + self.high / 2
+
+    @property
+    def radius(self) -> Tensor:
+        """Half the width of each interval, rounded up; ``centre +- radius`` covers it although `centre` is rounded."""
+        return next_up(torch.maximum(self.high - self.centre, self.centre - self.low))
+
+    @property
+    def nearest(self) -> Tensor:
+        """The least modulus of each entry."""
+        return torch.maximum(self.low, -self.high).clamp_min(0)
+
+    @property
+    def farthest(self) -> Tensor:
+        """The largest modulus of each entry."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+
+def around(centre: Tensor, radius: Tensor) -> Range:
+    """``centre +- radius``."""
+    return Range(centre - radius, centre + radius)
+
+
+def one_sign(module: Any, x: Range) -> Range:
+    """Range ``W c +- |W r|`` of a linear map W whose rows each have weights of one sign."""
+    return around(module(x.centre), module(x.radius).abs())
+
+
+def within_one(module: Any, x: Range) -> Range:
+    """Range of a map whose values lie in [-1, 1]."""
+    return around(torch.zeros_like(x.low), torch.ones_like(x.low))
+
+
+def monotone(module: Any, x: Range) -> Range:
+    """Range of a non-decreasing map: its values at both ends."""
+    return Range(module(x.low), module(x.high))
+
+
+Accepts = Callable[[Any], bool]
+"""A test of one value in a configuration: True if the constructor's argument may have it."""
+
+
+def flag(value: Any) -> bool:
+    """Accepts true and false."""
+    return isinstance(value, bool)
+
+
+def real(value: Any) -> bool:
+    """Accepts a finite number."""
+    return type(value) in (int, float) and abs(value) < 1e300  # a bool is no number, and NaN compares false
+
+
+def each(accepts: Accepts, count: int | None = None) -> Accepts:
+    """Accepts what ``accepts`` does, and tuples of up to 16 of these (exactly ``count``, if given)."""
+
+    def accepted(value: Any) -> bool:
+        if not isinstance(value, tuple):
+            return accepts(value)
+        return len(value) <= 16 and count in (len(value), None) and all(map(accepts, value))
+
+    return accepted
+
+
+def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None) -> Accepts:
+    """Accepts an integer in [least, most], or a tuple of up to 16 (exactly ``count``, if given)."""
+    return each(lambda value: type(value) is int and least <= value <= most, count)  # a bool is no integer
+
+
+def either(accepts: Accepts | None, *others: str | None) -> Accepts:
+    """Accepts each of ``others`` (words or None), what ``accepts`` does (if given), and tuples of up to 16 of these."""
+
+    def one(value: Any) -> bool:
+        if value is None or isinstance(value, str):
+            return value in others
+        return accepts is not None and not isinstance(value, tuple) and accepts(value)
+
+    return each(one)
+
+
+def submodule(value: Any) -> bool:
+    """Accepts the configuration of a module."""
+    return isinstance(value, dict)
+
+
+def submodules(value: Any) -> bool:
+    """Accepts a tuple of configurations of modules."""
+    return isinstance(value, tuple)
+
+
+INTEGER, COUNT = whole(), whole(1)
 
 
 class Stored(NamedTuple):

@@ -11,10 +11,22 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
-from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import proportional
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Shown, add_plain
-from lipkit.modules.ranges import Range, monotone, one_sign
+from lipkit.modules.plain import (
+    COUNT,
+    INTEGER,
+    Plain,
+    Range,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Shown,
+    add_plain,
+    either,
+    flag,
+    monotone,
+    one_sign,
+)
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
 from lipkit.modules.views import EnlargeBilinear, Together, enlarged
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
@@ -213,6 +225,10 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
     return proportional(error, floor, grow(math.sqrt(arithmetic.room)))
 
 
+def _norm_range(module: L2NormPool2d, x: Range) -> Range:
+    return Range(module(x.nearest), module(x.farthest))
+
+
 Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
 
 
@@ -245,17 +261,11 @@ def _average(module: Average, input_shape: Shape, arithmetic: Arithmetic) -> Rou
     return measure
 
 
-def _lengths(module: L2NormPool2d, x: Range) -> Range:
-    """Range of a norm: of the entries nearest to 0 and of the farthest."""
-    nearest = torch.maximum(x.low, -x.high).clamp_min(0)
-    return Range(module(nearest), module(torch.maximum(-x.low, x.high)))
-
-
 _windows = {"kernel_size": INTEGER, "stride": INTEGER, "padding": INTEGER, "ceil_mode": flag}
 _counted = {**_windows, "count_include_pad": flag, "divisor_override": either(INTEGER, None)}
 _size = {"output_size": either(INTEGER, None)}
 add_plain(Plain(nn.MaxPool2d, _max_pool, comparing, {**_windows, "dilation": INTEGER}, monotone, dims=(2, 3)))
-add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}, _lengths))
+add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}, _norm_range))
 add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveMaxPool2d, _adaptive_max_pool, export=_export_adaptive_max_pool, dims=(2, 3)))

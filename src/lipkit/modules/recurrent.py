@@ -25,7 +25,6 @@ from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.linalg.scan import Stream, simulate
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
-from lipkit.modules.configuration import COUNT, real, submodule, whole
 from lipkit.modules.dense import linear
 from lipkit.modules.graph import Concatenate, Graph, beside
 from lipkit.modules.guarding import guard
@@ -33,7 +32,18 @@ from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import exact, local_error
 from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Stored, add_plain
+from lipkit.modules.plain import (
+    COUNT,
+    Plain,
+    RoundingBound,
+    RoundingError,
+    Shape,
+    Stored,
+    add_plain,
+    real,
+    submodule,
+    whole,
+)
 from lipkit.modules.registry import export_part, lipschitz
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line
 from lipkit.proof.norms import spectral_norm

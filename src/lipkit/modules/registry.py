@@ -186,7 +186,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         input_shape: shape of one input without the batch. The result accepts no other.
         box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
             values, such as those of attention, have a Lipschitz constant there only: the result limits their factors
-            to what such inputs can reach (`lipkit.modules.products`), so that it has a constant everywhere, and is the
+            to what such inputs can reach (`lipkit.modules.limits`), so that it has a constant everywhere, and is the
             function of ``module`` for inputs in the box.
 
     Returns:

@@ -13,13 +13,12 @@ from lipkit.conv.symbol import symbol
 from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import chain_constant
-from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
 from lipkit.modules.graph import Add, Graph, refuse_inplace
 from lipkit.modules.machine import chain_error, local_error
 from lipkit.modules.parametrised import settled
-from lipkit.modules.plain import Plain, RoundingError, Shape, Stored, add_plain
+from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Stored, add_plain, submodule
 from lipkit.modules.registry import export_parts, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm

@@ -22,12 +22,11 @@ from lipkit.conv.symbol import symbol_at
 from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import transformed
-from lipkit.modules.configuration import COUNT, flag, submodule
 from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import ProvedModule, prepare, reach, start, through
-from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, add_plain
+from lipkit.modules.plain import COUNT, Plain, RoundingBound, RoundingError, Shape, add_plain, flag, submodule
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow
 from lipkit.proof.norms import spectral_norm
@@ -117,10 +116,9 @@ class SpreadConv2d(nn.Module):
 
 def _small(first: nn.Module) -> FourierConv2d:
     """``first``, after a check that it is a `FourierConv2d` from n to n channels without a bias."""
-    fits = type(first) is FourierConv2d and first.whole and first.in_channels == first.out_channels
-    if type(first) is not FourierConv2d or not fits or first.bias is not None:
-        raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
-    return first
+    if type(first) is FourierConv2d and first.whole and first.in_channels == first.out_channels and first.bias is None:
+        return first
+    raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
 
 
 def check_parts(module: SpreadConv2d) -> FourierConv2d:
@@ -180,7 +178,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     # Terms of one output: the kernel's, x and the bias.
     terms, outputs = weight[0].numel() + 2, math.prod(output_shape(module, input_shape))
-    steps, _ = prepare([module.first], input_shape, arithmetic)
+    steps = prepare([module.first], input_shape, arithmetic)
     gain = grow(float(circular(to_double(weight), *input_shape[1:])))  # of the kernel alone
 
     def measured(machine: Arithmetic) -> RoundingError:

@@ -1,7 +1,8 @@
 """Plain networks as a folder: ``config.json`` + ``model.safetensors``, no code in either.
 
-Loading builds the modules that the configuration names (`lipkit.modules.configuration`), checks every shape against the
-weights file and never imports or evaluates anything that a file says.
+Loading builds exactly the modules that the configuration names by their short names, from a closed list: the row of
+each says how it is stored (`lipkit.modules.plain.Stored`). It checks every shape against the weights file and never
+imports or evaluates anything that a file says.
 
 **Weights as integers** make a file nearly four times smaller, and its bound stays proved. Blocks of 64 consecutive
 numbers of a weight are stored as integers n and one step: w = step * n. The product is one rounded multiplication, so
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Mapping
@@ -27,9 +29,9 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
 from lipkit.files import parse_json, read_bytes, read_text, write_atomic
-from lipkit.modules.configuration import build, describe
-from lipkit.modules.guarding import parts
+from lipkit.modules.guarding import parts, type_name
 from lipkit.modules.network import Network
+from lipkit.modules.plain import Stored, row_of, stored_type, stored_types, submodule, submodules
 from lipkit.modules.registry import check_samples_apart
 from lipkit.networks import names, resolved
 from lipkit.proof.roundoff import WIDE
@@ -84,13 +86,9 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of what `to_integers` stored: w = step * n, rounded to the dtype of the steps."""
-    integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        if name not in integers:
-            if name.removesuffix(STEPS) not in integers:
-                tensors[name] = tensor
-            continue
+    integers = {name: t for name, t in stored.items() if t.dtype in _INTEGERS.values()}
+    tensors = {name: t for name, t in stored.items() if not {name, name.removesuffix(STEPS)} & integers.keys()}
+    for name, tensor in integers.items():
         steps = stored.get(name + STEPS)
         count = -(-tensor.numel() // _BLOCK)
         good = steps is not None and steps.is_floating_point() and tuple(steps.shape) == (count,)
@@ -106,6 +104,72 @@ def _blocks(tensor: Tensor) -> Tensor:
     """All numbers in rows of one block each, the last one filled up with zeros."""
     flat = tensor.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).reshape(-1, _BLOCK)
+
+
+# How deep the modules of one network may be nested.
+MAX_DEPTH = 50
+
+
+def describe(module: nn.Module) -> dict[str, Any]:
+    """The configuration of one plain module, as JSON values.
+
+    Raises:
+        OptionError: the module is not plain, or an argument is neither a number of Python nor a word.
+
+    >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
+    ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))
+    """
+    kind = type(module)
+    entry = row_of(kind).stored
+    if not isinstance(entry, Stored):
+        known = ", ".join(sorted(known.__name__ for known in stored_types()))
+        raise OptionError(f"expected a plain module ({known}), got {type_name(kind)}; call lipkit.export first")
+    config: dict[str, Any] = {"type": kind.__name__}
+    bias = {"bias": module.bias is not None} if "bias" in entry.arguments and not entry.read else {}
+    own = entry.read(module) if entry.read else {name: getattr(module, name) for name in entry.arguments} | bias
+    for name, value in own.items():
+        if entry.arguments[name] is submodule:
+            value = describe(value)
+        elif entry.arguments[name] is submodules:
+            value = [describe(part) for part in value]
+        if not isinstance(value, bool | int | float | str | tuple | list | dict | None):
+            raise OptionError(f"{kind.__name__}: expected {name} as a number of Python or a word, got {value!r}")
+        config[name] = list(value) if isinstance(value, tuple) else value
+    return config
+
+
+def build(config: Any, depth: int = 0) -> nn.Module:
+    """The module of a configuration made by `describe`, its tensors unset; ``depth`` modules enclose it.
+
+    Raises:
+        DataError: the configuration names an unknown module or unknown arguments.
+    """
+    if depth > MAX_DEPTH:
+        raise DataError(f"network configuration: expected at most {MAX_DEPTH} levels of nesting, got more")
+    if not isinstance(config, dict) or not isinstance(config.get("type"), str):
+        raise DataError(f"network configuration: expected an object with a 'type', got {str(config)[:80]!r}")
+    name = config["type"]
+    kind = stored_type(name)
+    entry = None if kind is None else row_of(kind).stored
+    if kind is None or not isinstance(entry, Stored):
+        raise DataError(f"network configuration: unknown or missing {name!r} in {str(config)[:80]!r}")
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k != "type"}
+    if set(given) != set(entry.arguments):
+        raise DataError(f"{name}: expected the arguments {sorted(entry.arguments)}, got {sorted(given)}")
+    for key, accepts in entry.arguments.items():
+        if not accepts(given[key]):
+            raise DataError(f"{name}: expected a value that {key} accepts, got {str(given[key])[:80]!r}")
+        if accepts is submodule:
+            given[key] = build(given[key], depth + 1)
+        elif accepts is submodules:
+            given[key] = tuple(build(part, depth + 1) for part in given[key])
+    try:
+        make = entry.make or kind
+        starred = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.VAR_POSITIONAL]
+        listed = [value for key in starred for value in given.pop(key, ())]
+        return make(*listed, **given)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"network configuration: {name} cannot be built: {error}") from None
 
 
 def sha256(network: nn.Module) -> str:

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import COUNT, INTEGER, whole
 from lipkit.modules.machine import exact
-from lipkit.modules.plain import Plain, Shape, Shown, add_plain
-from lipkit.modules.ranges import one_sign
+from lipkit.modules.plain import COUNT, INTEGER, Plain, Shape, Shown, add_plain, one_sign, whole
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import root
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import load, save
-from lipkit.modules.configuration import describe
+from lipkit.modules.storage import describe
 from lipkit.testing.case import Case, Refusal, forward, require, require_same
 
 
