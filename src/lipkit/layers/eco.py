@@ -15,13 +15,14 @@ from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import orthogonal_stack
-from lipkit.layers.export import patch_module, resampled_size, stride_modules, symbol_norm
+from lipkit.layers.export import patch_module, resampled_size, stride_modules
 from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
+from lipkit.modules.fourier import symbol_norm
 
 EVALUATIONS = ("phase", "dilated")
 TRAIN_TERMS, EVAL_TERMS = 5, 10

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
@@ -25,7 +24,7 @@ from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 __all__ = ["export_kernel_conv", "export_linear", "export_symbol_conv", "register_one_lipschitz"]  # rules
 __all__ += ["exactly", "in_float64", "placed_like"]  # made in float64
 __all__ += ["circular_module", "filled", "linear_module", "patch_module"]  # plain modules
-__all__ += ["resampled_size", "stride_modules", "symbol_norm"]
+__all__ += ["resampled_size", "stride_modules"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -48,15 +47,6 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
     """``exact`` in the dtype (float32 at least) and on the device of the layer's parameters."""
     own = at_least_float32(next(layer.parameters()).detach())
     return exact.to(device=own.device, dtype=own.dtype)
-
-
-def symbol_norm(symbol: Symbol) -> Tensor:
-    """Proved bound of the norm of a convolution with this symbol, whose ``pair`` may hold real parts only."""
-    norms = [spectral_norm(symbol.real)]
-    if symbol.pair.numel():
-        parts = symbol.pair.double().unbind(1)
-        norms.append(spectral_norm(torch.complex(*parts) if len(parts) == 2 else parts[0]))
-    return torch.stack(norms).amax()
 
 
 APART = 1e-2  # largest change of a row over the largest row: float32 rounding makes 1e-6, a lost direction 1

@@ -41,7 +41,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     A (q, q) must not have the eigenvalue -1; a symmetric positive semidefinite one is safest. B is (q, p). See [LBDN]
     Appendix D.5, equation 37.
     """
-    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    eye = eye_like(a)
     # I + Z = 2 (I + A^T)^-1, so one inverse gives Z and Y. X - X^T is the skew part of Z = X - X^T + Y^T Y.
     half = torch.linalg.inv(eye + a.mT)
     z = 2 * half - eye
