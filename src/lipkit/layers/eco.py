@@ -195,11 +195,10 @@ def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     A dilated ``nn.Conv2d`` does not serve: it halves its circular 'same' padding of ``d (k - 1)``, which shifts an even
     kernel by half a dilation, and the bound of a dilated kernel over all image sizes exceeds 1.
     """
-    height, width = resampled_size(layer, input_shape)
+    size, symbol = resampled_size(layer, input_shape), layer.symbol(layer.eval_terms)
     if layer.pointwise:
-        return patch_module(layer.symbol(layer.eval_terms).real[0], layer.stride, layer.bias)
-    symbol = layer.symbol(layer.eval_terms)
-    made = FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size)
+        return patch_module(symbol.real[0], layer.stride, layer.bias)
+    made = FourierConv2d.from_symbol(symbol, *size, layer.bias, layer.kernel_size)
     return nn.Sequential(*stride_modules(layer), made)
 
 

@@ -281,12 +281,9 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
 UNFOLDED: dict[type[nn.Module], Callable[[Any], Unfolded | None]] = {}
 """Functions that unfold a module of this exact type, such as `lipkit.models.LBDN`; its own file adds the entry."""
 
-# (matrix, bias, None) of a linear map; (diagonal of Psi or None, None, activation); all None for any other module.
-_Piece = tuple[Tensor | None, Tensor | None, nn.Module | None]
 
-
-def _pieces(network: nn.Module) -> Iterator[_Piece]:
-    """The parts of a chain in their order."""
+def _pieces(network: nn.Module) -> Iterator[tuple[Tensor | None, Tensor | None, nn.Module | None]]:
+    """(matrix, bias, None) of a linear map; (diagonal of Psi or None, None, activation); all None for other modules."""
     if type(network) is nn.Sequential:
         for child in network:
             yield from _pieces(child)

@@ -37,7 +37,7 @@ from lipkit.modules import (
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Join, Wiring, value_shapes
 from lipkit.modules.guarding import refuse_wrapper
-from lipkit.modules.plain import rules
+from lipkit.modules.plain import bounded
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -204,7 +204,7 @@ def _reason(module: nn.Module) -> str | None:
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     leaf = not [*module.children()]  # a container counts only if it owns numbers
-    if (leaf or own) and not rules().get(type(module), (False, False))[0]:
+    if (leaf or own) and not bounded(type(module)):
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
 

@@ -122,7 +122,7 @@ class LBDN(nn.Module):
         h = root.to(x.dtype) * x
         for layer in self.hidden:
             h = layer(h)
-        return F.linear(h, last, None if self.output.bias is None else self.output.bias.to(last.dtype))
+        return F.linear(h, last, self.output.bias_as(last))
 
     def weights(self) -> list[Tensor]:
         """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""

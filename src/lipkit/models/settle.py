@@ -20,7 +20,7 @@ from lipkit.models.constrained import Converted
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
 from lipkit.modules.network import first_floating
 from lipkit.modules.parametrised import settled as settled_module
-from lipkit.modules.plain import rules
+from lipkit.modules.plain import bounded
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 
@@ -86,7 +86,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         return known(module)
     base = next((k for k in PLAIN if isinstance(module, k)), None)
     dressed = kind is not base or bool(module._forward_pre_hooks)  # older spectral_norm is a hook
-    if (not dressed and base is not None) or (kind not in PLAIN and rules().get(kind, (False, False))[0]):
+    if (not dressed and base is not None) or (kind not in PLAIN and bounded(kind)):
         return None
     exported = getattr(module, "vanilla_export", None)
     leaf = all(name == "parametrizations" for name, _ in module.named_children())  # a layer, not a whole network
