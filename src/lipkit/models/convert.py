@@ -276,11 +276,10 @@ class Builder(Converter):
             return [new]
         if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:  # pairs of channels
             return [MaxMin()]
-        per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
-        if per_channel and name != "0":
-            self.note(name, module, "nothing", "the layers around it have biases")
-            return []
-        if per_channel:
+        if kind is Affine and module.get_buffer("scale").ndim == 1:  # one number for each channel
+            if name != "0":
+                self.note(name, module, "nothing", "the layers around it have biases")
+                return []
             # Only the translation is kept: learnt scales could raise the norm above 1.
             self.note(name, module, "Affine", "its scales became 1")
             scale, shift = module.get_buffer("scale"), module.get_buffer("shift")
