@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.layers.base import ConstrainedLinear, check_dtype, check_positive, slope_activation
 from lipkit.layers.export import exactly, in_float64
-from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
+from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.scan import simulate
@@ -213,7 +213,7 @@ class R2dn(RecurrentLayer):
         if not bound <= 1 + 1e-9:
             raise OptionError(f"phi: expected a 1-Lipschitz network, got one with a bound of {bound}")
         if unitwise(module):
-            self.phi = plain_activation(module)
+            self.phi = export_part(module, (1,))
         else:
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
