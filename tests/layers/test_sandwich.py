@@ -105,16 +105,10 @@ def test_linear_form_is_complete(shape: tuple[int, int], largest: float) -> None
     q, p = shape
     u = torch.linalg.qr(torch.randn(q, q, generator=generator, dtype=torch.float64))[0]
     v = torch.linalg.qr(torch.randn(p, p, generator=generator, dtype=torch.float64))[0]
-    least = min(p, q)
-    s = torch.zeros(q, dtype=torch.float64)
-    s[:least] = torch.linspace(largest, largest / 3, least, dtype=torch.float64)
-    weight = u[:, :least] * s[:least] @ v[:, :least].mT
+    s = torch.linspace(largest, largest / 3, min(p, q), dtype=torch.float64)
+    weight = u[:, : min(p, q)] * s @ v[:, : min(p, q)].mT
     bias = torch.randn(q, generator=generator, dtype=torch.float64)
-    layer = SandwichLinear(p, q, activation=None, dtype=torch.float64)
-    # [LBDN] Appendix D.5, equations 33 to 35.
-    sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
-    layer.set_factors(u * sa @ u.mT, u[:, :least] * sb[:least] @ v[:, :least].mT)
-    layer.bias.data.copy_(bias)
+    layer = SandwichLinear.from_weight(weight, bias)
     assert torch.allclose(layer.weight(), weight, atol=1e-13)
     x = torch.randn(3, p, generator=generator, dtype=torch.float64)
     assert torch.allclose(layer(x), x @ weight.mT + bias, atol=1e-12)
@@ -127,6 +121,15 @@ def test_linear_form_is_complete(shape: tuple[int, int], largest: float) -> None
         (layer(x) - 1).square().sum().backward()
         optimiser.step()
     assert p * q == 1 or all(bool(parameter.grad.any()) for parameter in (layer.y_free, layer.y_scale, layer.bias))
+
+
+def test_from_weight_refuses_what_the_form_cannot_reach() -> None:
+    with pytest.raises(OptionError, match=r"expected a spectral norm of at most 1, got 1\.0"):
+        SandwichLinear.from_weight(1.001 * torch.eye(2))
+    with pytest.raises(ShapeError, match=r"expected weight \(m, n\) and bias \(m,\), got \(2, 2\) and \(3,\)"):
+        SandwichLinear.from_weight(torch.eye(2), torch.zeros(3))
+    with pytest.raises(ShapeError, match="expected weight"):
+        SandwichLinear.from_weight(torch.zeros(2))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
 from lipkit.conv.normal_matrices import normal_matrices_of
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import base, definitions, export
 from lipkit.layers.base import Family
 from lipkit.layers.cayley import free_and_scale, rescaled
@@ -162,9 +162,7 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
     .. math:: [A^\top; B^\top] = \mathrm{cayley}([X; Y]),\quad X = g X'/\|X'\|_F,\quad Y = h Y'/\|Y'\|_F,\quad
               \Psi = \mathrm{diag}(e^d)
 
-    Without activation it is the linear form :math:`y = 2 A^\top B x + b`, which reaches every :math:`\|W\|_2 \le 1`:
-    :math:`W = U S V^\top` by :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top`,
-    :math:`B = U \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top` ([LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35).
+    Without activation it is the linear form :math:`y = 2 A^\top B x + b`, which reaches every :math:`\|W\|_2 \le 1`.
 
     Args:
         in_features, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedLinear`; the hidden width is
@@ -229,6 +227,35 @@ class SandwichLinear(Sandwich, CayleyPairLinear):
         # An activation expects the features in the last dimension.
         y = self.solved(rows, own, rest, lambda v: activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1))
         return y.reshape(*batch, q)
+
+    @classmethod
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
+        r"""The linear form with this matrix (m, n), of spectral norm at most 1, and bias (m,).
+
+        With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and :math:`B = U
+        \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`: [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
+
+        >>> layer = SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]]))
+        >>> layer.weight().abs().round(decimals=5).tolist()
+        [[0.0, 1.0], [0.5, 0.0]]
+        """
+        if weight.ndim != 2 or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
+            got = tuple(weight.shape), None if bias is None else tuple(bias.shape)
+            raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
+        base.check_dtype(weight.dtype)
+        q, p = weight.shape
+        u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
+        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):  # rounding of a norm of 1
+            raise OptionError(f"weight: expected a spectral norm of at most 1, got {float(s[0])}")
+        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))  # A has q of them
+        sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
+        least = min(p, q)
+        layer = cls(p, q, bias is not None, weight.device, weight.dtype, activation=None)
+        layer.set_factors(u * sa @ u.mT, u[:, :least] * sb[:least] @ vt[:least])
+        if layer.bias is not None and bias is not None:
+            with torch.no_grad():
+                layer.bias.copy_(bias)
+        return layer
 
 
 class SandwichConv2d(Sandwich, base.SymbolConv2d):
