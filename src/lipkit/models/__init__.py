@@ -15,7 +15,8 @@ from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuild
 from lipkit.models.convolutional import convnet, kwlarge, lbdn_conv, lipconvnet, sllnet, small
 from lipkit.models.frame import find, make_activation, split_gain
-from lipkit.models.lbdn import LBDN, from_network, lbdn, mlp
+from lipkit.models.lbdn import LBDN, from_network, lbdn
+from lipkit.models.mlp import mlp
 from lipkit.models.patches import bronet, liresnet, patchnet, vision_transformer
 from lipkit.models.resnets import resnet9, resnet_plain, wide_resnet, wrn_plain
 from lipkit.models.sequences import recurrent, sequence_classifier, sequence_regressor

@@ -1,6 +1,4 @@
-r"""Dense networks of prescribed gain: LBDN, as tight as the semidefinite bound, and `mlp` of the layers of any family.
-
-The LBDN [LBDN]
+r"""LBDN: feed-forward networks with a prescribed gain, as tight as the semidefinite bound [LBDN].
 
 .. math:: h_0 = \sqrt\gamma\, x,\qquad
           h_{k+1} = \sqrt2 A_k^\top \Psi_k\, \sigma\big(\sqrt2 \Psi_k^{-1} B_k h_k + b_k\big),\qquad
@@ -29,7 +27,6 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError, finite
-from lipkit.layers import Scale
 from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
 from lipkit.layers.recurrent import UNFOLDED, Unfolded, margins
@@ -37,7 +34,7 @@ from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
-from lipkit.models.frame import Layers, Positive, bounded, check_sizes, checked, flat_size, python_integers
+from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.registry import export_part
@@ -251,57 +248,6 @@ def lbdn(
     layers = [network] if len(input_shape) == 1 else [nn.Flatten(), network]
     chain = bounded(layers, 1.0, mean, std, input_shape[0])
     return chain.to(device=device, dtype=dtype) if device is not None or dtype is not None else chain
-
-
-@checked
-def mlp(
-    hidden: Sequence[int] = (256, 256),
-    layer: str = "cayley",
-    gamma: Positive = 1.0,
-    *,
-    input_shape: Shape,
-    classes: int,
-    activation: str | nn.Module | None = None,
-    learnable_gamma: bool = False,
-    bias: bool = True,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    **options: Any,
-) -> nn.Sequential:
-    r"""Flatten, dense layers of one family with activations between them, and a gain of gamma.
-
-    A factor :math:`\sqrt\gamma` stands before the first and one before the last dense layer, so that the last module is
-    the last linear layer.
-
-    Args:
-        hidden: units of the hidden layers.
-        layer: acronym of the family (``lipkit list layers``), or ``plain``: unconstrained.
-        gamma: the gain of everything after the normalisation, positive and finite.
-        input_shape: shape of one input, flattened by the network.
-        classes: number of outputs.
-        activation: between the layers: None for MaxMin, a name such as 'relu', or a 1-Lipschitz module; for layers with
-            an inner activation, that one.
-        learnable_gamma: whether both factors are trained.
-        bias: whether the layers have biases.
-        mean, std: input normalisation per channel, part of the network.
-        options: options of the family's dense layer, in the hidden layers.
-
-    >>> net = mlp([16, 16], "sandwich", gamma=4.0, input_shape=(1, 4, 4), classes=3)
-    >>> [type(m).__name__ for m in net], float(lipschitz(net))
-    (['Flatten', 'Scale', 'SandwichLinear', 'SandwichLinear', 'Scale', 'SandwichLinear'], 4.0)
-
-    References:
-        [LBDN] section 5.1 (the four families of the square wave), Table 4.
-    """
-    sizes, made = [flat_size(input_shape), *hidden], Layers(layer, options, activation)
-    # The root of gamma is rounded, so a network of one dense layer has the factor gamma itself.
-    factors = [math.sqrt(gamma)] * 2 if hidden else [gamma]
-    scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out
-    gains = [Scale(factor, learnable_gamma) for factor in factors if scaled]
-    layers = [*gains[:1], *made.dense(*sizes, bias=bias, **options), *gains[1:]]
-    flat = [] if len(input_shape) == 1 else [nn.Flatten()]
-    last = made.family.last(sizes[-1], classes, bias=bias)
-    return bounded([*flat, *layers, last], 1.0, mean, std, input_shape[0])
 
 
 def from_network(
