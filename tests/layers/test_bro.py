@@ -8,8 +8,7 @@ import torch
 
 from lipkit import export, lipschitz
 from lipkit.errors import OptionError
-from lipkit.layers import BroConv2d, BroLinear
-from lipkit.layers.bro import near_identity
+from lipkit.layers import BroConv2d, BroLinear, LiResConv2d
 from lipkit.modules import FourierConv2d
 from lipkit.testing import dense_matrix
 
@@ -98,10 +97,14 @@ def test_dense_layers_are_orthogonal(sizes: tuple[int, int]) -> None:
 
 
 def test_starts_near_the_identity_and_nearer_in_deeper_networks() -> None:
-    zero = near_identity(torch.zeros(4, 2, 3, 3), torch.ones(4, 1, 1, 1), 1)
+    def kernel(layer: LiResConv2d, noise: float, scale: float) -> torch.Tensor:
+        layer.free.data.fill_(noise)
+        layer.scale.data.fill_(scale)
+        return layer.directions().detach()
+
+    zero = kernel(LiResConv2d(2, 4, 3), 0.0, 1.0)
     assert float(zero.sum()) == 2 == float(zero[[0, 1], [0, 1], 1, 1].sum())
-    noise = [near_identity(torch.ones(2, 2, 1, 1), torch.full((2, 1, 1, 1), 3.0), d) - torch.eye(2)[:, :, None, None]
-             for d in (1, 9)]  # fmt: skip
+    noise = [kernel(LiResConv2d(2, 2, 1, depth=d), 1.0, 3.0) - torch.eye(2)[:, :, None, None] for d in (1, 9)]
     torch.testing.assert_close(noise[0], 3 * noise[1])
     torch.manual_seed(0)
     assert float(BroConv2d(16, 16, 3).free.detach().std()) == pytest.approx(1 / 12, rel=0.05)

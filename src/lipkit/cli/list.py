@@ -33,7 +33,7 @@ def layers() -> list[list[str]]:
 def models() -> list[list[str]]:
     """Rows of architectures: name, first line of the docstring."""
     source = Source("lipkit.models")
-    return [[k, source.summary(name)] for k, name in zip(source.keys("MODELS"), source.names("MODELS"), strict=True)]
+    return [[name, source.summary(name)] for name in source.names("MODELS")]
 
 
 def datasets() -> list[list[str]]:

@@ -290,16 +290,6 @@ class ConstrainedConv2d(Constrained):
         kernel, step = simple_geometry(kernel_size, stride, dilation, groups)
         check_positive(in_channels=in_channels, out_channels=out_channels)
         check_dtype(dtype)
-        self.check_padding(kernel, padding, padding_mode)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        # Downsampling moves each s x s patch into the channels.
-        self.kernel_size, self.stride, self.inner_channels = kernel, step, in_channels * step**2
-        self.shape = (out_channels, self.inner_channels, *kernel)
-        self.make_parameters(device, dtype, **own)
-        self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
-
-    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
         odd = all(k % 2 for k in kernel)  # an even kernel needs one more pixel of padding on one side
         if self.needs_odd and not odd:
             raise OptionError(f"kernel_size: expected odd sizes ({self.needs_odd}), got {kernel}")
@@ -307,9 +297,14 @@ class ConstrainedConv2d(Constrained):
         if padding_mode not in modes:
             allowed = " or ".join(map(repr, modes))
             raise OptionError(f"padding_mode: expected {allowed}, got {padding_mode!r}: use lipkit.layers.NativeConv2d")
-        self.padding_mode = padding_mode
         same = tuple((k - 1) // 2 for k in kernel) if odd else None  # an integer pads both sides alike
         check_same(padding, same, kernel)
+        self.in_channels, self.out_channels, self.padding_mode = in_channels, out_channels, padding_mode
+        # Downsampling moves each s x s patch into the channels.
+        self.kernel_size, self.stride, self.inner_channels = kernel, step, in_channels * step**2
+        self.shape = (out_channels, self.inner_channels, *kernel)
+        self.make_parameters(device, dtype, **own)
+        self.register_parameter("bias", new_bias(*self.bias_sizes(), bias, device, dtype))
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"

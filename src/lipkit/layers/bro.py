@@ -24,20 +24,14 @@ from lipkit.linalg.precision import product_dtype
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
-def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
-    r"""``E + g N /`` :math:`\sqrt{\mathrm{depth}}`, (n, m, kh, kw): a kernel that includes its own residual connection.
-
-    E is 1 at the centre tap from channel i to channel i, 0 elsewhere; g (n, 1, 1, 1) scales the output channels.
-    """
-    identity = torch.eye(*noise.shape[:2], dtype=noise.dtype, device=noise.device)[:, :, None, None]
-    return F.pad(identity, circular_pads(*noise.shape[2:])) + scale * noise / depth**0.5
-
-
 class NearIdentity(base.Constrained):
-    """Base of BRO and LiResNet layers: a kernel by :func:`near_identity`, with parameters N and g."""
+    r"""Base of BRO and LiResNet layers: a kernel ``E + g N /`` :math:`\sqrt{\mathrm{depth}}` with parameters N and g.
+
+    E is 1 at the centre tap from channel i to channel i, 0 elsewhere: a residual connection inside the kernel.
+    """
 
     def make_residual(self, shape: tuple[int, ...], depth: int, device: Any, dtype: Any) -> None:
-        """Create the parameters of a kernel of this shape: N, noise of variance 1 / (n kh kw), and g, ones."""
+        """Create N, noise of this shape and of variance 1 / (n kh kw), and g (n, 1, 1, 1) of ones, for the outputs."""
         base.check_positive(depth=depth)
         n, _, kh, kw = shape
         noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)  # columns of norm about 1
@@ -45,8 +39,10 @@ class NearIdentity(base.Constrained):
         self.scale = nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
 
     def directions(self) -> Tensor:
-        """The kernel of :func:`near_identity`, in float32 or better; a reflector takes it as V."""
-        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+        """The kernel (n, m, kh, kw), in float32 or better; a reflector takes it as V."""
+        noise, scale = at_least_float32(self.free), at_least_float32(self.scale)
+        identity = torch.eye(*noise.shape[:2], dtype=noise.dtype, device=noise.device)[:, :, None, None]
+        return F.pad(identity, circular_pads(*noise.shape[2:])) + scale * noise / self.depth**0.5
 
 
 class Reflector(NearIdentity):

@@ -16,6 +16,7 @@ from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_thr
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lipschitz_rule
+from lipkit.modules.fourier import symbol_norm
 
 
 def frobenius(free: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def _export_conv(layer: CayleyConv2d, input_shape: Shape) -> nn.Module:
     if layer.pointwise or not spread_pays(kernel, *size):
         return export.export_symbol_conv(layer, input_shape)
     small, outputs = spread_parts(kernel, *size)
-    norms = export.symbol_norm(small), export.symbol_norm(kernel_symbol(outputs, *size))
+    norms = symbol_norm(small), symbol_norm(kernel_symbol(outputs, *size))
     if not float(norms[0] * norms[1]) <= WORST:  # also where a norm is NaN
         return export.export_symbol_conv(layer, input_shape)
     first = FourierConv2d.from_symbol(Symbol(*(export.placed_like(layer, part) for part in small)), *size, None)

@@ -256,11 +256,10 @@ def liresnet(layer: Any, h: int, w: int) -> Tensor:
 def residual(layer: Any, x: Tensor, multiplier: Tensor) -> Tensor:
     """x - F* (Lambda act(F x + b)), with zeros for missing inputs, and surplus outputs dropped."""
     images, kernel = as_images(layer, x), as_kernel(layer.free)
-    outputs = layer.out_features if x.ndim == 2 else layer.out_channels
     images = F.pad(images, (0, 0, 0, 0, 0, kernel.shape[1] - images.shape[1]))  # channels, the third from the end
     matrices = symbol(kernel, *images.shape[-2:])
     inside = layer.activation(biased(layer, apply(matrices, images)))
-    y = (images - apply(matrices.mH, multiplier[:, None, None] * inside))[:, :outputs]
+    y = (images - apply(matrices.mH, multiplier[:, None, None] * inside))[:, : layer.shape[0]]
     return y.flatten(1) if x.ndim == 2 else y
 
 

@@ -15,13 +15,14 @@ from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import orthogonal_stack
-from lipkit.layers.export import patch_module, resampled_size, stride_modules, symbol_norm
+from lipkit.layers.export import patch_module, resampled_size, stride_modules
 from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
+from lipkit.modules.fourier import symbol_norm
 
 EVALUATIONS = ("phase", "dilated")
 TRAIN_TERMS, EVAL_TERMS = 5, 10
@@ -194,11 +195,10 @@ def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     A dilated ``nn.Conv2d`` does not serve: it halves its circular 'same' padding of ``d (k - 1)``, which shifts an even
     kernel by half a dilation, and the bound of a dilated kernel over all image sizes exceeds 1.
     """
-    height, width = resampled_size(layer, input_shape)
+    size, symbol = resampled_size(layer, input_shape), layer.symbol(layer.eval_terms)
     if layer.pointwise:
-        return patch_module(layer.symbol(layer.eval_terms).real[0], layer.stride, layer.bias)
-    symbol = layer.symbol(layer.eval_terms)
-    made = FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size)
+        return patch_module(symbol.real[0], layer.stride, layer.bias)
+    made = FourierConv2d.from_symbol(symbol, *size, layer.bias, layer.kernel_size)
     return nn.Sequential(*stride_modules(layer), made)
 
 

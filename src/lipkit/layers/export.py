@@ -6,6 +6,7 @@ For a layer whose norm is at most 1 by construction, :func:`register_one_lipschi
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -13,19 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
-from lipkit.errors import OptionError
+from lipkit.errors import NoRuleError, OptionError
 from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
 __all__ = ["export_kernel_conv", "export_linear", "export_symbol_conv", "register_one_lipschitz"]  # rules
 __all__ += ["exactly", "in_float64", "placed_like"]  # made in float64
-__all__ += ["circular_module", "filled", "linear_module", "patch_module"]  # plain modules
-__all__ += ["resampled_size", "stride_modules", "symbol_norm"]
+__all__ += ["circular_module", "filled", "linear_module", "patch_module", "torch_layer"]  # plain modules
+__all__ += ["resampled_size", "stride_modules"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -48,15 +48,6 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
     """``exact`` in the dtype (float32 at least) and on the device of the layer's parameters."""
     own = at_least_float32(next(layer.parameters()).detach())
     return exact.to(device=own.device, dtype=own.dtype)
-
-
-def symbol_norm(symbol: Symbol) -> Tensor:
-    """Proved bound of the norm of a convolution with this symbol, whose ``pair`` may hold real parts only."""
-    norms = [spectral_norm(symbol.real)]
-    if symbol.pair.numel():
-        parts = symbol.pair.double().unbind(1)
-        norms.append(spectral_norm(torch.complex(*parts) if len(parts) == 2 else parts[0]))
-    return torch.stack(norms).amax()
 
 
 APART = 1e-2  # largest change of a row over the largest row: float32 rounding makes 1e-6, a lost direction 1
@@ -118,6 +109,19 @@ def filled(plain: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
         if bias is not None:
             plain.get_parameter("bias").copy_(bias)
     return plain
+
+
+def torch_layer(kind: type[Any], module: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    """The layer of torch with the options of ``module``, which has them under torch's names, and these values."""
+    names = inspect.signature(kind).parameters.keys() - {"bias", "device", "dtype"}
+    options = {name: getattr(module, name) for name in names}
+    plain = kind(**options, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    if plain.weight.shape != weight.shape:
+        raise NoRuleError(
+            f"{type(module).__name__}: expected a weight of shape {tuple(plain.weight.shape)}, as of "
+            f"nn.{kind.__name__}, got {tuple(weight.shape)}"
+        )
+    return filled(plain, weight, bias)
 
 
 def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, int]:

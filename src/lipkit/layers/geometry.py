@@ -23,7 +23,7 @@ from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family, Pair
 from lipkit.layers.dense import BjorckLinear, orthogonal_stack
-from lipkit.layers.export import exactly, filled
+from lipkit.layers.export import exactly, torch_layer
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
@@ -344,10 +344,8 @@ def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
     layer.check_input(input_shape)
     output_shape(layer, input_shape)
     (weight,) = exactly(layer, lambda made: [made.weight()])
-    names = [*GEOMETRY, *["output_padding"] * isinstance(layer, _Transposed)]
-    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    plain = layer.plain(**options, bias=layer.bias is not None, device=weight.device, dtype=weight.dtype)
-    return filled(plain, weight, layer.bias)
+    made: nn.Module = torch_layer(layer.plain, layer, weight, layer.bias)
+    return made
 
 
 def aoc_conv2d(

@@ -14,10 +14,11 @@ from lipkit.errors import ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import Family, SymbolConv2d
 from lipkit.layers.dense import OrthogonalLinear, delta_orthogonal_free
-from lipkit.layers.export import export_symbol_conv, resampled_size, symbol_norm
+from lipkit.layers.export import export_symbol_conv, resampled_size
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
+from lipkit.modules.fourier import symbol_norm
 
 
 class LotConv2d(SymbolConv2d):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.layers.base import ConstrainedLinear, check_dtype, check_positive, slope_activation
 from lipkit.layers.export import exactly, in_float64
-from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
+from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.scan import simulate
@@ -213,7 +213,7 @@ class R2dn(RecurrentLayer):
         if not bound <= 1 + 1e-9:
             raise OptionError(f"phi: expected a 1-Lipschitz network, got one with a bound of {bound}")
         if unitwise(module):
-            self.phi = plain_activation(module)
+            self.phi = export_part(module, (1,))
         else:
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
@@ -281,12 +281,9 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
 UNFOLDED: dict[type[nn.Module], Callable[[Any], Unfolded | None]] = {}
 """Functions that unfold a module of this exact type, such as `lipkit.models.LBDN`; its own file adds the entry."""
 
-# (matrix, bias, None) of a linear map; (diagonal of Psi or None, None, activation); all None for any other module.
-_Piece = tuple[Tensor | None, Tensor | None, nn.Module | None]
 
-
-def _pieces(network: nn.Module) -> Iterator[_Piece]:
-    """The parts of a chain in their order."""
+def _pieces(network: nn.Module) -> Iterator[tuple[Tensor | None, Tensor | None, nn.Module | None]]:
+    """(matrix, bias, None) of a linear map; (diagonal of Psi or None, None, activation); all None for other modules."""
     if type(network) is nn.Sequential:
         for child in network:
             yield from _pieces(child)

@@ -27,7 +27,7 @@ from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.registry import export_plain
+from lipkit.modules.registry import export_part
 
 SQRT2 = math.sqrt(2.0)
 
@@ -41,7 +41,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     A (q, q) must not have the eigenvalue -1; a symmetric positive semidefinite one is safest. B is (q, p). See [LBDN]
     Appendix D.5, equation 37.
     """
-    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    eye = eye_like(a)
     # I + Z = 2 (I + A^T)^-1, so one inverse gives Z and Y. X - X^T is the skew part of Z = X - X^T + Y^T Y.
     half = torch.linalg.inv(eye + a.mT)
     z = 2 * half - eye
@@ -327,12 +327,6 @@ class SandwichConv2d(Sandwich, base.SymbolConv2d):
             return self.solved(x.to(dtype), *self.free_pair(), self.activation)
 
 
-def plain_activation(activation: nn.Module) -> nn.Module:
-    """The activation as exports contain it."""
-    plain: nn.Module = export_plain(activation, (1,))[0]
-    return plain
-
-
 @lipschitz_rule(SandwichLinear, SandwichConv2d)
 def _bound(layer: SandwichLinear | SandwichConv2d, input_shape: Shape | None) -> float:
     if layer.activation is not None:
@@ -348,7 +342,7 @@ def _block(layer: Sandwich, first: nn.Module, second: nn.Module) -> SandwichBloc
     """The layer from its two maps, with the multiplier Psi^2 that proves its bound."""
     assert layer.activation is not None
     multiplier = export.placed_like(layer, export.in_float64(layer).psi().square())
-    return SandwichBlock(first, plain_activation(layer.activation), second, multiplier)
+    return SandwichBlock(first, export_part(layer.activation, (1,)), second, multiplier)
 
 
 @export_rule(SandwichLinear)

@@ -24,10 +24,10 @@ from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import circular_module, linear_module, resampled_size, stride_modules
-from lipkit.layers.sandwich import plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
+from lipkit.modules.registry import export_part
 from lipkit.modules.sandwich import SlopeResidual
 from lipkit.modules.views import Pad
 
@@ -235,7 +235,7 @@ def _export(layer: SlopeResidualLinear | SlopeResidualConv2d, input_shape: Shape
         first = circular_module(layer.fitted(free, *size), layer.bias, layer.padding_mode)
         second, axes = circular_module(back, None, layer.padding_mode), 2
         resampled = stride_modules(layer)
-    block = SlopeResidual(first, plain_activation(layer.activation), second, multiplier)
+    block = SlopeResidual(first, export_part(layer.activation, (1,)), second, multiplier)
     (after, before), inner = layer.shape[:2], layer.inner
     # Zero channels are appended to the input, and surplus channels of the output dropped (negative: cut).
     head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))

@@ -51,7 +51,7 @@ class StiefelLinear(ConstrainedLinear, OnManifold):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def weight(self) -> Tensor:
         return at_least_float32(self.free)
@@ -76,7 +76,7 @@ class StiefelConv2d(KernelConv2d, OnManifold):
     def make_parameters(self, device: Any, dtype: Any) -> None:
         if not self.pointwise:
             raise OptionError(f"kernel_size: expected 1, got {self.kernel_size}")
-        self.free = orthogonal_free((self.out_channels, self.inner_channels, 1, 1), device, dtype)
+        self.free = orthogonal_free(self.shape, device, dtype)
 
     def kernel(self) -> Tensor:
         return at_least_float32(self.free)

@@ -13,6 +13,7 @@ from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import check_dtype, check_positive
 from lipkit.modules import Affine, Plain, Shape, add_plain, export_rule, lipschitz_rule, output_shape
 from lipkit.modules.graph import Graph, Join, blend_of, check_alike, export_graph, graph_constant
+from lipkit.modules.views import per_channel
 from lipkit.proof.roundoff import reciprocal_up
 
 
@@ -36,14 +37,7 @@ class _PerChannel(nn.Module):
             raise OptionError(
                 f"{kind}: expected {names} of equally many finite numbers, at least one, got {one} and {two}"
             )
-
-    def along_channels(self, x: Tensor) -> list[Tensor]:
-        """Both buffers, in the shape that broadcasts against ``x`` (B, C, ...)."""
-        both = list(self.buffers())
-        if x.ndim < 2 or x.shape[1] != len(both[0]):
-            kind, got = type(self).__name__, tuple(x.shape)
-            raise ShapeError(f"{kind}: expected {len(both[0])} channels in dimension 1, got shape {got}")
-        return [numbers.view(-1, *[1] * (x.ndim - 2)) for numbers in both]
+        self.channels = len(one)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={numbers.tolist()}" for name, numbers in self.named_buffers())
@@ -72,8 +66,7 @@ class Normalize(_PerChannel):
             raise OptionError(f"Normalize: expected positive stds, got {std}")
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, std = self.along_channels(x)
-        return (x - mean) / std
+        return (x - per_channel(self, self.mean, x)) / per_channel(self, self.std, x)
 
 
 class Rescale(_PerChannel):
@@ -101,8 +94,7 @@ class Rescale(_PerChannel):
             raise OptionError(f"Rescale: expected units other than 0, got {units}")
 
     def forward(self, x: Tensor) -> Tensor:
-        units, offset = self.along_channels(x)
-        return x * units + offset
+        return x * per_channel(self, self.units, x) + per_channel(self, self.offset, x)
 
 
 class Scale(nn.Module):

@@ -18,6 +18,7 @@ from lipkit.layers.dense import BjorckLinear, delta_orthogonal_free
 from lipkit.layers.export import circular_module, export_kernel_conv, resampled_size, stride_modules
 from lipkit.layers.projections import AfterStep
 from lipkit.linalg import at_least_float32, polar
+from lipkit.linalg.matrices import near_one
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
@@ -182,10 +183,8 @@ class OssnConv2d(ConstrainedConv2d):
 
     def kernel(self, height: int, width: int) -> Tensor:
         """The kernel divided by its estimated norm on ``height x width`` (after downsampling); zero stays zero."""
-        free = fold(at_least_float32(self.free), height, width)
         # Dividing by the largest entry keeps powers from over- and underflow; the result does not depend on it.
-        biggest = free.detach().abs().amax()
-        free = free / torch.where(biggest > 0, biggest, 1)
+        free = near_one(fold(at_least_float32(self.free), height, width), (0, 1, 2, 3))
         norm = krylov_lower_estimate(free, height, width, self.iterations)
         return free / torch.where(norm > 0, norm, 1)
 

@@ -23,24 +23,11 @@ from lipkit.models.sequences import recurrent, sequence_classifier, sequence_reg
 from lipkit.models.unet import autoencoder, denoiser, unet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "bronet": bronet,
-    "convnet": convnet,
-    "kwlarge": kwlarge,
-    "lbdn": lbdn,
-    "lbdn_conv": lbdn_conv,
-    "lipconvnet": lipconvnet,
-    "liresnet": liresnet,
-    "mlp": mlp,
-    "patchnet": patchnet,
-    "rebuild": rebuild,
-    "resnet9": resnet9,
-    "resnet_plain": resnet_plain,
-    "sequence_classifier": sequence_classifier,
-    "sllnet": sllnet,
-    "small": small,
-    "vision_transformer": vision_transformer,
-    "wide_resnet": wide_resnet,
-    "wrn_plain": wrn_plain,
+    made.__name__: made
+    for made in (
+        *(bronet, convnet, kwlarge, lbdn, lbdn_conv, lipconvnet, liresnet, mlp, patchnet, rebuild, resnet9),
+        *(resnet_plain, sequence_classifier, sllnet, small, vision_transformer, wide_resnet, wrn_plain),
+    )
 }
 """The architectures by the names that recipes give them."""
 

@@ -20,8 +20,10 @@ from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
 from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.rko import RkoConv2d
+from lipkit.layers.sandwich import free_pair
 from lipkit.layers.svcm import OssnConv2d, SvcmConv2d
 from lipkit.linalg import bjorck, newton_schulz, polar
+from lipkit.linalg.matrices import eye_like
 from lipkit.modules.convolutions import borders
 from lipkit.modules.guarding import guard
 
@@ -122,22 +124,19 @@ class Converter:
 
 
 def inverse_cayley(q: Tensor) -> Tensor | None:
-    r"""A matrix whose Cayley transform (``lipkit.linalg.cayley``) is the semi-orthogonal ``q``, or None.
+    """A matrix whose Cayley transform (``lipkit.linalg.cayley``) is the semi-orthogonal ``q``, or None.
 
-    For a tall :math:`Q = [Q_1; Q_2]`: :math:`X = (Q_1 + I)/2`, :math:`V = -\tfrac12 Q_2 X^{-1}` and
-    :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`. None where I + Q_1 is singular or
-    nearly so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1). This is [Cayley]
-    proposition A.7, solved for its argument.
+    For a tall q = [A^T; B^T] it is that of `lipkit.layers.sandwich.free_pair`. None where I + A^T is singular or nearly
+    so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1).
     """
     m, n = q.shape
     if m < n:
         wide = inverse_cayley(q.mT)
         return None if wide is None else wide.mT
-    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)  # 2 X in the docstring
-    if float(torch.linalg.svdvals(top)[-1]) < _CAYLEY_GAP:
+    if float(torch.linalg.svdvals(q[:n] + eye_like(q))[-1]) < _CAYLEY_GAP:
         return None
-    inverse = 2 * torch.linalg.inv(top)  # X^-1
-    return torch.cat(((inverse - inverse.mT) / 4, -q[n:] @ inverse / 2))
+    x, y = free_pair(q[:n].mT, q[n:].mT)
+    return torch.cat(((x - x.mT) / 2, y))  # the smallest X with this skew part
 
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:

@@ -37,7 +37,7 @@ from lipkit.modules import (
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Join, Wiring, value_shapes
 from lipkit.modules.guarding import refuse_wrapper
-from lipkit.modules.plain import rules
+from lipkit.modules.plain import bounded
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -204,7 +204,7 @@ def _reason(module: nn.Module) -> str | None:
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     leaf = not [*module.children()]  # a container counts only if it owns numbers
-    if (leaf or own) and not rules().get(type(module), (False, False))[0]:
+    if (leaf or own) and not bounded(type(module)):
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
 
@@ -276,11 +276,10 @@ class Builder(Converter):
             return [new]
         if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:  # pairs of channels
             return [MaxMin()]
-        per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
-        if per_channel and name != "0":
-            self.note(name, module, "nothing", "the layers around it have biases")
-            return []
-        if per_channel:
+        if kind is Affine and module.get_buffer("scale").ndim == 1:  # one number for each channel
+            if name != "0":
+                self.note(name, module, "nothing", "the layers around it have biases")
+                return []
             # Only the translation is kept: learnt scales could raise the norm above 1.
             self.note(name, module, "Affine", "its scales became 1")
             scale, shift = module.get_buffer("scale"), module.get_buffer("shift")

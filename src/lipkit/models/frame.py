@@ -312,9 +312,10 @@ class Layers:
         """A convolution without an activation after it."""
         return self.family.conv(cin, cout, kernel_size, stride=stride, **self.options)
 
-    def dense(self, *sizes: int) -> list[nn.Module]:
+    def dense(self, *sizes: int, **options: Any) -> list[nn.Module]:
         """Hidden dense layers, from each size to the next."""
-        return [m for p, q in pairwise(sizes) for m in (self.family.linear(p, q, **self.inner), *self.behind())]
+        named = {**options, **self.inner}
+        return [m for p, q in pairwise(sizes) for m in (self.family.linear(p, q, **named), *self.behind())]
 
     def last(self, inputs: int, outputs: int) -> nn.Module:
         return self.family.last(inputs, outputs)

@@ -30,13 +30,14 @@ from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
 from lipkit.layers.recurrent import UNFOLDED, Unfolded, margins
-from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
+from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
 from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.registry import export_part
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
 
@@ -119,7 +120,7 @@ class LBDN(nn.Module):
         h = root.to(x.dtype) * x
         for layer in self.hidden:
             h = layer(h)
-        return F.linear(h, last, None if self.output.bias is None else self.output.bias.to(last.dtype))
+        return F.linear(h, last, self.output.bias_as(last))
 
     def weights(self) -> list[Tensor]:
         """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""
@@ -164,7 +165,7 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
     for layer, weight in zip((*network.hidden, network.output), weights, strict=True):
         modules.append(linear_module(weight, layer.bias))
         if isinstance(layer, SandwichLinear) and layer.activation is not None:
-            modules.append(plain_activation(layer.activation))
+            modules.append(export_part(layer.activation, (1,)))
     return Network(modules, input_shape, {2 * k + 1: m for k, m in enumerate(multipliers)})  # activations
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -55,18 +54,12 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    sizes = [flat_size(input_shape), *hidden, classes]
-    made = Layers(layer, options, activation)
-    root = math.sqrt(gamma)
+    sizes, made = [flat_size(input_shape), *hidden], Layers(layer, options, activation)
+    # The root of gamma is rounded, so a network of one dense layer has the factor gamma itself.
+    factors = [math.sqrt(gamma)] * 2 if hidden else [gamma]
     scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out
-    layers: list[nn.Module] = [] if len(input_shape) == 1 else [nn.Flatten()]
-    for i, (p, q) in enumerate(pairwise(sizes)):
-        last = i == len(hidden)
-        if scaled and (i == 0 or last):
-            # The root of gamma is rounded, so a network of one dense layer has the factor gamma itself.
-            layers.append(Scale(gamma if i == 0 and last else root, learnable_gamma))
-        if last:
-            layers.append(made.family.last(p, q, bias=bias))
-        else:
-            layers += [made.family.linear(p, q, bias=bias, **made.options), *made.behind()]
-    return bounded(layers, 1.0, mean, std, input_shape[0])
+    gains = [Scale(factor, learnable_gamma) for factor in factors if scaled]
+    layers = [*gains[:1], *made.dense(*sizes, bias=bias, **options), *gains[1:]]
+    flat = [] if len(input_shape) == 1 else [nn.Flatten()]
+    last = made.family.last(sizes[-1], classes, bias=bias)
+    return bounded([*flat, *layers, last], 1.0, mean, std, input_shape[0])

@@ -11,8 +11,6 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.layers import (
     BroConv2d,
-    CholeskyConv2d,
-    CholeskyLinear,
     LiResConv2d,
     MaxMin,
     MemoryAttention,
@@ -103,17 +101,16 @@ def backbone(
     """The layers of `bronet` and `liresnet`: stem, ``blocks`` times ``block(width)``, neck or pooling, dense layers."""
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
-    pixels = image.pixels(patch if neck is None else 2 * patch)
-    layers: list[nn.Module] = [CholeskyConv2d(image.channels, width, 1, patch), MaxMin()]  # 1 x 1 on whole patches
+    made, pixels = Layers("cholesky", {}), image.pixels(patch if neck is None else 2 * patch)
+    layers = made.conv(image.channels, width, 1, patch)  # 1 x 1 on whole patches
     layers += [m for _ in range(blocks) for m in block(width)]
     if neck is None:
         layers.append(L2NormPool2d())
     else:
-        layers += [CholeskyConv2d(width, neck, 1, 2), MaxMin()]
+        layers += made.conv(width, neck, 1, 2)
         width = neck * pixels  # of the flattened image
     sizes = [width, *dense]
-    hidden = [m for p, q in pairwise(sizes) for m in (CholeskyLinear(p, q), MaxMin())]
-    return [*layers, nn.Flatten(), *hidden, NormalizedLinear(sizes[-1], image.classes)]
+    return [*layers, nn.Flatten(), *made.dense(*sizes), NormalizedLinear(sizes[-1], image.classes)]
 
 
 @architecture()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
-from lipkit.layers.export import filled
+from lipkit.layers.export import torch_layer
 from lipkit.layers.projections import watched
 from lipkit.layers.structure import Scale
 from lipkit.lowering.copies import computed_tensors
@@ -21,9 +20,9 @@ from lipkit.models.constrained import Converted
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
 from lipkit.modules.network import first_floating
 from lipkit.modules.parametrised import settled as settled_module
-from lipkit.modules.plain import rules
+from lipkit.modules.plain import bounded
 
-PLAIN, OWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d), {"bias", "device", "dtype"}
+PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
@@ -87,7 +86,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         return known(module)
     base = next((k for k in PLAIN if isinstance(module, k)), None)
     dressed = kind is not base or bool(module._forward_pre_hooks)  # older spectral_norm is a hook
-    if (not dressed and base is not None) or (kind not in PLAIN and rules().get(kind, (False, False))[0]):
+    if (not dressed and base is not None) or (kind not in PLAIN and bounded(kind)):
         return None
     exported = getattr(module, "vanilla_export", None)
     leaf = all(name == "parametrizations" for name, _ in module.named_children())  # a layer, not a whole network
@@ -96,23 +95,11 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         return result if isinstance(result, nn.Module) and result is not module else None
     if base is not None:
         # An older hook sets the attribute `weight` in a forward pass only, so it may be outdated.
-        return _rebuilt(base, settled_module(module) if module._forward_pre_hooks else module)
+        now: Any = settled_module(module) if module._forward_pre_hooks else module
+        return torch_layer(base, now, now.weight, now.bias)
     if parametrize.is_parametrized(module):
         return copy.deepcopy(settled_module(module))
     return None
-
-
-def _rebuilt(base: type[Any], module: Any) -> nn.Module:
-    """The torch layer of type ``base`` with the options and present weight of ``module``, a subclass."""
-    weight, bias = module.weight.detach(), module.bias
-    sizes = {name: getattr(module, name) for name in inspect.signature(base).parameters.keys() - OWN}
-    plain = base(**sizes, bias=bias is not None, device=weight.device, dtype=weight.dtype)
-    if plain.weight.shape != weight.shape:
-        raise NoRuleError(
-            f"{type(module).__name__}: expected a weight of shape {tuple(plain.weight.shape)}, as of "
-            f"nn.{base.__name__}, got {tuple(weight.shape)}"
-        )
-    return filled(plain, weight, bias)
 
 
 def settled(

@@ -174,13 +174,18 @@ def transform_norm(matrices: list[Tensor]) -> float:
     return norm * (1 + gamma(4))
 
 
+def symbol_norm(symbol: Symbol) -> Tensor:
+    """Proved bound of the norm of a convolution with this symbol, whose ``pair`` may hold real parts only."""
+    norms = [spectral_norm(symbol.real)]
+    if len(symbol.pair):
+        parts = to_double(symbol.pair).unbind(1)
+        norms.append(spectral_norm(torch.complex(*parts) if len(parts) == 2 else parts[0]))  # R + i S
+    return torch.stack(norms).amax()  # of a block diagonal matrix
+
+
 def _fourier(module: FourierConv2d, input_shape: Shape | None) -> Tensor:
-    norms = [spectral_norm(module.real)]
-    if len(module.pair):
-        pair = to_double(module.pair)
-        norms.append(spectral_norm(torch.complex(pair[:, 0], pair[:, 1]) if module.complex_pairs else pair))  # R + i S
+    norm = symbol_norm(module.symbol())
     # Splitting into phase images moves pixels; a 1 x 1 kernel has no transform.
-    norm = torch.stack(norms).amax()  # of a block diagonal matrix
     return norm if module.kernel_size == (1, 1) else up(norm * transform_norm(module.matrices()) ** 2, 4)
 
 
