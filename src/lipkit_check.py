@@ -700,10 +700,11 @@ def unary(slope, function, scale=1, exact=False):
     """A rule for an activation of this largest slope; unless ``exact``, it errs by 64 u max(scale, 1) (|c| + 1)."""
 
     def build(config, get, shape):
-        steepest, factor = (Fraction(v(config) if callable(v) else v) for v in (slope, scale))
+        given = {key: value for key, value in config.items() if key != "type"}
+        steepest, factor = (Fraction(v(**given) if callable(v) else v) for v in (slope, scale))
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
-        function(np.zeros(1), config)  # refuses missing or wrong arguments early
-        return Node(shape, steepest, lambda c: function(c, config), lost, lost)
+        function(np.zeros(1), **given)  # refuses wrong arguments early
+        return Node(shape, steepest, lambda c: function(c, **given), lost, lost)
 
     return build
 
@@ -719,12 +720,12 @@ def leaky(config, get, shape):
     return node
 
 
-def _sigmoid(c, _=None):
+def _sigmoid(c):
     return np.exp(-np.logaddexp(0, -c))
 
 
-def _gelu(c, config):
-    if config["approximate"] == "tanh":
+def _gelu(c, approximate):
+    if approximate == "tanh":
         return 0.5 * c * (1 + np.tanh(math.sqrt(2 / math.pi) * (c + 0.044715 * c**3)))
     return 0.5 * c * (1 + np.array([math.erf(v / math.sqrt(2)) for v in c.flat]).reshape(c.shape))
 
@@ -733,36 +734,34 @@ def _elu(c, alpha):
     return np.where(c > 0, c, alpha * np.expm1(np.minimum(c, 0)))
 
 
-def _positive(config, key):
-    need(config[key] > 0, f"{config['type']} with {key} {config[key]}")
-    return Fraction(config[key])
+def _positive(what, value):
+    need(value > 0, f"{what} {value}")
+    return Fraction(value)
 
 
 SELU = (1.0507009873554805, 1.6732632423543772)
-SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by
+SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by; arguments come by name
     "Sigmoid": (0.25, _sigmoid),
-    "Tanh": (1, lambda c, _: np.tanh(c)),
-    "Tanhshrink": (1, lambda c, _: c - np.tanh(c)),
-    "Softsign": (1, lambda c, _: c / (1 + np.abs(c))),
-    "LogSigmoid": (1, lambda c, _: -np.logaddexp(0, -c)),
-    "SiLU": (1.09983933, lambda c, _: c * _sigmoid(c)),
-    "Mish": (1.0884982, lambda c, _: c * np.tanh(np.logaddexp(0, c))),
-    "GELU": (lambda config: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
-    "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
-    "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
-    "Hardtanh": (lambda config: need(config["min_val"] < config["max_val"], "Hardtanh with its ends in order") or 1,
-                 lambda c, config: np.clip(c, config["min_val"], config["max_val"])),
-    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
-    "ELU": (lambda config: max(1, _positive(config, "alpha")), lambda c, config: _elu(c, config["alpha"]),
-            lambda config: config["alpha"]),
-    "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1),
-             lambda config: _positive(config, "alpha")),
-    "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
-                 lambda c: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive(c, "beta")),
-    "Sine": (1, lambda c, _: np.sin(c)),
-    "Cosine": (1, lambda c, _: np.cos(c)),
-    "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
-                   lambda config: need(config["lambd"] >= 0, "Softshrink below 0") or 1),
+    "Tanh": (1, np.tanh),
+    "Tanhshrink": (1, lambda c: c - np.tanh(c)),
+    "Softsign": (1, lambda c: c / (1 + np.abs(c))),
+    "LogSigmoid": (1, lambda c: -np.logaddexp(0, -c)),
+    "SiLU": (1.09983933, lambda c: c * _sigmoid(c)),
+    "Mish": (1.0884982, lambda c: c * np.tanh(np.logaddexp(0, c))),
+    "GELU": (lambda approximate: 1.1289931 if approximate == "tanh" else 1.12890415, _gelu),
+    "Hardsigmoid": (Fraction(1, 6), lambda c: np.clip(c + 3, 0, 6) / 6),
+    "Hardswish": (1.5, lambda c: c * np.clip(c + 3, 0, 6) / 6),
+    "Hardtanh": (lambda min_val, max_val: need(min_val < max_val, "Hardtanh with its ends in order") or 1,
+                 lambda c, min_val, max_val: np.clip(c, min_val, max_val)),
+    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c: SELU[0] * _elu(c, SELU[1])),
+    "ELU": (lambda alpha: max(1, _positive("ELU with alpha", alpha)), _elu, lambda alpha: alpha),
+    "CELU": (1, lambda c, alpha: alpha * _elu(c / alpha, 1), lambda alpha: _positive("CELU with alpha", alpha)),
+    "Softplus": (1, lambda c, beta, threshold: np.logaddexp(0, beta * c) / beta, lambda beta, threshold:
+                 need(threshold >= 20, "a Softplus that jumps") or 1 / _positive("Softplus with beta", beta)),
+    "Sine": (1, np.sin),
+    "Cosine": (1, np.cos),
+    "Softshrink": (1, lambda c, lambd: np.sign(c) * np.maximum(np.abs(c) - lambd, 0),
+                   lambda lambd: need(lambd >= 0, "Softshrink below 0") or 1),
 }  # fmt: skip
 RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
@@ -1415,7 +1414,7 @@ ROWS = {
     "SandwichBlock": (sandwich, "channels first! activation! second!"), "LeakyReLU": (leaky, "negative_slope."),
     "SlopeResidual": (slope_residual, "channels first! activation! second!"), "PReLU": (leaky, "num_parameters"),
     "GradientStep": (gradient_step, "first! force!"), "Attraction": (attraction, "heads"), "Softmax": (softmax, "dim"),
-    "ReLU": (unary(1, lambda c, _: np.maximum(c, 0), exact=True), ""), "Elementary": (elementary, "function'"),
+    "ReLU": (unary(1, lambda c: np.maximum(c, 0), exact=True), ""), "Elementary": (elementary, "function'"),
     "MaxMin": (group_sort, ""), "GroupSort": (group_sort, "group_size~"), "HalfAbs": (half_abs, ""),
     "MaxPool2d": (max_pool, "kernel_size| stride| padding| dilation| ceil_mode?"),
     "AvgPool2d": (average_pool, "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~"),
@@ -1647,10 +1646,7 @@ def parse(text):
         need(len({k for k, _ in pairs}) == len(pairs), "JSON with a key that stands twice")
         return dict(pairs)
 
-    def refuse(name):
-        raise Refused(f"JSON with {name}")
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    return json.loads(text, object_pairs_hook=once, parse_constant=lambda name: need(False, f"JSON with {name}"))
 
 
 def safetensors(content):

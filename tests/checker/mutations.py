@@ -91,7 +91,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("(padded if repeated > 1 else sides)[i] + spans[i])", "(padded if repeated > 1 else sides)[i])"),
     ("norm = max(Fraction(1), largest(slope) + error)", "norm = Fraction(1)"),
     ("(1.09983933, lambda", "(1.0998393, lambda"),
-    ('"GELU": (lambda config: 1.1289931 if', '"GELU": (lambda config: 1.12890415 if'),
+    ('"GELU": (lambda approximate: 1.1289931 if', '"GELU": (lambda approximate: 1.12890415 if'),
     ("norm = root(largest(affected) ** 2 / eps)", "norm = largest(affected)"),
     ("shared *= int(np.bincount(index[inside]).max())", "shared = int(np.bincount(index[inside]).max())"),
     ("norm, bias = up(root(high) + uneven * grow)", "norm, bias = up(uneven * grow)"),
@@ -194,7 +194,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("need(i in places and", "need("),
     ("places and type(n) is int", "places"),
     ('need(size != 1 and', "need("),
-    ('config["min_val"] < config["max_val"]', 'config["min_val"] <= config["max_val"]'),
+    ('need(min_val < max_val', 'need(min_val <= max_val'),
     ('need(not isinstance(config["kernel_size"], list) and', "need("),
     ],
     # sizes
