@@ -76,24 +76,24 @@ def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule
     return fill("integer", types)
 
 
-class Builder(Wiring):
+class Builder:
     """Writes the operations of a program. ``rows`` bounds the error that the last linear map adds to each output."""
 
     def __init__(self, inputs: int) -> None:
-        super().__init__()
+        self.wiring = Wiring()
         self.inputs = inputs
         self.rows = torch.zeros(0).double()
 
     def put(self, operation: Operation, *reads: int) -> int:
         """Append an operation that reads these values; return the index of its output."""
         if isinstance(operation, Move):
-            before = self.modules[reads[0] - 1] if reads[0] else None
+            before = self.wiring.modules[reads[0] - 1] if reads[0] else None
             if torch.equal(operation.index, torch.arange(self.inputs if before is None else before.size)):
                 return reads[0]
             if isinstance(before, Move):  # two moves are one
                 found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
-                operation, reads = Move(found), self.sources[reads[0] - 1]
-        return self.add(operation, *reads)
+                operation, reads = Move(found), self.wiring.sources[reads[0] - 1]
+        return self.wiring.add(operation, *reads)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
@@ -296,6 +296,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             value = builder.chain([proof.last], value, [None])
     except OverflowError as found:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
-    kept, read = builder.part(builder.used(len(builder.modules)))  # others are never read
+    wiring = builder.wiring
+    kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
     operations, own = tuple(zip(kept, map(tuple, read), strict=True)), None if proof.last is None else builder.rows
     return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
