@@ -1,7 +1,8 @@
 """Single changes of the checker, each of which the tests must find.
 
-``python -m tests.checker.mutations`` runs the tests of this folder that are not thorough against each changed copy,
-those first that should find it, and reports what survives. `HARMLESS` says why a change may.
+``python -m tests.checker.mutations`` runs the tests of this folder against each changed copy, those first that should
+find it, then the others that are not thorough, then the thorough ones, and reports what survives. `HARMLESS` says why a
+change may.
 """
 
 from __future__ import annotations
@@ -287,7 +288,8 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, str]]:
         files, names = first.split(":")
         stages = [[*map(FILES.get, files.split()), *["-k", names.strip()] * bool(names)]]
         known = HARMLESS.get((old, new), "")
-        stages += [[*FILES.values()]] * (not given.quick and not known)
+        if not given.quick and not known:
+            stages += [[*FILES.values()], [*FILES.values(), "-m", "thorough and not slow"]]  # the last -m counts
         alive = survives(old, new, log, stages)
         survivors += [(old, new)] if alive and not known else []
         found = next((line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))), "")
