@@ -989,7 +989,7 @@ def l2_pool(config, get, shape):
 def _axes(config, shape):
     """For each axis of an image: its size, kernel, padding, dilation, and the first position of each pooling window."""
     need(len(shape) == 3, f"images, got {shape}")
-    given = (_two(config.get(k, 1)) for k in ("kernel_size", "stride", "padding", "dilation"))  # 1: of AvgPool2d
+    given = (_two(config.get(k, 1)) for k in ("kernel_size", "stride", "padding", "dilation"))  # AvgPool2d: not dilated
     for n, k, s, p, d in zip(shape[1:], *given, strict=True):
         fits = p <= n and n + 2 * p >= d * (k - 1) + 1
         need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
