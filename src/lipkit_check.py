@@ -351,10 +351,7 @@ def _exponent(x):
 
 def arctan(inverse):
     """The arctangent of 1 / ``inverse``, an integer in units of 2^-200."""
-    term, total, k = (1 << 200) // inverse, 0, 1
-    while term:
-        total, term, k = total + (term // k if k % 4 == 1 else -(term // k)), term // (inverse * inverse), k + 2
-    return total
+    return sum((-1) ** (k // 2) * ((1 << 200) // (k * inverse**k)) for k in range(1, 87, 2))  # 5^87 > 2^200
 
 
 TURN = 8 * (4 * arctan(5) - arctan(239))  # 2 pi by Machin's formula
@@ -423,8 +420,8 @@ def chain(nodes):
 
 
 def improved(node, norm):
-    """The node with a smaller Lipschitz constant ``norm``; its rounding errors stay."""
-    return Node(node.shape, norm, own=node.own, room=node.room)
+    """The node with the constant ``norm`` if that is smaller; its rounding errors stay."""
+    return Node(node.shape, min(node.norm, norm), own=node.own, room=node.room)
 
 
 def shifted(forward, bias):
@@ -657,8 +654,7 @@ def taylor(config, get, shape):
     twice = w + w.swapaxes(0, 1)[:, :, ::-1, ::-1]  # the symmetric part
     error, uneven = 2 * error + ops.rounding(1) * largest(twice), Fraction(0)
     if twice.any() or error:
-        blocks, wave_error = symbol(twice[None], error, circle, [k // 2 for k in kernel], (1, 1), (1, 1))
-        uneven = spectral(blocks, wave_error) / 2
+        uneven = spectral(*symbol(twice[None], error, circle, [k // 2 for k in kernel], (1, 1), (1, 1))) / 2
     top = step.norm + uneven
     need(top <= 40, "an exponent above 40")
     spend(terms * step.room + (terms**2 << 9), f"a polynomial of {terms} terms")
@@ -668,7 +664,7 @@ def taylor(config, get, shape):
     for i, j in itertools.product(range(terms + 1), repeat=2):
         if (i + j) % 2 == 0:
             q[(i + j) // 2] += inverse[i] * inverse[j] * (1 if (i - j) % 4 == 0 else -1)
-    cells, high, scale = 512, Fraction(0), math.factorial(terms) ** 2  # scale: the common denominator of all q
+    scale = math.factorial(terms) ** 2  # the common denominator of all q
 
     def terms_of(sign, x):
         total, power = 0, 1  # exactly, in integers
@@ -676,9 +672,8 @@ def taylor(config, get, shape):
             total, power = total * x.numerator + int(max(sign * v * scale, 0)) * power, power * x.denominator
         return Fraction(total * x.denominator, scale * power)
 
-    for i in range(cells):
-        low, end = ((top * (i + k) / cells) ** 2 for k in (0, 1))
-        high = max(high, up(terms_of(1, end) - terms_of(-1, low)))
+    cells = itertools.pairwise((top * i / 512) ** 2 for i in range(513))
+    high = max(up(terms_of(1, end) - terms_of(-1, low)) for low, end in cells)
     grow = up(sum(inverse[k] * up(top) ** k for k in range(terms + 1)))
     norm, bias = up(root(high) + uneven * grow), get.bias(config, cout, 1, 1)
 
@@ -705,10 +700,11 @@ def unary(slope, function, scale=1, exact=False):
     """A rule for an activation of this largest slope; unless ``exact``, it errs by 64 u max(scale, 1) (|c| + 1)."""
 
     def build(config, get, shape):
-        steepest, factor = (Fraction(v(config, get) if callable(v) else v) for v in (slope, scale))
+        given = {key: value for key, value in config.items() if key != "type"}
+        steepest, factor = (Fraction(v(**given) if callable(v) else v) for v in (slope, scale))
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
-        function(np.zeros(1), config)  # refuses missing or wrong arguments early
-        return Node(shape, steepest, lambda c: function(c, config), lost, lost)
+        function(np.zeros(1), **given)  # refuses wrong arguments early
+        return Node(shape, steepest, lambda c: function(c, **given), lost, lost)
 
     return build
 
@@ -724,12 +720,12 @@ def leaky(config, get, shape):
     return node
 
 
-def _sigmoid(c, _=None):
+def _sigmoid(c):
     return np.exp(-np.logaddexp(0, -c))
 
 
-def _gelu(c, config):
-    if config["approximate"] == "tanh":
+def _gelu(c, approximate):
+    if approximate == "tanh":
         return 0.5 * c * (1 + np.tanh(math.sqrt(2 / math.pi) * (c + 0.044715 * c**3)))
     return 0.5 * c * (1 + np.array([math.erf(v / math.sqrt(2)) for v in c.flat]).reshape(c.shape))
 
@@ -738,38 +734,34 @@ def _elu(c, alpha):
     return np.where(c > 0, c, alpha * np.expm1(np.minimum(c, 0)))
 
 
-def _positive(key):
-    def value(config, get=None):
-        need(config[key] > 0, f"{config['type']} with {key} {config[key]}")
-        return Fraction(config[key])
-
-    return value
+def _positive(what, value):
+    need(value > 0, f"{what} {value}")
+    return Fraction(value)
 
 
 SELU = (1.0507009873554805, 1.6732632423543772)
-SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by
+SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by; arguments come by name
     "Sigmoid": (0.25, _sigmoid),
-    "Tanh": (1, lambda c, _: np.tanh(c)),
-    "Tanhshrink": (1, lambda c, _: c - np.tanh(c)),
-    "Softsign": (1, lambda c, _: c / (1 + np.abs(c))),
-    "LogSigmoid": (1, lambda c, _: -np.logaddexp(0, -c)),
-    "SiLU": (1.09983933, lambda c, _: c * _sigmoid(c)),
-    "Mish": (1.0884982, lambda c, _: c * np.tanh(np.logaddexp(0, c))),
-    "GELU": (lambda config, _: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
-    "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
-    "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
-    "Hardtanh": (lambda c, _: need(c["min_val"] < c["max_val"], "Hardtanh with its ends in order") or 1,
-                 lambda c, config: np.clip(c, config["min_val"], config["max_val"])),
-    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
-    "ELU": (lambda config, _: max(1, _positive("alpha")(config)), lambda c, config: _elu(c, config["alpha"]),
-            _positive("alpha")),
-    "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1), _positive("alpha")),
-    "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
-                 lambda c, _: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
-    "Sine": (1, lambda c, _: np.sin(c)),
-    "Cosine": (1, lambda c, _: np.cos(c)),
-    "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
-                   lambda config, _: need(config["lambd"] >= 0, "Softshrink below 0") or 1),
+    "Tanh": (1, np.tanh),
+    "Tanhshrink": (1, lambda c: c - np.tanh(c)),
+    "Softsign": (1, lambda c: c / (1 + np.abs(c))),
+    "LogSigmoid": (1, lambda c: -np.logaddexp(0, -c)),
+    "SiLU": (1.09983933, lambda c: c * _sigmoid(c)),
+    "Mish": (1.0884982, lambda c: c * np.tanh(np.logaddexp(0, c))),
+    "GELU": (lambda approximate: 1.1289931 if approximate == "tanh" else 1.12890415, _gelu),
+    "Hardsigmoid": (Fraction(1, 6), lambda c: np.clip(c + 3, 0, 6) / 6),
+    "Hardswish": (1.5, lambda c: c * np.clip(c + 3, 0, 6) / 6),
+    "Hardtanh": (lambda min_val, max_val: need(min_val < max_val, "Hardtanh with its ends in order") or 1,
+                 lambda c, min_val, max_val: np.clip(c, min_val, max_val)),
+    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c: SELU[0] * _elu(c, SELU[1])),
+    "ELU": (lambda alpha: max(1, _positive("ELU with alpha", alpha)), _elu, lambda alpha: alpha),
+    "CELU": (1, lambda c, alpha: alpha * _elu(c / alpha, 1), lambda alpha: _positive("CELU with alpha", alpha)),
+    "Softplus": (1, lambda c, beta, threshold: np.logaddexp(0, beta * c) / beta, lambda beta, threshold:
+                 need(threshold >= 20, "a Softplus that jumps") or 1 / _positive("Softplus with beta", beta)),
+    "Sine": (1, np.sin),
+    "Cosine": (1, np.cos),
+    "Softshrink": (1, lambda c, lambd: np.sign(c) * np.maximum(np.abs(c) - lambd, 0),
+                   lambda lambd: need(lambd >= 0, "Softshrink below 0") or 1),
 }  # fmt: skip
 RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
               "CELU", "Softplus", "Softshrink"}  # fmt: skip
@@ -913,19 +905,8 @@ def layer_norm(config, get, shape):
     return Node(shape, norm, forward, lost, gamma(8) * largest(b))
 
 
-def _two(value, default=None):
-    value = default if value is None else value
+def _two(value):
     return tuple(value) if isinstance(value, list) else (value,) * 2
-
-
-def _windows(n, k, s, p, d, ceil):
-    """First position of each pooling window along an axis of n pixels."""
-    fits = p <= n and n + 2 * p >= d * (k - 1) + 1
-    need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
-    free = n + 2 * p - d * (k - 1) - 1
-    out = (-(-free // s) if ceil else free // s) + 1
-    out -= ceil and (out - 1) * s >= n + p  # torch drops a last window that starts behind the input
-    return np.arange(out) * s - p
 
 
 def _together(config, shape):
@@ -993,7 +974,7 @@ def bilinear(config, get, shape):
 def l2_pool(config, get, shape):
     need(len(shape) == 3, f"images, got {shape}")
     c0, h, w = shape
-    p, q = _two(config["kernel_size"], [h, w])
+    p, q = _two(config["kernel_size"] or [h, w])
     need(not isinstance(config["kernel_size"], list) and h % p == 0 and w % q == 0, f"windows of {p} x {q} on {shape}")
 
     def forward(c):
@@ -1005,17 +986,22 @@ def l2_pool(config, get, shape):
     return Node((c0, h // p, w // q), 1, forward, ops.rounding(p * q), each)
 
 
-def _axes(config, shape, *more):
-    """For each axis of an image: its size, then kernel, stride, padding and ``more`` of its pooling windows."""
+def _axes(config, shape):
+    """For each axis of an image: its size, kernel, padding, dilation, and the first position of each pooling window."""
     need(len(shape) == 3, f"images, got {shape}")
-    keys = ("kernel_size", "stride", "padding", *more)
-    return zip(shape[1:], *(_two(config[k], config["kernel_size"]) for k in keys), strict=True)
+    given = (_two(config.get(k, 1)) for k in ("kernel_size", "stride", "padding", "dilation"))  # AvgPool2d: not dilated
+    for n, k, s, p, d in zip(shape[1:], *given, strict=True):
+        fits = p <= n and n + 2 * p >= d * (k - 1) + 1
+        need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
+        free = n + 2 * p - d * (k - 1) - 1
+        out = (-(-free // s) if config["ceil_mode"] else free // s) + 1
+        out -= config["ceil_mode"] and (out - 1) * s >= n + p  # torch drops a last window that starts behind the input
+        yield n, k, p, d, np.arange(out) * s - p
 
 
 def max_pool(config, get, shape):
     axes, shared = [], 1
-    for n, k, s, p, d in _axes(config, shape, "dilation"):
-        starts = _windows(n, k, s, p, d, config["ceil_mode"])
+    for n, k, _, d, starts in _axes(config, shape):
         spend(4 * len(starts) * k, "pooling windows")
         index = starts[:, None] + np.arange(k) * d
         inside = (index >= 0) & (index < n)
@@ -1038,8 +1024,7 @@ def average_pool(config, get, shape):
             cuts = np.arange(o + 1) * n
             windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))
     else:
-        for n, k, s, p in _axes(config, shape):
-            starts = _windows(n, k, s, p, 1, config["ceil_mode"])
+        for n, k, p, _, starts in _axes(config, shape):
             spend(16 * len(starts) * n, "pooling windows")
             windows.append((n, starts, np.minimum(starts + k, n + p), config["count_include_pad"]))
     made = []
@@ -1359,8 +1344,7 @@ def sandwich(config, get, shape):
     right = ops.scale(w2, inverse).swapaxes(1, 2)
     more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
     both = spectral(np.concatenate((left, right), 2), max(error, more))
-    # The rounding errors of the stages stay; only the constant is better.
-    return improved(node, min(node.norm, up(both * both / 2)))
+    return improved(node, up(both * both / 2))
 
 
 def slope_residual(config, get, shape):
@@ -1374,8 +1358,7 @@ def slope_residual(config, get, shape):
     rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
     size = largest(w2) + largest(left) * largest(s)
     more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
-    norm = max(Fraction(1), gram - 1) + spectral(rest, more) * parts[0].norm  # Theorem 7
-    return improved(node, min(node.norm, norm))
+    return improved(node, max(Fraction(1), gram - 1) + spectral(rest, more) * parts[0].norm)  # Theorem 7
 
 
 def spread(config, get, shape):
@@ -1398,7 +1381,7 @@ def spread(config, get, shape):
     product, columns = ops.dot(f, s.swapaxes(1, 2)), ops.rowsum(s.swapaxes(1, 2))
     error = ops.rounding(2 * n) * ops.rowsum(f) * largest(s) + error2 * columns + error1 * ops.rowsum(f)
     error += 2 * n * error1 * error2 + ops.rounding(1) * (largest(product) + 1) + 4 * ops.unit
-    return improved(node, min(node.norm, spectral(ops.add(product, -eye), error)))
+    return improved(node, spectral(ops.add(product, -eye), error))
 
 
 def network(config, get, shape):
@@ -1416,47 +1399,42 @@ def network(config, get, shape):
     return node
 
 
-KINDS = {
-    "Linear": linear, "Conv2d": convolution, "ConvTranspose2d": transposed,
-    "FourierConv2d": fourier, "TaylorConv2d": taylor,
-    "Affine": affine, "MaxMin": group_sort, "GroupSort": group_sort, "HalfAbs": half_abs,
-    "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
-    "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
-    "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm, "LayerNorm": layer_norm,
-    "EnlargeBilinear": bilinear, "Elementary": elementary,
-    "Graph": graph, "SlopeResidual": slope_residual, "Attraction": attraction, "GradientStep": gradient_step,
-    "SandwichBlock": sandwich, "SpreadConv2d": spread, "Network": network,
-    "ReLU": unary(1, lambda c, _: np.maximum(c, 0), exact=True),
+# Rule of each type, and the names of its arguments: an integer, or by the mark behind it: ? true or false, . a number,
+# ' a word, * a list of integers, / that or a word, | that or an integer, ~ as | or null, % a list that its rule reads,
+# ! an object.
+ROWS = {
+    "Linear": (linear, "in_features out_features bias?"), "NActivation": (n_activation, "channels"),
+    "Conv2d": (
+        convolution, "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?"),
+    "ConvTranspose2d": (
+        transposed, "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*"),
+    "FourierConv2d": (fourier, "in_channels out_channels height width kernel_size* complex_pairs? bias?"),
+    "TaylorConv2d": (taylor, "in_channels out_channels kernel_size* terms bias?"), "Affine": (affine, "scale* shift*"),
+    "SpreadConv2d": (spread, "first! out_channels kernel_size* bias?"), "Householder": (householder, "channels order"),
+    "SandwichBlock": (sandwich, "channels first! activation! second!"), "LeakyReLU": (leaky, "negative_slope."),
+    "SlopeResidual": (slope_residual, "channels first! activation! second!"), "PReLU": (leaky, "num_parameters"),
+    "GradientStep": (gradient_step, "first! force!"), "Attraction": (attraction, "heads"), "Softmax": (softmax, "dim"),
+    "ReLU": (unary(1, lambda c: np.maximum(c, 0), exact=True), ""), "Elementary": (elementary, "function'"),
+    "MaxMin": (group_sort, ""), "GroupSort": (group_sort, "group_size~"), "HalfAbs": (half_abs, ""),
+    "MaxPool2d": (max_pool, "kernel_size| stride| padding| dilation| ceil_mode?"),
+    "AvgPool2d": (average_pool, "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~"),
+    "AdaptiveAvgPool2d": (average_pool, "output_size~"), "L2NormPool2d": (l2_pool, "kernel_size~"),
+    "LayerNorm": (layer_norm, "normalized_shape* eps. elementwise_affine? bias?"), "Mean": (mean, "dims* keepdim?"),
+    "UnitNorm": (unit_norm, "dims* eps."), "LayerCenter": (layer_center, "dims*"), "Permute": (rearrangement, "dims*"),
+    "EnlargeBilinear": (bilinear, "rows cols"), "Piece": (rearrangement, "dim start stop step"),
+    "Flatten": (rearrangement, "start_dim end_dim"), "Reshape": (rearrangement, "shape*"),
+    "Roll": (rearrangement, "dim shift"), "Pad": (rearrangement, "padding*"), "Expand": (rearrangement, "shape*"),
+    "Shift2d": (rearrangement, "channels moved"), "Graph": (graph, "modules% sources%"),
+    "Network": (network, "modules% input_shape* multipliers!"),
 }  # fmt: skip
-KINDS |= dict.fromkeys(("Flatten", "Reshape", "Permute", "Piece", "Roll", "Pad", "Expand", "Shift2d"), rearrangement)
-KINDS |= {name: unary(*row) for name, row in SMOOTH.items()}
-
-
-# Names of the arguments of each type: an integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
-# list of integers, / that or a word, | that or an integer, ~ as | or null, % a list that its rule reads, ! an object.
-ARGUMENTS = {
-    "Linear": "in_features out_features bias?", "NActivation": "channels", "Affine": "scale* shift*",
-    "Conv2d": "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?",
-    "ConvTranspose2d":
-        "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*",
-    "FourierConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
-    "Softmax Concatenate": "dim",
-    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "Add": "signs*",
-    "SpreadConv2d": "first! out_channels kernel_size* bias?", "GradientStep": "first! force!",
-    "SandwichBlock SlopeResidual": "channels first! activation! second!", "Attraction": "heads",
-    "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
-    "UnitNorm": "dims* eps.", "Mean": "dims* keepdim?", "EnlargeBilinear": "rows cols",
-    "AvgPool2d": "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~",
-    "MaxPool2d": "kernel_size| stride| padding| dilation| ceil_mode?", "L2NormPool2d": "kernel_size~",
-    "AdaptiveAvgPool2d": "output_size~", "GroupSort": "group_size~", "Householder": "channels order",
-    "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
-    "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
-    "Pad": "padding*", "Flatten": "start_dim end_dim", "Reshape Expand": "shape*", "Piece": "dim start stop step",
-    "MatrixProduct": "rows inner cols", "Elementary": "function'", "Graph": "modules% sources%",
-    "Recurrent": "in_features out_features states units% block phi! gain. rate.",
-    "Network": "modules% input_shape* multipliers!",
+KINDS = {kind: rule for kind, (rule, _) in ROWS.items()} | {kind: unary(*row) for kind, row in SMOOTH.items()}
+ARGUMENTS = {kind: names for kind, (_, names) in ROWS.items()} | {
+    "CELU": "alpha.", "ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.",
+    "Softshrink": "lambd.", "GELU": "approximate'", "Add": "signs*", "Concatenate": "dim",
+    "MatrixProduct": "rows inner cols",
+    "Recurrent": "in_features out_features states units% block phi! gain. rate.",  # known, but without a rule
 }  # fmt: skip
-ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
+ARGUMENTS = {kind: names.split() for kind, names in ARGUMENTS.items()}
 WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh"), "function": tuple(CURVES)}
 SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "start", "signs", "shift", "divisor_override"}
 
@@ -1547,14 +1525,10 @@ class Network:
 
     def _run(self, multipliers):
         """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
-        best, i, usable = [], 0, {i for i in multipliers if restricted(self.nodes[i])}
+        usable = {i for i in multipliers if restricted(self.nodes[i])}
         dense = [n.kind == "Linear" and len(n.shape) == 1 for n in self.nodes]
-        while i < len(dense):
-            run = [i]
-            while dense[i] and i + 2 < len(dense) and dense[i + 2] and i + 1 in usable:
-                run, i = [*run, i + 1, i + 2], i + 2
-            best, i = max(best, run, key=len), i + 1
-        return best if len(best) > 1 else []
+        marks = "".join("D" if d else "a" if i in usable else "." for i, d in enumerate(dense))
+        return max((range(*run.span()) for run in re.finditer("D(aD)+", marks)), key=len, default=())
 
     def logits(self, x, batch):
         """Yield the logits of each batch of float32 samples, and the radius of their error."""
@@ -1585,9 +1559,9 @@ def lmi(layers, multipliers, target):
     d = [ops.inverse(ops.sqrt(v)) for v in values]  # the congruence: any positive numbers, here l^-1/2
     steps = ops.rounding(8)
 
-    def scaled(a, *factors):
-        """The product of a with the factors, and a bound of the rounding error of its entries."""
-        size, h = largest(a), Fraction(0)
+    def scaled(a, h, *factors):
+        """The product of a, whose entries err by h, with the factors, and a bound of the error of its entries."""
+        size = largest(a)
         for factor in factors:
             big = largest(factor)
             a, h = ops.scale(a, factor), h * big + ops.unit
@@ -1599,22 +1573,17 @@ def lmi(layers, multipliers, target):
     h, error = np.zeros((count, count), w[0].dtype), Fraction(0)
     for k, (value, s) in enumerate(zip(values, d, strict=True)):
         here = slice(ends[k], ends[k + 1])
-        diagonal, lost = scaled(2 * value, s, s)
+        diagonal, lost = scaled(2 * value, Fraction(0), s, s)
         h[here, here] += np.diag(diagonal)
         error = max(error, lost)
         if k:
             before = slice(ends[k - 1], ends[k])
-            block, lost = scaled(w[k], value[:, None], s[:, None], d[k - 1])
-            lost += given[k] * largest(value) * largest(s) * largest(d[k - 1])
+            block, lost = scaled(w[k], given[k], value[:, None], s[:, None], d[k - 1])
             h[here, before], h[before, here] = -block, -block.T
-            error += lost * (ends[k + 1] - ends[k] + ends[k] - ends[k - 1])
-    first, lost1 = scaled(w[0], values[0][:, None], d[0][:, None])
-    lost1 += given[0] * largest(values[0]) * largest(d[0])
-    last, lost2 = scaled(w[-1], d[-1])
-    lost2 += given[-1] * largest(d[-1])
-    last = np.ascontiguousarray(last.T)
+            error += lost * (ends[k + 1] - ends[k - 1])
+    first, (last, off) = scaled(w[0], given[0], values[0][:, None], d[0][:, None]), scaled(w[-1], given[-1], d[-1])
     grams = []
-    for a, lost in ((first, lost1), (last, lost2)):
+    for a, lost in (first, (np.ascontiguousarray(last.T), off)):
         size = ops.rowsum(a) * ops.rowsum(a.T)
         off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
         grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
@@ -1677,10 +1646,7 @@ def parse(text):
         need(len({k for k, _ in pairs}) == len(pairs), "JSON with a key that stands twice")
         return dict(pairs)
 
-    def refuse(name):
-        raise Refused(f"JSON with {name}")
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    return json.loads(text, object_pairs_hook=once, parse_constant=lambda name: need(False, f"JSON with {name}"))
 
 
 def safetensors(content):

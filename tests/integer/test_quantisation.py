@@ -437,7 +437,7 @@ def test_each_module_multiplies_the_error_before_it_and_adds_its_own(name: str) 
             off = Builder(n).chain([module], replace(value, error=0.01), [None])
             assert gain * 0.01 * (1 - 1e-12) <= off.error <= gain * 0.01 * (1 + 1e-9) + 2 * found.error + 1e-6
             assert off.reach == found.reach >= gain * value.reach * (1 - 1e-12)
-            changed = any(isinstance(operation, (IntLinear, IntBlend)) for operation, _ in writer.operations)
+            changed = any(isinstance(operation, (IntLinear, IntBlend)) for operation in writer.wiring.modules)
             rounding = math.sqrt(found.centre.shape[1]) * 2.0 ** -(found.fraction + 1)
             assert found.error >= (rounding if changed else 0)
             shape = found.shape
@@ -458,6 +458,6 @@ def test_sums_of_many_values_stay_within_their_word(count: int) -> None:
     value = IntValue(0, (4,), 0, torch.full((1, 4), WORD - 1), 0.0, 0.0, WORD - 1, 2.0 * WORD)
     writer = Builder(4)
     writer.blend(value, count, [value] * count, [1.99] * count)
-    operation = writer.operations[0][0]
+    operation = writer.wiring.modules[0]
     assert isinstance(operation, IntBlend)
     assert 2**59 < sum(operation.factors) * (WORD - 1) < 2**62

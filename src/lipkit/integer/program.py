@@ -138,18 +138,16 @@ class IntLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return rounded(self.sums(x), self.shift).flatten(1)
 
-    @property
-    def most(self) -> int:
-        """An upper bound of the modulus of every partial sum, computed in exact integers."""
+    def fits(self) -> bool:
+        """True if weights fit into 32 bits and every sum is below 2^62, so that half a unit can be added."""
+        if int(self.weight.abs().amax()) > WORD:
+            return False
         high, low = self.weight.flatten(1) >> 16, self.weight.flatten(1) & 0xFFFF
         parts = [(a * b).sum(1).tolist() for a, b in ((high, high), (high, low), (low, low))]
         squares = [(hh << 32) + (hl << 17) + ll for hh, hl, ll in zip(*parts, strict=True)]  # (2^16 h + l)^2
         rows = zip(squares, self.bias.tolist(), strict=True)
-        return max((math.isqrt(square) + 1) * self.window + abs(b) for square, b in rows)
-
-    def fits(self) -> bool:
-        """True if weights fit into 32 bits and every sum is below 2^62, so that half a unit can be added."""
-        return int(self.weight.abs().amax()) <= WORD and self.most < 2**62
+        # Cauchy and Schwarz bound every partial sum, here in exact integers.
+        return all((math.isqrt(square) + 1) * self.window + abs(b) < 2**62 for square, b in rows)
 
 
 Operation = Move | Sort | Fold | IntBlend | IntLinear

@@ -80,21 +80,20 @@ class Builder:
     """Writes the operations of a program. ``rows`` bounds the error that the last linear map adds to each output."""
 
     def __init__(self, inputs: int) -> None:
-        self.operations: list[tuple[Operation, tuple[int, ...]]] = []
+        self.wiring = Wiring()
         self.inputs = inputs
         self.rows = torch.zeros(0).double()
 
     def put(self, operation: Operation, *reads: int) -> int:
         """Append an operation that reads these values; return the index of its output."""
         if isinstance(operation, Move):
-            before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
+            before = self.wiring.modules[reads[0] - 1] if reads[0] else None
             if torch.equal(operation.index, torch.arange(self.inputs if before is None else before.size)):
                 return reads[0]
             if isinstance(before, Move):  # two moves are one
                 found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
-                operation, reads = Move(found), first
-        self.operations.append((operation, reads))
-        return len(self.operations)
+                operation, reads = Move(found), self.wiring.sources[reads[0] - 1]
+        return self.wiring.add(operation, *reads)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """The value after an operation that moves, drops or compares entries: its bounds do not change.
@@ -157,7 +156,7 @@ class Builder:
         found = made.sums(value.centre).flatten(1)
         entry = grow(float(size(weight).amax()) + inexact)
         places += value.fraction
-        result = self.finish(value, gain, shape, own, found, places, lambda s: replace(made, shift=s), entry=entry)
+        result = self.finish(value, gain, shape, own, found, places, made, entry=entry)
         self.rows = grow(rows + 2.0 ** -(result.fraction + 1))
         return result
 
@@ -169,7 +168,7 @@ class Builder:
         own: float,
         sums: Tensor,
         places: int,
-        operation: Callable[[int], Operation],
+        operation: IntLinear | IntBlend,
         reads: Sequence[int] | None = None,
         entry: float = math.inf,
     ) -> IntValue:
@@ -177,7 +176,7 @@ class Builder:
 
         Args:
             own: error that the operation adds before it rounds.
-            operation: maps a shift to the operation.
+            operation: of any shift; it gets the right one here.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre
@@ -191,7 +190,7 @@ class Builder:
             except OverflowError:
                 fraction -= 1
                 continue
-            index = self.put(operation(places - fraction), *(reads or [value.index]))
+            index = self.put(replace(operation, shift=places - fraction), *(reads or [value.index]))
             return replace(found, index=index)
         raise OverflowError(f"entries up to {float(sums.abs().amax()) * 2.0**-places + moved:.3g}")
 
@@ -208,17 +207,15 @@ class Builder:
         room = (len(parts) - 1).bit_length()
         places = min(part.fraction + _places(abs(f)) - room for part, f in zip(parts, factors, strict=True))
         exact = [math.ldexp(f, places - part.fraction) for part, f in zip(parts, factors, strict=True)]
-        whole, lost = tuple(map(round, exact)), []
+        own = 0.0
         for part, factor, scaled in zip(parts, factors, exact, strict=True):
             # A factor 1 - p is rounded once before it comes here.
             off = abs(scaled - round(scaled)) * 2.0 ** (part.fraction - places) + 2.0**-52 * max(1.0, abs(factor))
-            lost.append(abs(factor) * part.error + off * part.norm)
-        own = 0.0
-        for one in lost:
-            own = grow(math.hypot(own, one) if apart else own + one)  # disjoint errors are orthogonal
-        made, shape = IntBlend(whole, 0, parts[0].centre.shape[1]), parts[0].shape
+            lost = abs(factor) * part.error + off * part.norm
+            own = grow(math.hypot(own, lost) if apart else own + lost)  # disjoint errors are orthogonal
+        made = IntBlend(tuple(map(round, exact)), 0, parts[0].centre.shape[1])
         sums, reads = made.sums(*(part.centre for part in parts)), [part.index for part in parts]
-        return self.finish(value, gain, shape, own, sums, places, lambda s: replace(made, shift=s), reads)
+        return self.finish(value, gain, parts[0].shape, own, sums, places, made, reads)
 
     def chain(self, modules: Sequence[nn.Module], value: IntValue, gains: Sequence[float | None]) -> IntValue:
         """The value after a chain of modules; a constant that is None is proved here."""
@@ -292,18 +289,14 @@ def quantise(network: Network, proof: ChainProof) -> Program:
     centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
     value = _bounded(IntValue(0, shape, fraction, centre, error, half, largest))
     body = list(network)[: len(network) - (proof.last is not None)]
-    own: Tensor | None = None
     try:
         value = builder.chain(body, value, [step.gain for step in proof.steps])
         error = value.error
         if proof.last is not None:
             value = builder.chain([proof.last], value, [None])
-            own = builder.rows
     except OverflowError as found:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
-    wiring = Wiring()
-    for operation, reads in builder.operations:
-        wiring.add(operation, *reads)
+    wiring = builder.wiring
     kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
-    operations = tuple(zip(kept, map(tuple, read), strict=True))
+    operations, own = tuple(zip(kept, map(tuple, read), strict=True)), None if proof.last is None else builder.rows
     return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
