@@ -974,7 +974,7 @@ def bilinear(config, get, shape):
 def l2_pool(config, get, shape):
     need(len(shape) == 3, f"images, got {shape}")
     c0, h, w = shape
-    p, q = _two(config["kernel_size"] or [h, w])
+    p, q = (h, w) if config["kernel_size"] is None else _two(config["kernel_size"])
     need(not isinstance(config["kernel_size"], list) and h % p == 0 and w % q == 0, f"windows of {p} x {q} on {shape}")
 
     def forward(c):
