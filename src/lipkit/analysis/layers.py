@@ -18,7 +18,7 @@ from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError
 from lipkit.lowering import lipschitz
 from lipkit.lowering.build import Bounded
-from lipkit.lowering.interpreter import Interpreter
+from lipkit.lowering.structure import Interpreter
 from lipkit.modules import Network, Shape
 from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
