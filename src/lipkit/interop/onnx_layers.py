@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.modules.dense import linear
 from lipkit.modules.views import Pad
 
 # As TensorProto numbers them.
@@ -301,12 +302,12 @@ def _gemm(c: Call) -> nn.Module:
     weight, bias = c.weight(1), c.bias
     if c.get("transA", 0) or c.rank != 2:
         raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
-    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
+    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT)
     beta = float(c.get("beta", 1.0))
     if bias is not None:
         flat = bias.squeeze(0) if bias.ndim == 2 else bias  # ONNX broadcasts a row
         bias = (beta * flat).expand(len(weight)).contiguous()
-    return filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias)
+    return linear(weight, bias)
 
 
 def _matmul(c: Call) -> Any:
@@ -319,7 +320,7 @@ def _matmul(c: Call) -> Any:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:
         return torch.matmul(a, b)
-    return filled(nn.Linear(b.shape[0], b.shape[1], device="meta"), weight=b.T.contiguous(), bias=None)
+    return linear(b.T)
 
 
 def _batch_norm(c: Call) -> nn.Module:

@@ -403,17 +403,13 @@ def _steep(call: Build, value: int, names: Sequence[str]) -> int:
     return value
 
 
-def _elementary(*targets: Callable[..., Any] | str, names: Sequence[str]) -> None:
-    @plain(*targets, place=viewed)
-    def rule(call: Build, x: Operand) -> int:
-        return _steep(call, call.same_format(x).number, names)
+def _elementary(names: Sequence[str], call: Build, x: Operand) -> int:
+    return _steep(call, call.same_format(x).number, names)
 
 
-_elementary(torch.exp, "exp", "exp_", names=["exp"])
-_elementary(torch.log, "log", "log_", names=["log"])
-_elementary(torch.sqrt, "sqrt", "sqrt_", names=["sqrt"])
-_elementary(torch.rsqrt, "rsqrt", "rsqrt_", names=["sqrt", "reciprocal"])
-_elementary(torch.reciprocal, "reciprocal", "reciprocal_", names=["reciprocal"])
+for _name in ("exp", "log", "sqrt", "rsqrt", "reciprocal"):
+    _names = ["sqrt", "reciprocal"] if _name == "rsqrt" else [_name]
+    plain(getattr(torch, _name), _name, f"{_name}_", place=viewed)(partial(_elementary, _names))
 
 
 @plain(F.glu, place=along(1, default=-1))

@@ -34,6 +34,7 @@ from lipkit.modules.plain import Shape
 from lipkit.modules.recurrent import Outputs
 from lipkit.modules.registry import LATER, export_plain, lipschitz, what_is_missing
 from lipkit.modules.views import Reshape
+from lipkit.proof.roundoff import WIDE
 
 # Functions that take the sizes of their result.
 SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
@@ -42,8 +43,6 @@ JUMPS = {
     *("round", "floor", "ceil", "trunc", "fix", "frac", "fmod", "mod", "remainder", "floordiv", "floor_divide"),
     *("heaviside", "sign", "sgn", "copysign", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
 }
-# Formats that torch computes in; the narrower ones only store numbers.
-FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class Interpreter:
 
     def _check_dtype(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Refuse dtypes other than floating-point ones that represent every number of the network's dtype."""
-        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # holds all of its numbers
+        if dtype in WIDE and torch.promote_types(dtype, self._format) == dtype:  # holds all of its numbers
             return
         if dtype.is_complex:
             why = "complex numbers have no rules: use real and imaginary parts as channels"
