@@ -35,17 +35,13 @@ _DOMAIN = ("", "ai.onnx")
 _ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid", "Sub", "Tanh")
 
 
-def _step(call: Call, numbers: dict[str, Tensor]) -> Callable[..., Any]:
-    """A function ``(network, values)`` that evaluates a node; ``numbers`` are its sizes, axes and limits by name."""
-    node, call = call.node, call.on([], None)
-
-    def step(network: ReadNetwork, values: dict[str, Any]) -> Any:
-        if node.name in network.layers:
-            return network.layers[node.name](values[node.input[0]])
-        operands = [numbers.get(name, values.get(name)) for name in node.input]
-        return node.row.rule(call.on(operands, values[network.source]))
-
-    return step
+def _step(call: Call, numbers: dict[str, Tensor], network: ReadNetwork, values: dict[str, Any]) -> Any:
+    """Evaluate a node; ``numbers`` are its sizes, axes and limits by name."""
+    node = call.node
+    if node.name in network.layers:
+        return network.layers[node.name](values[node.input[0]])
+    operands = [numbers.get(name, values.get(name)) for name in node.input]
+    return node.row.rule(call.on(operands, values[network.source]))
 
 
 def load_onnx(
@@ -381,4 +377,5 @@ class _Reader:
                     network._buffers[network.names.setdefault(name, f"stored{len(network.names)}")] = self.stored[name]
                 elif name in self.stored:
                     numbers[name] = self.stored[name]
-            network.steps.append((_step(call, numbers), node.output, node.kind == "Split"))
+            step = partial(_step, call.on([], None), numbers)
+            network.steps.append((step, node.output, node.kind == "Split"))
