@@ -195,10 +195,9 @@ def pads_of(c: Call) -> tuple[list[int], list[int]]:
     places = range(c.rank) if axes is None else [c.axis(axis) for axis in axes]
     if len(sizes) != 2 * len(places) or len(set(places)) != len(places):
         raise c.refuse("two paddings of each axis", f"{sizes} of {list(places)}")
-    before, after = (
-        [dict(zip(places, part, strict=True)).get(i, 0) for i in range(c.rank)]
-        for part in (sizes[: len(places)], sizes[len(places) :])
-    )
+    before, after = [0] * c.rank, [0] * c.rank
+    for place, *pair in zip(places, sizes[: len(places)], sizes[len(places) :], strict=True):
+        before[place], after[place] = pair
     return before, after
 
 

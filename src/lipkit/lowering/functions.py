@@ -222,15 +222,14 @@ def _unfold(call: Build, x: Operand, dimension: int, size: int, step: int) -> in
 
 
 @plain(F.unfold)
-def _columns(call: Build, input: Operand, *given: Any, **named: Any) -> int:
-    order = ("kernel_size", "dilation", "padding", "stride")
-    options = dict(zip(order[1:], (1, 0, 1), strict=True)) | dict(zip(order, given, strict=False)) | named
-    call.require(input.ndim == 4, "expected images (N, C, H, W)")
-    value, channels, sizes = call.same_format(input).number, input.shape[0], list[int]()
+def _columns(call: Build, x: Operand, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> int:
+    call.require(x.ndim == 4, "expected images (N, C, H, W)")
+    value, channels, sizes = call.same_format(x).number, x.shape[0], list[int]()
     for at in (2, 3):
-        size, d, p, by = ((*flat(options[name]), *flat(options[name]))[at - 2] for name in order)
-        sizes += [size, (input.shape[at - 1] + 2 * p - d * (size - 1) - 1) // by + 1]
-        value = _windows(call, input, value, at, sizes[-1], size, by, d, p)
+        given = kernel_size, dilation, padding, stride
+        size, d, p, by = ((*flat(one), *flat(one))[at - 2] for one in given)  # one number holds for both axes
+        sizes += [size, (x.shape[at - 1] + 2 * p - d * (size - 1) - 1) // by + 1]
+        value = _windows(call, x, value, at, sizes[-1], size, by, d, p)
     value = call.reshaped(value, (channels, sizes[0] * sizes[1], sizes[2] * sizes[3]), (channels, *sizes))
     return call.reshaped(call.add(Permute(1, 2, 4, 3, 5), value), (channels, *sizes), call.shape)
 
