@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit.errors import NoRuleError
-from lipkit.lowering.attention import PLAIN, plain_attention
+from lipkit.lowering.copies import PLAIN, constant_copy
 from lipkit.testing.reference import jacobians
 
 BOX, SHAPE = (-1.0, 1.0), (3, 4)
@@ -144,9 +144,8 @@ def test_subclasses_and_the_network_itself_stay_as_they_are() -> None:
     class Own(nn.MultiheadAttention):
         pass
 
-    copied = nn.ModuleList([nn.MultiheadAttention(4, 2), Own(4, 2)])
-    plain_attention(copied)
-    assert [type(m) for m in copied] == [PLAIN[nn.MultiheadAttention], Own]
+    both = nn.ModuleList([nn.MultiheadAttention(4, 2), Own(4, 2)])
+    assert [type(m) for m in constant_copy(both).children()] == [PLAIN[nn.MultiheadAttention], Own]
     net = encoder(False).eval()
     lipkit.export(net, SHAPE, box=BOX)
     assert type(net) is nn.TransformerEncoderLayer

@@ -18,7 +18,7 @@ from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError
 from lipkit.lowering import lipschitz
 from lipkit.lowering.build import Bounded
-from lipkit.lowering.interpreter import Interpreter
+from lipkit.lowering.structure import Interpreter
 from lipkit.modules import Network, Shape
 from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
@@ -205,10 +205,6 @@ class Constants:
             self._rows.append(row)
         return found
 
-    def _bound(self, module: nn.Module, shape: Shape, stored: nn.Module) -> tuple[Tensor, str]:
-        """Bound and method of a module, by the tolerance of ``stored``: itself, or the layer before folding."""
-        return layer_bound(module, shape, self._method, self._tolerance.get(id(stored)))
-
     def _plain(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]]:
         """The bound from the input to the output of module i, without folding, and the module's row of the table."""
         module, (value,), label = self._modules[i], self._sources[i], self._labels[i]
@@ -218,7 +214,7 @@ class Constants:
             shape = self._shape(value)
             key = (id(module), shape)
             if key not in self._found:
-                self._found[key] = self._bound(module, shape, module)
+                self._found[key] = layer_bound(module, shape, self._method, self._tolerance.get(id(module)))
             bound, method = self._found[key]
         row = _row(bound, label.name, label.type, method)
         return forms[value].scaled(row[1]), row
@@ -250,7 +246,7 @@ class Constants:
         layer, shape, methods = self._modules[linear], self._shape(self._sources[linear][0]), list[str]()
 
         def bound(folded: nn.Module) -> Tensor:
-            value, method = self._bound(folded, shape, layer)
+            value, method = layer_bound(folded, shape, self._method, self._tolerance.get(id(layer)))
             methods.append(method)
             return value
 

@@ -19,8 +19,8 @@ from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
-from lipkit.lowering.interpreter import Interpreter
 from lipkit.lowering.observe import Operand, stays_float64
+from lipkit.lowering.structure import Interpreter
 from lipkit.lowering.tracing import Root, sample
 from lipkit.modules.network import checked_shape
 from lipkit.modules.registry import Shape

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,10 +117,7 @@ def _text(value: object) -> str:
     >>> _text("a|b <c>")
     'a\\\\|b &lt;c&gt;'
     """
-    flat = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # & first
-    for sign in "\\`*_[]|#":
-        flat = flat.replace(sign, f"\\{sign}")
-    return flat
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(_line(value), quote=False))
 
 
 def _line(value: object) -> str:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.modules.dense import linear
 from lipkit.modules.views import Pad
 
 # As TensorProto numbers them.
@@ -25,6 +26,8 @@ DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torc
 # Attributes without effect at inference with one output, or that belong to refused options.
 _HARMLESS = ("momentum", "ratio", "seed", "storage_order", "cubic_coeff_a", "saturate", "exclude_outside",
              "extrapolation_value", "round_mode")  # fmt: skip
+NEWEST = 28
+"""Version of ONNX up to which the rules know all definitions of their operators, from 7 on."""
 BATCH = 2**23 - 15
 """The batch size while a file is read. No stored number equals it, so a number that does was copied from a shape.
 Numbers computed from it cannot be recognised; they are refused."""
@@ -42,7 +45,7 @@ def _in_words(number: re.Match[str]) -> str:
 
 
 class Node(NamedTuple):
-    """An operator of ONNX in a version that its rule covers, or several operators of the file read as one."""
+    """An operator of ONNX, or several operators of the file read as one."""
 
     kind: str
     input: list[str]
@@ -56,7 +59,6 @@ class Row(NamedTuple):
     """How one operator of ONNX is read: its ``rule`` returns the module of a `Call`, or the values it computes."""
 
     rule: Callable[[Call], Any]
-    versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
     moves: bool = True  # operands may depend on the input
     copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
 
@@ -300,12 +302,12 @@ def _gemm(c: Call) -> nn.Module:
     weight, bias = c.weight(1), c.bias
     if c.get("transA", 0) or c.rank != 2:
         raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
-    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
+    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT)
     beta = float(c.get("beta", 1.0))
     if bias is not None:
         flat = bias.squeeze(0) if bias.ndim == 2 else bias  # ONNX broadcasts a row
         bias = (beta * flat).expand(len(weight)).contiguous()
-    return filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias)
+    return linear(weight, bias)
 
 
 def _matmul(c: Call) -> Any:
@@ -318,7 +320,7 @@ def _matmul(c: Call) -> Any:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:
         return torch.matmul(a, b)
-    return filled(nn.Linear(b.shape[0], b.shape[1], device="meta"), weight=b.T.contiguous(), bias=None)
+    return linear(b.T)
 
 
 def _batch_norm(c: Call) -> nn.Module:
@@ -408,26 +410,23 @@ def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
     return torch.cat([*parts[:before], x, *parts[before:]], axis) if parts else x
 
 
-# Versions above these are unknown; below version 7 operators have other meanings.
-LAYERS: dict[str, Row] = {
-    "AveragePool": Row(partial(_pool, _average_pool), (7, 10, 11, 19, 22)),
-    "BatchNormalization": Row(_batch_norm, (7, 9, 14, 15)),
-    "Conv": Row(_conv, (1, 11, 22)),
-    "ConvTranspose": Row(_conv_transpose, (1, 11, 22)),
-    "Gemm": Row(_gemm, (7, 9, 11, 13)),
-    "GlobalAveragePool": Row(
-        lambda c: nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True), (1, 22)
+LAYERS: dict[str, Callable[[Call], Any]] = {
+    "AveragePool": partial(_pool, _average_pool),
+    "BatchNormalization": _batch_norm,
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Gemm": _gemm,
+    "GlobalAveragePool": lambda c: (
+        nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True)
     ),
-    "GlobalMaxPool": Row(lambda c: (nn.AdaptiveMaxPool1d if c.rank == 3 else nn.AdaptiveMaxPool2d)(1), (1, 22)),
-    "GroupNormalization": Row(
-        partial(_normalised, lambda c, w, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")),
-        (18, 21),
+    "GlobalMaxPool": lambda c: (nn.AdaptiveMaxPool1d if c.rank == 3 else nn.AdaptiveMaxPool2d)(1),
+    "GroupNormalization": partial(
+        _normalised, lambda c, w, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")
     ),
-    "InstanceNormalization": Row(
-        partial(_normalised, lambda c, w, eps: _INSTANCE_NORMS[c.rank](len(w), eps, affine=True, device="meta")),
-        (6, 22),
+    "InstanceNormalization": partial(
+        _normalised, lambda c, w, eps: _INSTANCE_NORMS[c.rank](len(w), eps, affine=True, device="meta")
     ),
-    "LayerNormalization": Row(partial(_normalised, _layer_norm), (17,)),
-    "MatMul": Row(_matmul, (1, 9, 13)),
-    "MaxPool": Row(partial(_pool, _max_pool), (1, 8, 10, 11, 12, 22)),
+    "LayerNormalization": partial(_normalised, _layer_norm),
+    "MatMul": _matmul,
+    "MaxPool": partial(_pool, _max_pool),
 }

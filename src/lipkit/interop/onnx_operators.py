@@ -195,10 +195,9 @@ def pads_of(c: Call) -> tuple[list[int], list[int]]:
     places = range(c.rank) if axes is None else [c.axis(axis) for axis in axes]
     if len(sizes) != 2 * len(places) or len(set(places)) != len(places):
         raise c.refuse("two paddings of each axis", f"{sizes} of {list(places)}")
-    before, after = (
-        [dict(zip(places, part, strict=True)).get(i, 0) for i in range(c.rank)]
-        for part in (sizes[: len(places)], sizes[len(places) :])
-    )
+    before, after = [0] * c.rank, [0] * c.rank
+    for place, *pair in zip(places, sizes[: len(places)], sizes[len(places) :], strict=True):
+        before[place], after[place] = pair
     return before, after
 
 
@@ -349,89 +348,76 @@ def _constant(c: Call) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
 
 
+# Functions of torch of the same name, in lower case; activations of the same name; reductions by names of methods.
+_FUNCTIONS = ("Abs", "Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", "Sin", "Sqrt")
+_ACTIVATIONS = ("Mish", "Sigmoid", "Softplus", "Softsign", "Tanh")
+_REDUCED = {"L1": "abs", "L2": "norm", "Max": "amax", "Mean": "mean", "Min": "amin", "Prod": "prod", "Sum": "sum"}
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))
-OPERATORS: dict[str, Row] = {
+_RULES: dict[str, Callable[[Call], Any]] = {
     **LAYERS,
-    "Ceil": Row(_each(torch.ceil), (6, 13), moves=False),
-    "Cos": Row(_each(torch.cos), (7, 22)),
-    "Erf": Row(_each(torch.erf), (9, 13), moves=False),
-    "Exp": Row(_each(torch.exp), (6, 13)),
-    "Floor": Row(_each(torch.floor), (6, 13), moves=False),
-    "Log": Row(_each(torch.log), (6, 13)),
-    "Not": Row(_each(torch.logical_not), (1,), moves=False),
-    "Reciprocal": Row(_each(torch.reciprocal), (6, 13)),
-    "Sin": Row(_each(torch.sin), (7, 22)),
-    "Sqrt": Row(_each(torch.sqrt), (6, 13)),
-    "And": Row(partial(_elementwise, torch.logical_and), (7,), moves=False),
-    "Greater": Row(partial(_elementwise, torch.gt), (7, 9, 13), moves=False),
-    "Less": Row(partial(_elementwise, torch.lt), (7, 9, 13), moves=False),
-    "Abs": Row(_each(torch.abs), (6, 13)),
-    "Add": Row(partial(_elementwise, operator.add), (7, 13, 14)),
-    "Cast": Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True),
-    "Celu": Row(activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
-    "Clip": Row(_clip, (6, 11, 12, 13)),
-    "Concat": Row(_concat, (4, 11, 13), copies=True),
-    "Constant": Row(_constant, (1, 9, 11, 12, 13, 19, 21, 23, 24, 25)),
-    "ConstantOfShape": Row(_filled_shape, (9, 20, 21, 23, 24, 25), copies=True),
-    "DepthToSpace": Row(_depth_to_space, (1, 11, 13, 28)),
-    "Div": Row(partial(_elementwise, _divided), (7, 13, 14)),
+    **{name: _each(getattr(torch, name.lower())) for name in _FUNCTIONS},
+    **{name: activation(getattr(nn, name)) for name in _ACTIVATIONS},
+    **{f"Reduce{name}": partial(_reduced, method) for name, method in _REDUCED.items()},
+    "Add": partial(_elementwise, operator.add),
+    "And": partial(_elementwise, torch.logical_and),
+    "Cast": _cast,
+    "Celu": activation(nn.CELU, alpha=("alpha", 1.0)),
+    "Clip": _clip,
+    "Concat": _concat,
+    "Constant": _constant,
+    "ConstantOfShape": _filled_shape,
+    "DepthToSpace": _depth_to_space,
+    "Div": partial(_elementwise, _divided),
     # Operand 2 says whether it is training.
-    "Dropout": Row(partial(_only, lambda c: not (c.has(2) and c.numbers("", 2)), _SAME), (7, 10, 12, 13, 22)),
-    "Einsum": Row(lambda c: torch.einsum(c.get("equation", b"").decode(), *c.tensors()), (12, 28)),
-    "Elu": Row(activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
-    "Equal": Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
-    "Expand": Row(_expand, (8, 13), copies=True),
-    "Flatten": Row(_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
-    "Gather": Row(_gather, (1, 11, 13), copies=True),
-    "Gelu": Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
-    "HardSigmoid": Row(_hard_sigmoid, (6, 22)),
-    "HardSwish": Row(activation(nn.Hardswish), (14, 22)),
-    "Identity": Row(_SAME, (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True),
-    "LogSoftmax": Row(lambda c: nn.LogSoftmax(c.axis(c.get("axis", -1))), (1, 11, 13)),  # refused by name, with advice
-    "LeakyRelu": Row(activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
-    "Max": Row(partial(_elementwise, torch.maximum), (6, 8, 12, 13)),
-    "Min": Row(partial(_elementwise, torch.minimum), (6, 8, 12, 13)),
-    "Mish": Row(activation(nn.Mish), (18, 22)),
-    "Mul": Row(partial(_elementwise, operator.mul), (7, 13, 14)),
-    "Neg": Row(_each(operator.neg), (6, 13)),
-    "PRelu": Row(_prelu, (7, 9, 16)),
-    "Pad": Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
-    "Pow": Row(_power, (7, 12, 13, 15)),
-    "ReduceL1": Row(partial(_reduced, "abs"), (1, 11, 13, 18)),
-    "ReduceL2": Row(partial(_reduced, "norm"), (1, 11, 13, 18)),
-    "ReduceMax": Row(partial(_reduced, "amax"), (1, 11, 12, 13, 18, 20)),
-    "ReduceMean": Row(partial(_reduced, "mean"), (1, 11, 13, 18)),
-    "ReduceMin": Row(partial(_reduced, "amin"), (1, 11, 12, 13, 18, 20)),
-    "ReduceProd": Row(partial(_reduced, "prod"), (1, 11, 13, 18), moves=False),
-    "ReduceSum": Row(partial(_reduced, "sum"), (1, 11, 13)),
-    "ReduceSumSquare": Row(partial(_reduced, "square"), (1, 11, 13, 18)),
-    "Relu": Row(activation(nn.ReLU), (6, 13, 14)),
-    "Reshape": Row(_reshape, (5, 13, 14, 19, 21, 23, 24, 25), copies=True),
-    "Resize": Row(_resized, (10, 11, 13, 18, 19)),
-    "Selu": Row(_selu, (6, 22)),
-    "Shape": Row(_shape, (1, 13, 15, 19, 21, 23, 24, 25), copies=True),
+    "Dropout": partial(_only, lambda c: not (c.has(2) and c.numbers("", 2)), _SAME),
+    "Einsum": lambda c: torch.einsum(c.get("equation", b"").decode(), *c.tensors()),
+    "Elu": activation(nn.ELU, alpha=("alpha", 1.0)),
+    "Equal": _equal,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "Gelu": lambda c: nn.GELU(c.get("approximate", b"none").decode()),
+    "Greater": partial(_elementwise, torch.gt),
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": activation(nn.Hardswish),
+    "Identity": _SAME,
+    "LeakyRelu": activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)),
+    "Less": partial(_elementwise, torch.lt),
+    "LogSoftmax": lambda c: nn.LogSoftmax(c.axis(c.get("axis", -1))),  # refused by name, with advice
+    "Max": partial(_elementwise, torch.maximum),
+    "Min": partial(_elementwise, torch.minimum),
+    "Mul": partial(_elementwise, operator.mul),
+    "Neg": _each(operator.neg),
+    "Not": _each(torch.logical_not),
+    "PRelu": _prelu,
+    "Pad": _pad,
+    "Pow": _power,
+    "ReduceSumSquare": partial(_reduced, "square"),
+    "Relu": activation(nn.ReLU),
+    "Reshape": _reshape,
+    "Resize": _resized,
+    "Selu": _selu,
+    "Shape": _shape,
     # With another bias, it jumps.
-    "Shrink": Row(partial(_only, lambda c: c.get("bias", 0.0) == c.get("lambd", 0.5), _SHRINK), (9,)),
-    "Sigmoid": Row(activation(nn.Sigmoid), (6, 13)),
-    "Slice": Row(_slice, (1, 10, 11, 13), copies=True),
-    "Softmax": Row(_softmax, (1, 11, 13)),
-    "Softplus": Row(activation(nn.Softplus), (1, 22)),
-    "Softsign": Row(activation(nn.Softsign), (1, 22)),
-    "Split": Row(_split, (2, 11, 13, 18), copies=True),
-    "Squeeze": Row(_squeeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
-    "Sub": Row(partial(_elementwise, operator.sub), (7, 13, 14)),
-    "Sum": Row(partial(_elementwise, operator.add), (6, 8, 13)),
-    "Swish": Row(partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)), (24,)),
-    "Tanh": Row(activation(nn.Tanh), (6, 13)),
-    "Tile": Row(_tiled, (6, 13)),
-    "Transpose": Row(
-        lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))), (1, 13, 21, 23, 24, 25), copies=True
-    ),
-    "Unsqueeze": Row(
-        lambda c: reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.moved),
-        (1, 11, 13, 21, 23, 24, 25),
-        copies=True,
-    ),
-    "Upsample": Row(_resized, (7, 9, 10)),
-    "Where": Row(lambda c: torch.where(*c.operands), (9, 16), moves=False, copies=True),
+    "Shrink": partial(_only, lambda c: c.get("bias", 0.0) == c.get("lambd", 0.5), _SHRINK),
+    "Slice": _slice,
+    "Softmax": _softmax,
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Sub": partial(_elementwise, operator.sub),
+    "Sum": partial(_elementwise, operator.add),
+    "Swish": partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)),
+    "Tile": _tiled,
+    "Transpose": lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))),
+    "Unsqueeze": lambda c: reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.moved),
+    "Upsample": _resized,
+    "Where": lambda c: torch.where(*c.operands),
 }
+# Only for stored operands.
+_STORED = ("And", "Ceil", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd", "Where")
+# These copy every number of the result from an operand.
+_COPIES = (
+    *("Cast", "Concat", "ConstantOfShape", "Equal", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice"),
+    *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
+)
+OPERATORS = {name: Row(rule, name not in _STORED, name in _COPIES) for name, rule in _RULES.items()}

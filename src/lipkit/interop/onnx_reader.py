@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
-from lipkit.interop.onnx_layers import BATCH, FLOATS, Call, Node, Row, holds_batch, takes_over
+from lipkit.interop.onnx_layers import BATCH, FLOATS, NEWEST, Call, Node, Row, holds_batch, takes_over
 from lipkit.interop.onnx_operators import BORDERS, OPERATORS, activation, pads_of
 from lipkit.interop.reading import LARGEST, Budget, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
@@ -35,17 +35,13 @@ _DOMAIN = ("", "ai.onnx")
 _ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid", "Sub", "Tanh")
 
 
-def _step(call: Call, numbers: dict[str, Tensor]) -> Callable[..., Any]:
-    """A function ``(network, values)`` that evaluates a node; ``numbers`` are its sizes, axes and limits by name."""
-    node, call = call.node, call.on([], None)
-
-    def step(network: ReadNetwork, values: dict[str, Any]) -> Any:
-        if node.name in network.layers:
-            return network.layers[node.name](values[node.input[0]])
-        operands = [numbers.get(name, values.get(name)) for name in node.input]
-        return node.row.rule(call.on(operands, values[network.source]))
-
-    return step
+def _step(call: Call, numbers: dict[str, Tensor], network: ReadNetwork, values: dict[str, Any]) -> Any:
+    """Evaluate a node; ``numbers`` are its sizes, axes and limits by name."""
+    node = call.node
+    if node.name in network.layers:
+        return network.layers[node.name](values[node.input[0]])
+    operands = [numbers.get(name, values.get(name)) for name in node.input]
+    return node.row.rule(call.on(operands, values[network.source]))
 
 
 def load_onnx(
@@ -195,8 +191,8 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
                 onnx.checker.check_node(node, context)
             except onnx.checker.ValidationError as error:
                 raise DataError(f"{name}: not well-formed in version {opset} of ONNX: {first_line(error)}") from None
-            if (version := onnx.defs.get_schema(kind, opset, "").since_version) not in row.versions:
-                raise NoRuleError(f"{name}: expected {kind} of version {row.versions}, got version {version}")
+            if (version := onnx.defs.get_schema(kind, opset, "").since_version) > NEWEST:
+                raise NoRuleError(f"{name}: expected {kind} of a version up to {NEWEST}, got version {version}")
             for a in node.attribute:
                 tensor = a.type == onnx.AttributeProto.TENSOR
                 attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
@@ -254,7 +250,7 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
             if fits(pattern, node.output[0], look, equals, found):
                 inside = found["inside"][:-1]  # the last is the result itself
                 if all(readers[name] == inside.count(name) for name in inside):
-                    node = node._replace(input=[found["x"]], attributes={}, row=Row(activation(make), ()))
+                    node = node._replace(input=[found["x"]], attributes={}, row=Row(activation(make)))
                     gone.update(inside)
                     break
         kept.append(node)
@@ -381,4 +377,5 @@ class _Reader:
                     network._buffers[network.names.setdefault(name, f"stored{len(network.names)}")] = self.stored[name]
                 elif name in self.stored:
                     numbers[name] = self.stored[name]
-            network.steps.append((_step(call, numbers), node.output, node.kind == "Split"))
+            step = partial(_step, call.on([], None), numbers)
+            network.steps.append((step, node.output, node.kind == "Split"))

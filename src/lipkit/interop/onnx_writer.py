@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
@@ -293,14 +294,11 @@ def _average_pool(
 
 def _adaptive_pool(w: Writer, x: Value, _: Any) -> Any:
     """Adaptive average pooling: along each axis, a product with a matrix that averages."""
-    tables = []
-    for n, o in zip(x.shape[-2:], w.out.shape[-2:], strict=True):
-        table = torch.zeros(o, n, dtype=torch.float64)
-        for i in range(o):
-            start, stop = i * n // o, -(-(i + 1) * n // o)
-            table[i, start:stop] = 1 / (stop - start)
-        tables.append(table.to(w.dtype))
-    return w.add("MatMul", w.add("MatMul", tables[0], x), tables[1].mT.contiguous())
+    rows, columns = (
+        F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64)[None], o)[0].to(w.dtype)
+        for n, o in zip(x.shape[-2:], w.out.shape[-2:], strict=True)
+    )
+    return w.add("MatMul", w.add("MatMul", rows.T.contiguous(), x), columns)
 
 
 _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}

@@ -112,12 +112,10 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     if hashlib.sha256(blob).hexdigest() != config.get("sha256"):
         raise DataError(f"{folder / WEIGHTS}: expected the weights with sha256 {config.get('sha256')}, got others")
     try:
-        tensors = load_safetensors(blob)
+        tensors, model = load_safetensors(blob), _skeleton(config)
+        check_tensors(model, tensors)
     except SafetensorError as error:
         raise DataError(f"{folder / WEIGHTS}: expected a safetensors file, got: {error}") from None
-    try:
-        model = _skeleton(config)
-        check_tensors(model, tensors)
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     model = model.to_empty(device="cpu")

@@ -11,6 +11,7 @@ import math
 import operator
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,12 @@ def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any
     return ordered, {a.name: given[a.name] for a in schema if a.kwarg_only and a.name in given}
 
 
-def _step(function: Callable[..., Any], arguments: tuple[list[Any], dict[str, Any]]) -> Callable[..., Any]:
-    ordered, named = arguments
-
-    def step(network: ReadNetwork, values: dict[str, Any]) -> Any:
-        more = {name: _value(argument, values) for name, argument in named.items()}
-        return function(*(_value(argument, values) for argument in ordered), **more)
-
-    return step
+def _step(
+    function: Callable[..., Any], ordered: list[Any], named: dict[str, Any], _: ReadNetwork, values: dict[str, Any]
+) -> Any:
+    """Evaluate one operator."""
+    more = {name: _value(argument, values) for name, argument in named.items()}
+    return function(*(_value(argument, values) for argument in ordered), **more)
 
 
 def load_program(
@@ -236,7 +235,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         several = bool(more) or kind == "as_tensors"  # from max along a dimension, or split
         made = [made, *(one for _, one in more)] if kind != "as_tensors" else made
         names = [one.get("name") or one["as_name"] for one in made]
-        network.steps.append((_step(function, _bound(name, arguments, path)), names, several))
+        network.steps.append((partial(_step, function, *_bound(name, arguments, path)), names, several))
     return network.eval()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
@@ -81,7 +81,8 @@ class Budget(TorchFunctionMode):
         moving = any(t.is_meta for t in given)
         name = getattr(func, "__name__", "a function")
         try:
-            first = func(*_without_memory(args), **_without_memory(kwargs if given else kwargs | {"device": "meta"}))
+            sizes = fx.node.map_aggregate((args, kwargs if given else kwargs | {"device": "meta"}), _on_meta)
+            first = func(*sizes[0], **sizes[1])
         except Exception as error:  # the call reads numbers, which meta tensors lack, or fails
             if "overflow" in str(error):
                 raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got more") from None
@@ -99,13 +100,9 @@ class Budget(TorchFunctionMode):
         return value if moving or first is None else func(*args, **kwargs)  # now with numbers
 
 
-def _without_memory(value: Any) -> Any:
-    """The arguments of a call with all their tensors on the meta device."""
-    if isinstance(value, Tensor):
-        return value if value.is_meta else torch.empty_like(value, device="meta")
-    if isinstance(value, dict):
-        return {key: _without_memory(one) for key, one in value.items()}
-    return type(value)(map(_without_memory, value)) if isinstance(value, (tuple, list)) else value
+def _on_meta(value: Any) -> Any:
+    """A tensor on the meta device, without memory; anything else as it is."""
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) and not value.is_meta else value
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:

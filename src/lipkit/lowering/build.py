@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Wiring
 from lipkit.modules.limits import ToLimit
 from lipkit.modules.plain import Shape
-from lipkit.modules.views import Expand, Piece, reshaped
+from lipkit.modules.views import Expand, Permute, Piece, reshaped
 from lipkit.proof.roundoff import to_double
 
 MIXED = "expected a result with one row per sample, got one whose shape mixes the batch with other dimensions"
@@ -142,6 +142,19 @@ class Build:
     def add(self, module: nn.Module, *values: Operand | int) -> int:
         """Add a module that reads these values (operands, or value numbers); return the number of its output."""
         return self.wiring.add(module, *(v.number if isinstance(v, Operand) else v for v in values))
+
+    def times(self, value: Operand | int, factor: float) -> int:
+        """A value times a number."""
+        return self.add(Affine(self.like[None] + factor, self.like[None]), value)
+
+    def permuted(self, value: Operand | int, order: Sequence[int]) -> int:
+        """A value with its dimensions, counted from 1, in another order."""
+        number = value.number if isinstance(value, Operand) else value
+        return number if [*order] == sorted(order) else self.add(Permute(*order), number)
+
+    def result(self, number: Any) -> Operand:
+        """The (first) result as the operand of another rule, computed by value ``number``."""
+        return replace(self.results[0], number=number)
 
     def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> int:
         """A map of Lipschitz constant ``factor`` that has no plain form."""

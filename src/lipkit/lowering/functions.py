@@ -164,7 +164,7 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
     expected = f"expected numbers around dimensions other than the batch, got {mode!r} {value} by {pad!r}"
     call.require(len(sizes) // 2 < call.operand(x).ndim, expected)
     if mode == "constant":
-        padded = replace(call.results[0], number=call.add(Pad(*sizes), x))
+        padded = call.result(call.add(Pad(*sizes), x))
         if not value or call.bounding:
             return padded.number
         call.require(math.isfinite(value), f"expected a finite number around the input, got {value}")
@@ -221,15 +221,14 @@ def _unfold(call: Build, x: Operand, dimension: int, size: int, step: int) -> in
 
 
 @plain(F.unfold)
-def _columns(call: Build, input: Operand, *given: Any, **named: Any) -> int:
-    order = ("kernel_size", "dilation", "padding", "stride")
-    options = dict(zip(order[1:], (1, 0, 1), strict=True)) | dict(zip(order, given, strict=False)) | named
-    call.require(input.ndim == 4, "expected images (N, C, H, W)")
-    value, channels, sizes = call.same_format(input).number, input.shape[0], list[int]()
+def _columns(call: Build, x: Operand, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> int:
+    call.require(x.ndim == 4, "expected images (N, C, H, W)")
+    value, channels, sizes = call.same_format(x).number, x.shape[0], list[int]()
     for at in (2, 3):
-        size, d, p, by = ((*flat(options[name]), *flat(options[name]))[at - 2] for name in order)
-        sizes += [size, (input.shape[at - 1] + 2 * p - d * (size - 1) - 1) // by + 1]
-        value = _windows(call, input, value, at, sizes[-1], size, by, d, p)
+        given = kernel_size, dilation, padding, stride
+        size, d, p, by = ((*flat(one), *flat(one))[at - 2] for one in given)  # one number holds for both axes
+        sizes += [size, (x.shape[at - 1] + 2 * p - d * (size - 1) - 1) // by + 1]
+        value = _windows(call, x, value, at, sizes[-1], size, by, d, p)
     value = call.reshaped(value, (channels, sizes[0] * sizes[1], sizes[2] * sizes[3]), (channels, *sizes))
     return call.reshaped(call.add(Permute(1, 2, 4, 3, 5), value), (channels, *sizes), call.shape)
 
@@ -308,8 +307,7 @@ plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, valu
 @plain(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> Value:
     if isinstance(y, Operand):
-        inverse: Any = _steep(call, call.broadcast(y).number, ["reciprocal"])
-        return _mul(call, x, replace(call.results[0], number=inverse))
+        return _mul(call, x, call.result(_steep(call, call.broadcast(y).number, ["reciprocal"])))
     if call.bounding:
         smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
         return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
@@ -345,7 +343,7 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
 
 
 plain(torch.addmm, "addmm")(  # without the options alpha and beta
-    lambda call, term, mat1, mat2: _add(call, replace(call.results[0], number=_matmul(call, mat1, mat2)), term)
+    lambda call, term, mat1, mat2: _add(call, call.result(_matmul(call, mat1, mat2)), term)
 )
 
 
@@ -357,7 +355,7 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
     def regrouped(value: int, before: Sequence[str], after: Sequence[str]) -> int:  # one dimension for each group
         old, new = "".join(before), "".join(after)
         value = call.reshaped(value, shape(before), shape(old))
-        value = value if old == new else call.add(Permute(*(old.index(letter) + 1 for letter in new)), value)
+        value = call.permuted(value, [old.index(letter) + 1 for letter in new])
         return call.reshaped(value, shape(new), shape(after))
 
     (x, y), (first, last, out) = values, parts
@@ -403,17 +401,13 @@ def _steep(call: Build, value: int, names: Sequence[str]) -> int:
     return value
 
 
-def _elementary(*targets: Callable[..., Any] | str, names: Sequence[str]) -> None:
-    @plain(*targets, place=viewed)
-    def rule(call: Build, x: Operand) -> int:
-        return _steep(call, call.same_format(x).number, names)
+def _elementary(names: Sequence[str], call: Build, x: Operand) -> int:
+    return _steep(call, call.same_format(x).number, names)
 
 
-_elementary(torch.exp, "exp", "exp_", names=["exp"])
-_elementary(torch.log, "log", "log_", names=["log"])
-_elementary(torch.sqrt, "sqrt", "sqrt_", names=["sqrt"])
-_elementary(torch.rsqrt, "rsqrt", "rsqrt_", names=["sqrt", "reciprocal"])
-_elementary(torch.reciprocal, "reciprocal", "reciprocal_", names=["reciprocal"])
+for _name in ("exp", "log", "sqrt", "rsqrt", "reciprocal"):
+    _names = ["sqrt", "reciprocal"] if _name == "rsqrt" else [_name]
+    plain(getattr(torch, _name), _name, f"{_name}_", place=viewed)(partial(_elementary, _names))
 
 
 @plain(F.glu, place=along(1, default=-1))
@@ -433,8 +427,7 @@ def swish(x: Tensor, slope: float) -> Tensor:
 def _swish(call: Build, x: Operand, slope: float) -> Value:
     # ``silu(slope * x)`` is NaN where the product overflows, and loses digits where it is subnormal.
     call.require(0.01 <= abs(slope) <= 100, f"expected a slope of modulus 0.01 to 100, got {slope}")
-    number: Any = call.add(nn.SiLU(), call.elementwise(x, scale=call.like + slope))
-    return _div(call, replace(call.results[0], number=number), slope)
+    return _div(call, call.result(call.add(nn.SiLU(), call.elementwise(x, scale=call.like + slope))), slope)
 
 
 def root_mean_square(x: Tensor, dims: Any, eps: float) -> Tensor:
@@ -450,20 +443,25 @@ def _root_mean_square(call: Build, x: Operand, dims: Any, eps: float) -> int:
     is at least :math:`c^2`, so `UnitNorm` with eps c divides by this norm, and has the constant 1 / c.
     """
     call.require(0 < eps < math.inf, f"expected eps a positive finite number, got {eps}: near 0 nothing bounds it")
-    dims = sorted({*call.dims(x, dims)})
-    order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
-    sizes, kept = tuple(x.shape[d - 1] for d in order), x.ndim - 1 - len(dims)
-    moved = order != sorted(order)
-    value = call.add(Permute(*order), x) if moved else x.number
-    n = math.prod(sizes[kept:])
+    value, order, sizes, groups = _gathered(call, x, x.number, call.dims(x, dims))
+    n = groups[1]
     last = torch.arange(n + 1).expand(1, -1) == n
     c = math.sqrt(n * eps)
-    value = call.add(Pad(0, 1), call.reshaped(value, sizes, (math.prod(sizes[:kept]), n)))
+    value = call.add(Pad(0, 1), call.reshaped(value, sizes, groups))
     value = call.add(Affine(call.like[None, None] + 1, (call.like + c) * last), value)
     value = call.add(Piece(2, 0, n), call.add(UnitNorm(2, eps=float(call.like + c)), value))
-    value = call.add(Affine(call.like[None] + math.sqrt(n), call.like[None]), value)
-    value = call.reshaped(value, (math.prod(sizes[:kept]), n), sizes)
-    return call.add(Permute(*(order.index(d) + 1 for d in range(1, x.ndim))), value) if moved else value
+    value = call.times(value, math.sqrt(n))
+    value = call.reshaped(value, groups, sizes)
+    return call.permuted(value, [order.index(d) + 1 for d in range(1, x.ndim)])
+
+
+def _gathered(
+    call: Build, x: Operand, value: int, dims: Sequence[int]
+) -> tuple[int, list[int], tuple[int, ...], tuple[int, int]]:
+    """A value of the dimensions of ``x`` with ``dims`` at the end; its order, its shape; how many groups, how large."""
+    order = [*(d for d in range(1, x.ndim) if d not in dims), *sorted({*dims})]
+    sizes, kept = tuple(x.shape[d - 1] for d in order), x.ndim - 1 - len({*dims})
+    return call.permuted(value, order), order, sizes, (math.prod(sizes[:kept]), math.prod(sizes[kept:]))
 
 
 def centred(x: Tensor, dims: Any) -> Tensor:
@@ -483,8 +481,7 @@ def standardised(x: Tensor, dims: Any, eps: float) -> Tensor:
 
 @plain(standardised, place=along(1))
 def _standardised(call: Build, x: Operand, dims: Any, eps: float) -> Value:
-    number: Any = _centred(call, x, dims)
-    return _root_mean_square(call, replace(x, number=number), dims, eps)
+    return _root_mean_square(call, call.result(_centred(call, x, dims)), dims, eps)
 
 
 @plain(F.rms_norm, place=behind(lambda x, shape, *rest: len(shape)))
@@ -492,8 +489,8 @@ def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = 
     if eps is None:
         own = torch.finfo(call.operand(input).dtype).eps
         raise call.refuse(f"expected eps, got None, for which torch takes one of each format: set eps={own}")
-    value: Any = _root_mean_square(call, input, [*range(input.ndim - len(normalized_shape), input.ndim)], eps)
-    return value if weight is None else _mul(call, replace(call.results[0], number=value), weight)
+    value = _root_mean_square(call, input, [*range(input.ndim - len(normalized_shape), input.ndim)], eps)
+    return value if weight is None else _mul(call, call.result(value), weight)
 
 
 @plain(F.scaled_dot_product_attention)
@@ -504,7 +501,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
         )
     n, d = call.operand(query).shape[-2:]
     turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed
-    scaled = call.add(Affine(call.like[None] + (d**-0.5 if scale is None else scale), call.like[None]), query)
+    scaled = call.times(query, d**-0.5 if scale is None else scale)
     products = call.add(call.named(MatrixProduct(n, d, key.shape[-2])), scaled, turned)
     weights = call.add(nn.Softmax(-1), products)
     return call.add(call.named(MatrixProduct(n, key.shape[-2], value.shape[-1])), weights, call.operand(value))
@@ -544,11 +541,9 @@ def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
 
 def _along(call: Build, module: nn.Module, value: int, at: int, axes: int, own: int = 1) -> int:
     """Apply a module that acts along dimension ``own`` to dimension ``at`` of a value with ``axes`` dimensions."""
-    if at == own:
-        return call.add(module, value)
     swap = list(range(1, axes))
     swap[own - 1], swap[at - 1] = at, own
-    return call.add(Permute(*swap), call.add(module, call.add(Permute(*swap), value)))
+    return call.permuted(call.add(module, call.permuted(value, swap)), swap)
 
 
 @plain(torch.cat, torch.concat, torch.concatenate, place=along(1, default=0))
@@ -566,8 +561,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
     padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch: the last axis first
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
-    padded = replace(call.results[0], number=call.add(Pad(*padding), joined))
-    return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
+    return call.elementwise(call.result(call.add(Pad(*padding), joined)), shift=torch.cat(numbers, at - 1))
 
 
 plain(torch.hstack)(lambda call, tensors: _cat(call, tensors, 1))
@@ -585,7 +579,7 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
         both = call.reshaped(both, (*shape[:-1], 2 * shape[-1]), (*shape[:-1], 2, shape[-1]))
         order = [*range(1, last), last + 1]
         order.insert(at - 1, last)
-        return both if at == last else call.add(Permute(*order), both)
+        return call.permuted(both, order)
     values = [call.reshaped(x.number, x.shape, (*x.shape[: at - 1], 1, *x.shape[at - 1 :])) for x in given]
     return call.add(Concatenate(at), *values)
 
@@ -595,7 +589,7 @@ def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
         if sign > 0:
             return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
         minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]  # min(x, y) = -max(-x, -y)
-        return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
+        return call.times(call.add(Maximum(), *minus), -1)
     return _limited(call, sign, x, y) if isinstance(x, Operand) else _limited(call, sign, y, x)
 
 
@@ -606,25 +600,21 @@ def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
     limit, factor = call.number(constant, "limit"), call.like + sign
     call.require(all_finite(limit), f"expected finite numbers as limits, got {constant}")
     turned = call.add(nn.ReLU(), call.elementwise(x, scale=factor, shift=-factor * limit))
-    return call.elementwise(replace(call.results[0], number=turned), scale=factor, shift=limit)
+    return call.elementwise(call.result(turned), scale=factor, shift=limit)
 
 
 def _pooled(call: Build, pool: nn.Module, x: Operand, value: int, dim: Any) -> int:
     """Pool all entries along ``dim``: these dimensions go to the end, and each group becomes an image of one column."""
-    dims = sorted(set(call.dims(call.same_format(x), dim)))
-    order = [*(d for d in range(1, x.ndim) if d not in dims), *dims]
-    sizes, kept = [x.shape[d - 1] for d in order], x.ndim - 1 - len(dims)
-    value = value if order == sorted(order) else call.add(Permute(*order), value)
-    both = math.prod(sizes[:kept]), math.prod(sizes[kept:]), 1
-    return call.reshaped(call.add(pool, call.reshaped(value, tuple(sizes), both)), (both[0], 1, 1), call.shape)
+    value, _, sizes, groups = _gathered(call, x, value, call.dims(call.same_format(x), dim))
+    column = call.reshaped(value, sizes, (*groups, 1))
+    return call.reshaped(call.add(pool, column), (groups[0], 1, 1), call.shape)
 
 
 def _largest(call: Build, sign: int, x: Operand, dim: Any, keepdim: bool = False) -> int:
     """The largest (sign 1) or smallest (sign -1) entry along dimensions."""
-    turn = Affine(call.like[None] + sign, call.like[None])
-    value = call.operand(x).number if sign > 0 else call.add(turn, call.operand(x))
+    value = call.operand(x).number if sign > 0 else call.times(call.operand(x), sign)
     value = _pooled(call, nn.AdaptiveMaxPool2d(1), x, value, dim)
-    return value if sign > 0 else call.add(turn, value)
+    return value if sign > 0 else call.times(value, sign)
 
 
 @plain(torch.norm, "norm", torch.linalg.norm, torch.linalg.vector_norm, place=along(2))
@@ -662,8 +652,8 @@ def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stab
     (at,) = call.dims(call.operand(x), dim)
     if descending:
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1
-    minus = Affine(-1 - call.like[None], call.like[None])  # GroupSort sorts downwards
-    return call.add(minus, _along(call, GroupSort(None), call.add(minus, x.number), at, x.ndim)), -1
+    downwards = _along(call, GroupSort(None), call.times(x, -1), at, x.ndim)  # GroupSort sorts downwards
+    return call.times(downwards, -1), -1
 
 
 @plain(torch.topk, "topk", place=along(2, default=-1))
@@ -684,7 +674,7 @@ def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> in
         mean = call.reshaped(mean, (1,) * len(x.shape), ())
     if not call.name.endswith("sum"):
         return mean
-    return call.add(Affine(call.like[None] + count, call.like[None]), mean)  # a sum is a mean times its count
+    return call.times(mean, count)  # a sum is a mean times its count
 
 
 @plain(torch.clamp, torch.clip, torch.clamp_min, "clamp", "clamp_", "clip", "clamp_min", "clamp_min_", place=joined)
@@ -695,7 +685,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     if all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         return call.add(nn.Hardtanh(float(ends[0]), float(ends[1])), call.broadcast(x))
     for sign, end in zip((1, -1), ends, strict=True):
-        x = x if end is None else replace(call.results[0], number=_larger(call, sign, x, end))
+        x = x if end is None else call.result(_larger(call, sign, x, end))
     return x.number
 
 

@@ -98,31 +98,18 @@ def fits(pattern: Any, value: Any, look: Look, equals: Callable[[Any, float], bo
     return False
 
 
+# The operators of ONNX and torch's names of them; those of the first line have the same name, in lower case.
+_SAME = "Abs Add Erf HardSigmoid Log Mean Pow Reciprocal Rsqrt Sigmoid Softplus Sqrt Square Tanh Var Where"
 _WORDS = {
+    **{kind: kind.lower() for kind in _SAME.split()},
     "Mul": "mul multiply",
-    "Add": "add",
     "Sub": "sub subtract",
     "Div": "div divide true_divide truediv",
-    "Pow": "pow",
-    "Square": "square",
-    "Sqrt": "sqrt",
-    "Rsqrt": "rsqrt",
-    "Reciprocal": "reciprocal",
-    "Abs": "abs",
-    "Erf": "erf",
-    "Log": "log",
-    "Tanh": "tanh",
-    "Sigmoid": "sigmoid",
-    "Softplus": "softplus",
-    "HardSigmoid": "hardsigmoid",
     "Clip": "relu6 hardtanh clamp clip",
-    "Where": "where",
     "Cast": "to type type_as float double",
     "MaskedFill": "masked_fill",
     "Greater": "gt greater ge greater_equal",
     "Less": "lt less le less_equal",
-    "Mean": "mean",
-    "Var": "var",
 }
 _HOMES = torch, F, operator, torch.special
 # The operator of each function, method by its name, and module.
