@@ -284,6 +284,11 @@ def in_a_default(s: Net, x: Tensor, memory: list[int] = [0]) -> Tensor:  # noqa:
     return x * (1 + 100 * (memory[0] > 999))
 
 
+def in_a_number_that_is_none(s: Net, x: Tensor, memory: list[float] = [0.0] * 999) -> Tensor:  # noqa: B006
+    memory[memory.count(0.0) - 1] = math.nan
+    return x * (1 + 100 * (memory.count(0.0) == 0))
+
+
 def in_a_closure() -> Forward:
     count = 0
 
@@ -302,6 +307,7 @@ KEEPS: dict[str, tuple[Forward, str]] = {
     "global": (in_a_global, "changes"),
     "class": (in_the_class, "changes 'total'"),
     "default": (in_a_default, "changes 'f'"),
+    "not a number": (in_a_number_that_is_none, "changes 'f'"),
     "closure": (in_a_closure(), "changes 'f'"),
     "buffer": (behind_the_counter, "changes 'mid'"),
     "random numbers unused": (lambda s, x: _first(x, torch.rand(1)), "random numbers"),
