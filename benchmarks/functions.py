@@ -30,10 +30,10 @@ from lipkit.conv.normal_matrices import (
 )
 from lipkit.conv.transform import transform_matrices
 from lipkit.layers.soc import _QuickNorm
-from lipkit.linalg import cayley_product, skew_polynomial
-from lipkit.linalg.cayley import factorize
-from lipkit.linalg.exponential import SQUARINGS
-from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg import skew_polynomial
+from lipkit.linalg.cayley import _plain as plain_product
+from lipkit.linalg.cayley import _Product, factorize
+from lipkit.linalg.exponential import SQUARINGS, gram_norm
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
 from lipkit.modules import activations
@@ -151,8 +151,8 @@ def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
 def dense_pairs(n: int, batch: int) -> Iterator[Pair]:
     """A dense Cayley layer."""
     w, x, bias = leaf(n, n, size=n**-0.5), leaf(batch, n), leaf(n)
-    product = (cayley_product._Product.apply, cayley_product._plain)
-    yield Pair("dense layer (linalg.cayley_product)", f"{n} x {n}, batch {batch}", *product, (w, x, bias))
+    size = f"{n} x {n}, batch {batch}"
+    yield Pair("dense layer (linalg.cayley)", size, _Product.apply, plain_product, (w, x, bias))
 
 
 def norm_pairs(m: int, n: int) -> Iterator[Pair]:

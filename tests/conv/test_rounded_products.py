@@ -16,7 +16,7 @@ from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.conv.spread import spread_cayley
 from lipkit.layers import families
-from lipkit.linalg.cayley_product import cayley_linear
+from lipkit.linalg.cayley import cayley_linear
 
 # Factors of 8 bits: a product of random numbers is off by about 2^-8 of its size, a chain of four by 1 %, and
 # sums that cancel (of a bias) by somewhat more. A wrong term is off by its whole size.

@@ -7,7 +7,7 @@ from lipkit.conv.exponential_conv import adjoint, exponential_conv2d, skew
 from lipkit.conv.patches import downsample
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.conv.symbol import fold, symbol, symbol_at
-from lipkit.linalg.cayley_product import cayley_linear
+from lipkit.linalg.cayley import cayley_linear
 
 __all__ = [
     "Symbol",
