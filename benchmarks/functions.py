@@ -18,7 +18,7 @@ from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, circular, phase_product, spectrum, spread
+from lipkit.conv import cayley_conv, circular, phases, spectrum, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
     _add_gram,
@@ -171,12 +171,12 @@ def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     matrices = transform_matrices(3, 3, dtype=torch.float32)
 
     def plain(real: Tensor, pair: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-        return phase_product._plain(real, pair, bias, x, matrices, (3, 3))
+        return phases._plain(real, pair, bias, x, matrices, (3, 3))
 
     yield Pair(
-        "phase form (phase_product._PhaseProduct)",
+        "phase form (phases._PhaseProduct)",
         f"{c}@{side}, batch {batch}",
-        lambda *t: phase_product._PhaseProduct.apply(*t, matrices[0], (3, 3)),
+        lambda *t: phases._PhaseProduct.apply(*t, matrices[0], (3, 3)),
         plain,
         (real, pair, bias, x),
     )
