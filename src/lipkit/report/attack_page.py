@@ -18,7 +18,7 @@ from torch import Tensor
 from lipkit.certificates import Certificate
 from lipkit.evaluation import Attack, Attacked, Attempt
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
-from lipkit.report.examples import class_name, data_uri, is_image
+from lipkit.report.examples import is_image
 from lipkit.report.html import environment
 from lipkit.report.record import now, versions
 
@@ -111,7 +111,6 @@ def render(
         for row, before, after in zip(shown, image, adversarial, strict=True):
             change = after.float() - before
             grey = 0.5 + change / (2 * change.abs().amax().clamp_min(1e-12))
-            uris = [data_uri(picture) for picture in (before, after, grey)]
-            names = {key: class_name(classes, row[key]) for key in ("label", "prediction")}
-            figures.append({**row, "uris": uris, **names})
-    return environment().get_template("attack.html.j2").render(record=record, rows=rows, figures=figures)
+            figures.append((row, (before, after, grey)))
+    page = environment().get_template("attack.html.j2")
+    return page.render(record=record, rows=rows, figures=figures, classes=classes)
