@@ -76,9 +76,8 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), form = grads, ctx.form
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        form, saved = ctx.form, ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
         (y, *kept), inputs = saved[:5], saved[5:]
         x, bias, scale, _, _, _, _, *constants = inputs
         none = (None,) * len(constants)

@@ -55,8 +55,8 @@ class _Pad(torch.autograd.Function):
         return F.pad(x, pads, mode="circular")
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return fold_border(grads[0], ctx.pads), None  # can be differentiated again, and batched
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return fold_border(g, ctx.pads), None  # can be differentiated again, and batched
 
 
 def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:

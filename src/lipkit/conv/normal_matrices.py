@@ -86,8 +86,8 @@ class _AddGram(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (w,) = grads, ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (w,) = ctx.saved_tensors
         both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
         return g, both @ w if ctx.wide else w @ both, None
 
@@ -135,8 +135,7 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             return *plain_gradients(_solution, (transposed, rows), g), None, None

@@ -303,8 +303,7 @@ class _PhaseProduct(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         real, pair, bias, x, matrix = ctx.saved_tensors
         size: Size = ctx.kernel_size
         if torch.is_grad_enabled() or transformed(g):

@@ -130,8 +130,7 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             return plain_gradients(_plain, (kernel, x, bias), g)

@@ -238,8 +238,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             return plain_gradients(_plain, (weight, x, bias), g)

@@ -290,8 +290,8 @@ class _TaylorExponential(torch.autograd.Function):
         return made.view(*batch, c, c)[..., :m, :n].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (g,), (w, *kept) = grads, ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
+        w, *kept = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
             return plain_gradients(plain, (w,), g)[0], None, None
