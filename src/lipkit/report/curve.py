@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import save
 from torch import Tensor
 
 from lipkit import modules
@@ -20,9 +19,8 @@ from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
-from lipkit.files import write_atomic
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
-from lipkit.report.run_files import read_tensors
+from lipkit.report.run_files import read_tensors, write_tensors
 from lipkit.report.schema import RegressionRecord
 from lipkit.shown import upper
 
@@ -72,8 +70,7 @@ def zoom(rise: float, constant: float, width: float) -> float:
 
 def save_curve(folder: Path, curve: Curve) -> None:
     """Write ``curve.safetensors``."""
-    tensors = {field.name: getattr(curve, field.name).contiguous() for field in dataclasses.fields(curve)}
-    write_atomic(folder / CURVE, save(tensors))
+    write_tensors(folder / CURVE, vars(curve))
 
 
 def load_curve(folder: Path) -> Curve | None:
