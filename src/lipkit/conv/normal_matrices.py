@@ -52,7 +52,10 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
     square kernel.
     """
     own = centred(own)
-    real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
+    taps = _taps(own)
+    centre = (torch.arange(len(taps), device=taps.device) == len(taps) // 2)[:, None, None]
+    # The taps of (I + W - W^*)^T: (W^*)^T = conj(W) has those of W, a kernel of odd sizes, in reverse.
+    real, pair = _symbol(taps.mT - taps.flip(0) + centre * eye_like(taps), own.shape[2:], h, w)
     if rest is None:
         return NormalMatrices(real, pair, None, None)
     rest = centred(rest)
@@ -64,12 +67,6 @@ def _taps(kernel: Tensor) -> Tensor:
     """The kernel ``(cout, cin, kh, kw)`` tap by tap, ``(kh kw, cout, cin)``: a transposition of two dimensions."""
     cout, cin, kh, kw = kernel.shape
     return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
-
-
-def _skew_taps(taps: Tensor) -> Tensor:
-    r"""The taps of :math:`(I + W - W^*)^\top` from the taps of W, a kernel of odd sizes."""
-    centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
-    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
 class _AddGram(torch.autograd.Function):

@@ -20,7 +20,7 @@ from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
-from lipkit.report.run_files import read_tensors, write_tensors
+from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
 from lipkit.shown import upper
 
@@ -66,11 +66,6 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
 def zoom(rise: float, constant: float, width: float) -> float:
     """Half the width of the close view, which is three times the width in which the steepest line climbs ``rise``."""
     return min(1.5 * rise / constant, width / 2) if rise > 0 and constant > 0 else width / 2 or 1.0
-
-
-def save_curve(folder: Path, curve: Curve) -> None:
-    """Write ``curve.safetensors``."""
-    write_tensors(folder / CURVE, vars(curve))
 
 
 def load_curve(folder: Path) -> Curve | None:

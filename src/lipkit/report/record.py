@@ -27,9 +27,9 @@ from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
 from lipkit.files import write_atomic
-from lipkit.report.curve import curve_of, save_curve
+from lipkit.report.curve import CURVE, curve_of
 from lipkit.report.examples import save_examples
-from lipkit.report.run_files import CERTIFICATE
+from lipkit.report.run_files import CERTIFICATE, write_tensors
 from lipkit.report.schema import AnyRecord, HardwareRecord, Record, RegressionRecord, SeenRecord
 from lipkit.text import printable
 from lipkit.training.checkpoints import read_json
@@ -234,7 +234,7 @@ def save_evaluation(
         evaluation.certificate.save_csv(folder / PREDICTIONS)
         curve = curve_of(network, evaluation, split)
         if curve is not None:
-            save_curve(folder, curve)
+            write_tensors(folder / CURVE, vars(curve))
     else:
         file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
         write_certificate(file, folder / CERTIFICATE)
