@@ -69,8 +69,7 @@ def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()) or transformed() or torch.compiler.is_compiling():
         return F.pad(x, tuple(pads), mode="circular")
-    padded: Tensor = _Pad.apply(x, tuple(pads))
-    return padded
+    return _Pad.apply(x, tuple(pads))
 
 
 def circular_conv2d(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -97,8 +97,7 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
     if transformed() or torch.compiler.is_compiling():
         return _add_gram(a, w, wide)
-    made: Tensor = _AddGram.apply(a, w, wide)
-    return made
+    return _AddGram.apply(a, w, wide)
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:

@@ -178,8 +178,7 @@ def apply_phases(
     if matrices is None:
         matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
     if _in_pieces(symbol, x, matrices, bias):
-        made: Tensor = _PhaseProduct.apply(*symbol, bias, x, matrices[0], kernel_size)
-        return made
+        return _PhaseProduct.apply(*symbol, bias, x, matrices[0], kernel_size)
     return _plain(*symbol, bias, x, matrices, kernel_size)
 
 

@@ -209,5 +209,4 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
         return _plain(symbol.real, symbol.pair, bias, x, matrices)
     if not torch.is_grad_enabled():
         return _applied(symbol.real, symbol.pair, bias, x, matrices)
-    y: Tensor = _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)
-    return y
+    return _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)

@@ -168,5 +168,4 @@ def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     """
     if torch.compiler.is_compiling() or transformed():
         return _plain(kernel, x, bias)
-    y: Tensor = _Convolved.apply(kernel, x, bias)
-    return y
+    return _Convolved.apply(kernel, x, bias)

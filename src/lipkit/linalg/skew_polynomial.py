@@ -241,8 +241,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         return made if n > m else made.mH
     if terms > MAX_DEGREE or w.is_complex() or w.numel() == 0 or transformed():
         return _taylor_exponential(w, terms, squarings)
-    result: Tensor = _TaylorExponential.apply(w, terms, squarings)
-    return result
+    return _TaylorExponential.apply(w, terms, squarings)
 
 
 def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:

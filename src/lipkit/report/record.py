@@ -175,8 +175,7 @@ def read_record(path: str | os.PathLike[str], kinds: Mapping[str, Any] = RUNS) -
         got = " ".join(printable(part, 60) for part in (task, found.get("name")))
         raise RunError(f"{path}: expected the record of a run, got that of the {got}")
     try:
-        record: AnyRecord = kinds[task].model_validate(found)
-        return record
+        return kinds[task].model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))  # the dotted key

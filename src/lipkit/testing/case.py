@@ -111,12 +111,9 @@ class Case:
     @contextmanager
     def random(self, extra: int = 0) -> Iterator[None]:
         """Seed torch inside the block with the seed of this case, and restore the caller's random state after it."""
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(1000 * self.seed + extra)
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(1000 * self.seed + extra)
             yield
-        finally:
-            torch.set_rng_state(before)
 
     def layer(self, *, dtype: torch.dtype | None = None, extra: int = 0, **options: Any) -> nn.Module:
         """Make a new layer in training mode; calls with the same ``extra`` give the same random weights."""
