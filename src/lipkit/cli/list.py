@@ -17,16 +17,6 @@ import lipkit
 from lipkit.files import read_text
 from lipkit.text import table
 
-KINDS = ("layers", "models", "datasets", "recipes", "networks")
-
-
-@click.command("list")
-@click.argument("kind", type=click.Choice(KINDS))
-def command(kind: str) -> None:
-    """List layers, models, datasets, recipes, or networks of lipkit.load."""
-    known = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "networks": networks}
-    click.echo(table([], known[kind]()))
-
 
 def layers() -> list[list[str]]:
     """Rows of families: acronym, method, promised singular values, source."""
@@ -87,6 +77,16 @@ def _measured(folder: Path) -> list[str]:
         f"clean {100 * record.clean.value:.2f} %",
         f"certified({format_radius(first.eps)}) {100 * first.share.value:.2f} %",
     ]
+
+
+KINDS = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "networks": networks}
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice(list(KINDS)))
+def command(kind: str) -> None:
+    """List layers, models, datasets, recipes, or networks of lipkit.load."""
+    click.echo(table([], KINDS[kind]()))
 
 
 class Source:
