@@ -18,7 +18,7 @@ from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, circular, phase_product, spectrum, spread
+from lipkit.conv import cayley_conv, circular, phases, spectrum, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
     _add_gram,
@@ -30,10 +30,10 @@ from lipkit.conv.normal_matrices import (
 )
 from lipkit.conv.transform import transform_matrices
 from lipkit.layers.soc import _QuickNorm
-from lipkit.linalg import cayley_product, skew_polynomial
-from lipkit.linalg.cayley import factorize
-from lipkit.linalg.exponential import SQUARINGS
-from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg import skew_polynomial
+from lipkit.linalg.cayley import _plain as plain_product
+from lipkit.linalg.cayley import _Product, factorize
+from lipkit.linalg.exponential import SQUARINGS, gram_norm
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
 from lipkit.modules import activations
@@ -151,8 +151,8 @@ def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
 def dense_pairs(n: int, batch: int) -> Iterator[Pair]:
     """A dense Cayley layer."""
     w, x, bias = leaf(n, n, size=n**-0.5), leaf(batch, n), leaf(n)
-    product = (cayley_product._Product.apply, cayley_product._plain)
-    yield Pair("dense layer (linalg.cayley_product)", f"{n} x {n}, batch {batch}", *product, (w, x, bias))
+    size = f"{n} x {n}, batch {batch}"
+    yield Pair("dense layer (linalg.cayley)", size, _Product.apply, plain_product, (w, x, bias))
 
 
 def norm_pairs(m: int, n: int) -> Iterator[Pair]:
@@ -171,12 +171,12 @@ def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     matrices = transform_matrices(3, 3, dtype=torch.float32)
 
     def plain(real: Tensor, pair: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-        return phase_product._plain(real, pair, bias, x, matrices, (3, 3))
+        return phases._plain(real, pair, bias, x, matrices, (3, 3))
 
     yield Pair(
-        "phase form (phase_product._PhaseProduct)",
+        "phase form (phases._PhaseProduct)",
         f"{c}@{side}, batch {batch}",
-        lambda *t: phase_product._PhaseProduct.apply(*t, matrices[0], (3, 3)),
+        lambda *t: phases._PhaseProduct.apply(*t, matrices[0], (3, 3)),
         plain,
         (real, pair, bias, x),
     )

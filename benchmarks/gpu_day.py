@@ -34,7 +34,7 @@ import lipkit
 from lipkit import models
 from lipkit.files import read_text, write_atomic
 from lipkit.layers import families
-from lipkit.linalg.accretive import inverse_by_blocks
+from lipkit.linalg.cayley import inverse_by_blocks
 
 LIMIT = 540.0  # seconds of one step
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 
 from lipkit import modules
 from lipkit.certificates.intervals import clopper_pearson
@@ -29,18 +30,8 @@ from lipkit.experiments.outcome import Display
 from lipkit.experiments.recipe import Recipe, load_recipe, seeded, to_yaml
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.memory import keep_freed_memory
-from lipkit.report.record import (
-    RECORD,
-    AnyRecord,
-    MeasurementRecord,
-    Record,
-    hardware,
-    now,
-    read_any_record,
-    read_record,
-    versions,
-    write_record,
-)
+from lipkit.report.record import RECORD, RUNS, AnyRecord, Record, hardware, now, read_record, versions, write_record
+from lipkit.report.schema import HardwareRecord, Versioned
 from lipkit.text import table as aligned
 from lipkit.training.checkpoints import SETTINGS
 from lipkit.training.options import PLACEMENT
@@ -239,6 +230,30 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
                 figures = measures.find(measure, measures.AFTER)(network, data, seed=run.seed, **options)
             further = {"further": {**record.further, **figures}, "after": {**record.after, name: dict(options)}}
             write_record(record.model_copy(update=further), run.folder / RECORD)
+
+
+class MeasurementRecord(Versioned):
+    """The record of a measurement without training: how it was made, and its figures. Times are seconds."""
+
+    task: Literal["measurement"] = "measurement"
+    name: str
+    created: str
+    measure: str
+    options: dict[str, Any]
+    seed: int
+    figures: dict[str, float]
+    versions: dict[str, str]
+    hardware: HardwareRecord
+    times: dict[str, float] = Field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures by name."""
+        return dict(self.figures)
+
+
+def read_any_record(path: Path) -> AnyRecord | MeasurementRecord:
+    """Read the record of a run or of a measurement; ``RunError`` as in `read_record`."""
+    return read_record(path, {**RUNS, "measurement": MeasurementRecord})
 
 
 def measurement_record(

@@ -160,21 +160,8 @@ def warn_of_bytes(x: Tensor, remedy: str) -> None:
         warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)
 
 
-__all__ = [
-    "CertificateViolation",
-    "DataError",
-    "LipkitError",
-    "NoRuleError",
-    "OptionError",
-    "RecipeError",
-    "RunError",
-    "ShapeError",
-    "alike",
-    "finite",
-    "first_line",
-    "interval",
-    "lacks_memory",
-    "suggestion",
-]
+__all__ = ["CertificateViolation", "LipkitError", "NoRuleError", "OptionError", "ShapeError"]  # of the library
+__all__ += ["DataError", "RecipeError", "RunError"]  # of files
+__all__ += ["alike", "finite", "first_line", "interval", "lacks_memory", "suggestion"]  # checks and messages
 
 __dir__ = __all__.copy

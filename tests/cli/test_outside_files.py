@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from papers.table_runs import read_any_record
 from PIL import Image
 
 import lipkit
@@ -27,7 +28,6 @@ from lipkit.interop import from_pretrained
 from lipkit.report import read_record
 from lipkit.report.curve import load_curve
 from lipkit.report.examples import load_examples
-from lipkit.report.record import read_any_record
 from lipkit.training.checkpoints import read_json, read_metrics
 
 RUN = Path(__file__).parents[1] / "experiments" / "run_of_schema_1"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lipkit.conv import Symbol, kernel_symbol, phase_product
-from lipkit.conv.phase_product import apply_phases
+from lipkit.conv import Symbol, kernel_symbol, phases
 from lipkit.conv.phases import (
+    apply_phases,
     check_fits,
     dilated_conv2d,
     distinct_frequencies,
@@ -92,9 +92,9 @@ def test_phase_form_of_other_memory_formats_and_gradients() -> None:
 
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two images to a piece, and a last piece of one."""
-    monkeypatch.setattr(phase_product, "FORWARD_BYTES", 1)
-    monkeypatch.setattr(phase_product, "BACKWARD_BYTES", 1)
-    monkeypatch.setattr(phase_product, "PIECE_PIXELS", 12)
+    monkeypatch.setattr(phases, "FORWARD_BYTES", 1)
+    monkeypatch.setattr(phases, "BACKWARD_BYTES", 1)
+    monkeypatch.setattr(phases, "PIECE_PIXELS", 12)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -197,11 +197,11 @@ def test_a_kernel_that_does_not_divide_the_image_would_not_be_orthogonal() -> No
 
 def test_phases_are_a_permutation_of_the_pixels() -> None:
     x = torch.arange(2 * 3 * 6 * 4, dtype=torch.float64).reshape(2, 3, 6, 4)
-    phases = split_phases(x, (3, 2))
-    assert phases.shape == (8, 3, 3, 2)
+    made = split_phases(x, (3, 2))
+    assert made.shape == (8, 3, 3, 2)
     # The second phase image of the first sample: rows 0, 2, 4 and columns 1, 3.
-    assert torch.equal(phases[1], x[0, :, 0::2, 1::2])
-    assert torch.equal(merge_phases(phases, 6, 4), x)
+    assert torch.equal(made[1], x[0, :, 0::2, 1::2])
+    assert torch.equal(merge_phases(made, 6, 4), x)
 
 
 def test_refusal_names_the_sizes_that_fit() -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipkit.conv import phase_product, symbol
+from lipkit.conv import phases, symbol
 from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
 from lipkit.conv.exponential_conv import Way, exponential_conv2d
 from lipkit.conv.normal_matrices import Form, normal_matrices
-from lipkit.conv.phase_product import apply_phases
+from lipkit.conv.phases import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.conv.spread import spread_cayley
 from lipkit.layers import families
-from lipkit.linalg.cayley_product import cayley_linear
+from lipkit.linalg.cayley import cayley_linear
 
 # Factors of 8 bits: a product of random numbers is off by about 2^-8 of its size, a chain of four by 1 %, and
 # sums that cancel (of a bias) by somewhat more. A wrong term is off by its whole size.
@@ -119,9 +119,9 @@ def test_matrices_that_are_solved_with_at_pairs_alone_are_not_taken_for_inverses
 
 @pytest.mark.parametrize("size", [2**21, 256])
 def test_gradients_of_the_phase_form_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_product, "FORWARD_BYTES", size)
-    monkeypatch.setattr(phase_product, "BACKWARD_BYTES", size)
-    monkeypatch.setattr(phase_product, "PIECE_PIXELS", 1)
+    monkeypatch.setattr(phases, "FORWARD_BYTES", size)
+    monkeypatch.setattr(phases, "BACKWARD_BYTES", size)
+    monkeypatch.setattr(phases, "PIECE_PIXELS", 1)
     torch.manual_seed(2)
     real, pair, bias, x = torch.randn(1, 3, 2), torch.randn(4, 1, 3, 2), torch.randn(3), torch.randn(9, 2, 6, 6)
     results: list[list[Tensor]] = []

@@ -17,7 +17,7 @@ from lipkit.conv import adjoint
 from lipkit.errors import OptionError
 from lipkit.layers import soc
 from lipkit.layers.soc import SocConv2d, reshaped_norm
-from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg.exponential import gram_norm
 from lipkit.modules import FourierConv2d, TaylorConv2d, load, save
 from lipkit.modules.fourier import _taylor
 from lipkit.testing import check_layer, dense_matrix

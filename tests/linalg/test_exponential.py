@@ -13,15 +13,19 @@ from hypothesis import strategies as st
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import (
+    SMALLEST,
     exponential,
+    gram_norm,
     schatten_bound,
     skew_bound,
     skew_part,
     taylor,
     taylor_range,
 )
+from lipkit.linalg.matrices import PANEL
 from lipkit.linalg.skew_polynomial import taylor_exponential
 
+LARGE = 4 * PANEL + 3  # products by panels
 SHAPES = [(4, 4), (7, 3), (3, 7), (1, 5), (5, 1), (1, 1)]
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -266,3 +270,94 @@ def test_refusals() -> None:
         taylor_range(math.nan, 5)
     with pytest.raises(ShapeError, match=r"got shape \(3,\)"):
         exponential(torch.zeros(3))
+
+
+def truth(a: torch.Tensor) -> float:
+    return float(np.linalg.norm(a.double().numpy(), 2))
+
+
+def matrix(kind: str, m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    a = torch.randn(m, n, dtype=torch.float64)
+    if kind == "orthogonal":
+        u, _, v = torch.linalg.svd(a, full_matrices=False)
+        a = u @ v
+    elif kind == "rank one":
+        a = a[:, :1] @ a[:1]
+    elif kind == "spiked":
+        a = a / 10 + 3 * torch.eye(m, n, dtype=torch.float64)[:, :1] @ a[:1]
+    return a.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "orthogonal", "rank one", "spiked"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 50), (50, 3), (40, 40), (LARGE, 2 * LARGE), (300, 70)])
+def test_upper_and_close(m: int, n: int, kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a = matrix(kind, m, n, dtype)
+    exact, bound = truth(a), gram_norm(a)
+    assert bound.dtype is torch.float64
+    assert exact <= float(bound) <= min(m, n) ** (1 / 256) * (1 + 1e-8) * exact
+
+
+@pytest.mark.thorough
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    m=st.integers(1, 20),
+    n=st.integers(1, 20),
+    size=st.sampled_from([1e-2, 1.0, 1e6, 1e18]),
+    decay=st.floats(0, 8),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_never_below(seed: int, m: int, n: int, size: float, decay: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(0, -decay, n, dtype=torch.float64)
+    a = (size * torch.randn(m, n, dtype=torch.float64, generator=generator) * scales).to(dtype)
+    assert truth(a) * (1 - 1e-14) <= float(gram_norm(a)) <= 1.05 * truth(a) + 2 * SMALLEST
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-30, 1e-5])
+def test_small_matrices_count_as_the_smallest(scale: float) -> None:
+    a = torch.full((3, 4), scale, dtype=torch.float64, requires_grad=True)
+    bound = gram_norm(a)
+    assert SMALLEST <= float(bound.detach()) <= SMALLEST * (1 + 1e-8)
+    (g,) = torch.autograd.grad(bound, a)
+    assert torch.equal(g, torch.zeros_like(a))
+
+
+def test_infinite_and_undefined_entries_are_not_hidden() -> None:
+    assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.inf]]))))
+    assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.nan]]))))
+
+
+def test_squares_that_overflow_give_no_small_bound() -> None:
+    for size in (1e150, 1e200):
+        assert not float(gram_norm(size * torch.eye(3, dtype=torch.float64))) < size
+    large = torch.tensor([1e20, 0.0])[:, None, None] * torch.eye(2)  # float32
+    assert schatten_bound(large).tolist() == [torch.inf, 0.0]
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (5, 3), (4, 4)])
+def test_derivatives(m: int, n: int) -> None:
+    torch.manual_seed(0)
+    a = torch.randn(m, n, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gram_norm, a)
+    assert torch.autograd.gradgradcheck(gram_norm, a)
+
+
+def test_reduced_precision_of_float32_products_does_not_touch_it() -> None:
+    torch.manual_seed(0)
+    a = matrix("orthogonal", LARGE, LARGE, torch.float32)
+    expected = gram_norm(a)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(gram_norm(a), expected)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_bad_shapes_of_the_gram_norm_are_named() -> None:
+    with pytest.raises(ShapeError, match=r"a: expected a matrix"):
+        gram_norm(torch.ones(3))

@@ -1,4 +1,4 @@
-"""The singular value decomposition that goes on where LAPACK gives up."""
+"""The singular value decomposition that goes on where LAPACK gives up; products of known symmetry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.linalg import polar
-from lipkit.linalg.matrices import all_finite, thin_svd
+from lipkit.linalg.matrices import PANEL, all_finite, mirrored_product, thin_svd
 
 
 def stall(monkeypatch: pytest.MonkeyPatch, failures: int, *, silently: bool = False) -> list[torch.dtype]:
@@ -77,3 +77,16 @@ def test_one_number_that_is_not_finite_is_found(dtype, number):
 def test_a_conjugated_view_that_is_not_finite_is_refused_as_such() -> None:
     with pytest.raises(torch.linalg.LinAlgError):
         thin_svd(torch.full((2, 2), float("nan"), dtype=torch.complex64).mH)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_mirrored_products(batch: tuple[int, ...], negative: bool) -> None:
+    torch.manual_seed(0)
+    large = 4 * PANEL + 3  # products by panels
+    x = torch.randn(*batch, large, 9, dtype=torch.float64)
+    y = torch.randn(*batch, 9, large, dtype=torch.float64)
+    # [x, y^T] [y; +-x^T] equals its transpose or the negative of it.
+    left, right = torch.cat((x, y.mT), -1), torch.cat((y, -x.mT if negative else x.mT), -2)
+    made = mirrored_product(left, right, torch.empty(*batch, large, large, dtype=torch.float64), negative)
+    torch.testing.assert_close(made, left @ right, rtol=1e-12, atol=1e-12)

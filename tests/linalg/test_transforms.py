@@ -15,10 +15,10 @@ from torch.autograd import forward_ad
 
 from lipkit.bounds import aol, fantastic_four, gram, lipbound, reshaped, spectral_norm, symbol_sup
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol
-from lipkit.conv.phase_product import apply_phases
+from lipkit.conv.phases import apply_phases
 from lipkit.errors import OptionError
 from lipkit.linalg import ORTHOGONALIZE, cayley, polar, taylor_exponential, transforms
-from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg.exponential import gram_norm
 from lipkit.linalg.transforms import differentiated, outside, transformed
 
 Function = Callable[[Tensor], Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from papers.__main__ import main
-from papers.table_runs import TableRecord, compare, plan
+from papers.table_runs import MeasurementRecord, TableRecord, compare, plan, read_any_record
 from papers.tables import DIGITS, After, Available, Row, Table
 from torch import nn
 
@@ -19,7 +19,7 @@ from lipkit.errors import ShapeError
 from lipkit.evaluation import evaluate_regression
 from lipkit.experiments import run as pipeline
 from lipkit.report import read_record, write_record
-from lipkit.report.record import MeasurementRecord, SeenRecord, from_regression, read_any_record
+from lipkit.report.record import SeenRecord, from_regression
 from papers import tables
 
 QUICK = (

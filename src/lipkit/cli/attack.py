@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.cli.list import Source
 from lipkit.cli.main import ALLOW_CODE, DEVICE, LARGE_EPS, ROOT
-from lipkit.cli.source import Source
 
 if TYPE_CHECKING:
     from lipkit.evaluation import Attack, Attempt

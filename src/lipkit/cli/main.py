@@ -112,9 +112,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        module = importlib.import_module(f"lipkit.cli.{name}")
-        command: click.Command = module.command
-        return command
+        return importlib.import_module(f"lipkit.cli.{name}").command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

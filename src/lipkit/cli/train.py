@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lipkit.cli.list import recipes
+from lipkit.cli.list import Source, recipes
 from lipkit.cli.main import ALLOW_CODE, LARGE_EPS, ROOT, once
-from lipkit.cli.source import Source
 from lipkit.memory import importing
 from lipkit.text import printable
 

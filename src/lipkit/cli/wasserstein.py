@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="Where to train.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    x: str, y: str | None, critic: str, steps: int, batch_size: int, lr: float, folds: int, confidence: float,
-    diameter: float | None, limit: int | None, generator_steps: int, root: str | None, seed: int, device: str,
-    as_json: bool,
+    x: str, y: str | None, root: str | None, limit: int | None, generator_steps: int, as_json: bool, critic: str,
+    seed: int, device: str, **training: Any,
 ) -> None:  # fmt: skip
     """Bound W1 (l2) of X and Y from below.
 
@@ -59,10 +58,7 @@ def command(
         second = made.sample(len(first), seed=seed)
     else:
         second = samples(y, root, limit)
-    found = distance(
-        first, second, critic=critic, steps=steps, batch_size=batch_size, lr=lr, folds=folds, confidence=confidence,
-        diameter=diameter, seed=seed, device=device,
-    )  # fmt: skip
+    found = distance(first, second, critic=critic, seed=seed, device=device, **training)
     click.echo(json.dumps(facts(found)) if as_json else found.describe())
 
 

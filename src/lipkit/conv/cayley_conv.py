@@ -76,9 +76,8 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), form = grads, ctx.form
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        form, saved = ctx.form, ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
         (y, *kept), inputs = saved[:5], saved[5:]
         x, bias, scale, _, _, _, _, *constants = inputs
         none = (None,) * len(constants)
@@ -148,8 +147,7 @@ def solve_form(
         if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
             half = second_half(normal, factors.factors, scale).to(x.dtype)
             return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
-        rounded: Tensor = RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
-        return rounded
+        return RoundedSolve.apply(form, x, bias, scale, *normal, *factors.inverse)
     if factors is None:
         return plain_solve(form, x, bias, scale, normal)
     if isinstance(factors, Rounded):  # made for half precision, but the activation between the two maps has widened x
@@ -157,8 +155,7 @@ def solve_form(
     matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
     if form == "second" and x.shape[1] < len(x):
         return apply_symbol(second_half(normal, factors, scale), x, matrices, bias)
-    y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *factors[0], *factors[1], *matrices)
-    return y
+    return _Solved.apply(form, x, bias, scale, *normal, *factors[0], *factors[1], *matrices)
 
 
 # From this many images per input channel on, forming B in float32 pays: features then take a single product.

@@ -93,8 +93,8 @@ class RoundedSolve(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), form = grads, ctx.form
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        form = ctx.form
         *inputs, m_real, m_pair, w_real, w_pair, solved, kept = ctx.saved_tensors
         x, _, scale, real = inputs[:4]
         if torch.is_grad_enabled() or transformed(g):

@@ -55,8 +55,8 @@ class _Pad(torch.autograd.Function):
         return F.pad(x, pads, mode="circular")
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return fold_border(grads[0], ctx.pads), None  # can be differentiated again, and batched
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return fold_border(g, ctx.pads), None  # can be differentiated again, and batched
 
 
 def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
@@ -69,8 +69,7 @@ def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()) or transformed() or torch.compiler.is_compiling():
         return F.pad(x, tuple(pads), mode="circular")
-    padded: Tensor = _Pad.apply(x, tuple(pads))
-    return padded
+    return _Pad.apply(x, tuple(pads))
 
 
 def circular_conv2d(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:

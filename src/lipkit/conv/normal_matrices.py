@@ -52,7 +52,10 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
     square kernel.
     """
     own = centred(own)
-    real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
+    taps = _taps(own)
+    centre = (torch.arange(len(taps), device=taps.device) == len(taps) // 2)[:, None, None]
+    # The taps of (I + W - W^*)^T: (W^*)^T = conj(W) has those of W, a kernel of odd sizes, in reverse.
+    real, pair = _symbol(taps.mT - taps.flip(0) + centre * eye_like(taps), own.shape[2:], h, w)
     if rest is None:
         return NormalMatrices(real, pair, None, None)
     rest = centred(rest)
@@ -64,12 +67,6 @@ def _taps(kernel: Tensor) -> Tensor:
     """The kernel ``(cout, cin, kh, kw)`` tap by tap, ``(kh kw, cout, cin)``: a transposition of two dimensions."""
     cout, cin, kh, kw = kernel.shape
     return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
-
-
-def _skew_taps(taps: Tensor) -> Tensor:
-    r"""The taps of :math:`(I + W - W^*)^\top` from the taps of W, a kernel of odd sizes."""
-    centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
-    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)  # (W^*)^T = conj(W): W's taps in reverse
 
 
 class _AddGram(torch.autograd.Function):
@@ -86,8 +83,8 @@ class _AddGram(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (w,) = grads, ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (w,) = ctx.saved_tensors
         both = g.mT + g.conj()  # d(conj(W) W^T) acts on both factors: (G^T + conj G) W
         return g, both @ w if ctx.wide else w @ both, None
 
@@ -100,8 +97,7 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
     """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
     if transformed() or torch.compiler.is_compiling():
         return _add_gram(a, w, wide)
-    made: Tensor = _AddGram.apply(a, w, wide)
-    return made
+    return _AddGram.apply(a, w, wide)
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -135,8 +131,7 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             return *plain_gradients(_solution, (transposed, rows), g), None, None

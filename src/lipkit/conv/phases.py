@@ -3,12 +3,18 @@ r"""Convolutions whose symbol has a period of k frequencies: dilated kernels, an
 Take a circular convolution on H x W images with kh x kw taps and the dilations H / kh and W / kw. Its matrices at the
 frequencies f and f + (kh, kw) agree: kh kw are distinct. Equivalently, each of the (H / kh)(W / kw) phase images of
 kh x kw pixels (p, p + H/kh, p + 2H/kh, ...) is convolved separately, by a circular convolution of its own size.
-:mod:`lipkit.conv.phase_product` evaluates it there.
+
+In the real Fourier basis of the phase images (:mod:`lipkit.conv.spectrum`) the layer is
+:math:`\Phi^\top \mathrm{diag}(M_f)\, \Phi` with a small orthogonal :math:`\Phi`. Real matrices take H W c^2
+multiplications per image, 1 / (kh kw) of those of the kernel. Memory traffic then dominates, so a CPU takes the batch
+in pieces that stay in the cache from the first copy to the last, forward and backward.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +22,12 @@ from torch import Tensor
 
 from lipkit.conv.circular import circular_pad, circular_pads
 from lipkit.conv.patches import Size
-from lipkit.conv.spectrum import Symbol
+from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
 from lipkit.conv.symbol import angles, check_kernel
-from lipkit.conv.transform import count_real, frequencies
+from lipkit.conv.transform import count_real, frequencies, transform_matrices
 from lipkit.errors import ShapeError
+from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype, without_autocast
+from lipkit.linalg.transforms import plain_gradients, transformed
 
 
 def check_fits(height: int, width: int, kernel_size: Size, name: str = "kernel_size") -> None:
@@ -131,3 +139,202 @@ def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:
     dh, dw = height // kh, width // kw
     grid = phases.permute(2, 3, 0, 1).reshape(kh, kw, n // (dh * dw), dh, dw, c)
     return grid.permute(2, 0, 3, 1, 4, 5).reshape(-1, height, width, c).permute(0, 3, 1, 2)
+
+
+# Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient. Backward has more buffers.
+FORWARD_BYTES, BACKWARD_BYTES, PIECE_PIXELS = 2**23, 2**22, 256
+
+
+def apply_phases(
+    symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor] | None = None, bias: Tensor | None = None
+) -> Tensor:
+    r"""The convolution with this symbol, applied to each phase image: one product for each distinct frequency.
+
+    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias (cout,).
+
+    Args:
+        symbol: on kh x kw: ``real`` (n_r, cout, cin) and ``pair`` (n_p, 2, cout, cin), or (n_p, 1, cout, cin) for
+            real matrices.
+        x: ``(B, cin, H, W)``.
+        kernel_size: (kh, kw), which divide H and W.
+        matrices: ``transform_matrices(kh, kw)``, made here if not given.
+
+    Returns:
+        ``(B, cout, H, W)``, under autocast in its dtype; in the ``channels_last`` memory format unless the kernel is
+        1 x 1. An input and an upstream gradient in that format are the fastest.
+
+    Cost:
+        :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
+        small transforms and two copies. Backward, real matrices on a CPU keep no features but ``x``.
+    """
+    check_fits(x.shape[-2], x.shape[-1], kernel_size)
+    if kernel_size == (1, 1):
+        return F.conv2d(x, symbol.real[0, :, :, None, None], bias)
+    dtype = product_dtype(x, symbol.real.dtype)
+    if dtype != symbol.real.dtype:
+        bias = None if bias is None else bias.to(dtype)
+        with autocast_off(x):
+            return apply_phases(symbol.to(dtype), x.to(dtype), kernel_size, bias=bias)
+    if matrices is None:
+        matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
+    if _in_pieces(symbol, x, matrices, bias):
+        return _PhaseProduct.apply(*symbol, bias, x, matrices[0], kernel_size)
+    return _plain(*symbol, bias, x, matrices, kernel_size)
+
+
+def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor | None) -> bool:
+    """True if the batch is taken in pieces: eager operations on a CPU with real matrices of one dtype."""
+    numbers = [*symbol, *matrices] if bias is None else [*symbol, *matrices, bias]
+    return (
+        x.device.type == "cpu"
+        and not (torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing() or autocast_on(x))
+        and x.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        and all(one.dtype == x.dtype and one.device == x.device for one in numbers)
+        and symbol.pair.shape[1] == 1
+        and len(matrices) == 1
+        and x.numel() > 0
+    )
+
+
+def _plain(
+    real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor], kernel_size: Size
+) -> Tensor:
+    """The whole batch at once, in operations that torch can trace and differentiate to any order."""
+    (kh, kw), (h, w) = kernel_size, x.shape[-2:]
+    s = analyse(split_phases(x, kernel_size), matrices)
+    if pair.shape[1] == 2:
+        s = multiply(Symbol(real, pair), s)
+    else:
+        # Real matrices take half of the products: the two coefficients of a pair are rows of one product.
+        both = s.pair.flatten(1, 2) @ pair[:, 0].mT
+        s = Spectrum(s.real @ real.mT, both.unflatten(1, s.pair.shape[1:3]))
+    if len(matrices) > 1:
+        y = merge_phases(synthesise(s, kh, kw, matrices), h, w)
+    else:
+        rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
+        # Like `synthesise`, but a pixel of all images stays together in memory, the order that `merge_phases` reads.
+        images = (matrices[0].mT @ rows).reshape(kh, kw, *s.real.shape[1:])
+        y = merge_phases(images.permute(2, 3, 0, 1), h, w)
+    return y if bias is None else y + bias[:, None, None]
+
+
+def _images_per_piece(x: Tensor, channels: int, kernel_size: Size, buffer: int) -> int:
+    b, _, h, w = x.shape
+    pixels = max(buffer // (x.element_size() * channels), PIECE_PIXELS * math.prod(kernel_size))
+    return min(b, max(1, pixels // (h * w)))
+
+
+def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Tensor:
+    """``matrix`` times ``phases`` (kh, kw, b, dh, dw, c), as ``(kh kw, pixels, c)`` in ``out``; ``room`` is scratch."""
+    n, size = len(matrix), phases.numel()
+    copy = room[:size]
+    copy.view(phases.shape).copy_(phases)
+    rows = out[:size].view(n, size // n)
+    # In bfloat16 a small matrix takes twice the time unless it is in column order, as in `_back`.
+    torch.mm(matrix.mT.contiguous().mT, copy.view(n, size // n), out=rows)
+    return rows.view(n, -1, phases.shape[-1])
+
+
+def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Every row times the transposed matrix of its frequency: ``(kh kw, pixels, cout)`` in the flat buffer ``out``."""
+    n, pixels, _ = rows.shape
+    n_real, n_pair = len(real), len(pair)
+    made = out[: n * pixels * real.shape[1]].view(n, pixels, real.shape[1])
+    torch.bmm(rows[:n_real], real.mT, out=made[:n_real])
+    if n_pair:
+        # The two coefficients of a pair are rows of one product.
+        both, out = (t[n_real:].view(n_pair, 2 * pixels, -1) for t in (rows, made))
+        torch.bmm(both, pair[:, 0].mT, out=out)
+    return made
+
+
+def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel_size: Size) -> None:
+    """Transform rows back, and write the images into ``out`` (b, c, h, w). ``rooms`` are two scratch buffers."""
+    n, size = len(matrix), rows.numel()
+    images = rooms[1][:size].view(n, size // n)
+    torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
+    b, c, h, w = out.shape
+    # If `out` is in planes, the rows of one phase are short, so copy in pixel order first. This may overwrite `rows`,
+    # which the product above was the last to read.
+    pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
+    target = phase_order(pixels, kernel_size)
+    target.copy_(images.view(target.shape))
+    if pixels is not out:
+        out.copy_(pixels)
+
+
+def _in_planes(x: Tensor) -> bool:
+    """True if each channel lies in memory as one plane, and not the channels of each pixel together."""
+    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out += a @ b``; ``out`` may have a wider dtype than the factors."""
+    if a.dtype == out.dtype:
+        out.baddbmm_(a, b)
+    else:
+        out += a @ b
+
+
+class _PhaseProduct(torch.autograd.Function):
+    """``y = Phi^T diag(M_f) Phi x + b`` with real matrices, in pieces.
+
+    Gain over :func:`_plain` (AMD EPYC): 1.3 at 32@24, 1.2 at 128@12 and 512@3.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs[:5])
+        real, pair, bias, x, matrix, ctx.kernel_size = inputs
+        (b, _, h, w), (cout, cin), size = x.shape, real.shape[1:], ctx.kernel_size
+        step = _images_per_piece(x, max(cin, cout), size, FORWARD_BYTES)
+        # Two buffers serve all pieces in turn: each step writes into the one that the step before has finished with.
+        rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
+        y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
+        constant = None if bias is None else bias * math.sqrt(len(matrix))
+        for first in range(0, b, step):
+            rows = _transform(phase_order(x[first : first + step], size), matrix, *rooms)
+            rows = _products(real, pair, rows, rooms[0])
+            if constant is not None:
+                rows[0].add_(constant)  # a constant image has one coefficient, the first
+            _back(rows, matrix, rooms, y[first : first + step], size)
+        return y
+
+    @staticmethod
+    @without_autocast()
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        real, pair, bias, x, matrix = ctx.saved_tensors
+        size: Size = ctx.kernel_size
+        if torch.is_grad_enabled() or transformed(g):
+            plain = partial(_plain, matrices=[matrix], kernel_size=size)
+            return *plain_gradients(plain, (real, pair, bias, x), g), None, None
+        (b, cin, h, w), cout = x.shape, real.shape[1]
+        of_symbol, (of_bias, of_x) = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2:4]
+        step = _images_per_piece(x, max(cin, cout), size, BACKWARD_BYTES)
+        rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
+        gx = None
+        if of_x:  # in the memory order of the input, which saves later copies
+            gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
+        # Sum the pieces in float32 at least: bfloat16 would lose small terms.
+        sums = torch.promote_types(real.dtype, torch.float32)
+        g_real, g_pair = (torch.zeros_like(t, dtype=sums) if of_symbol else None for t in (real, pair[:, 0]))
+        g_bias = g.new_zeros(cout, dtype=sums) if of_bias else None
+        n_real, n_pair = len(real), len(pair)
+        for first in range(0, b, step):
+            part = slice(first, first + step)
+            # g_rows lie in rooms[1] until `_back` overwrites it; rooms[0] is free in between.
+            g_rows = _transform(phase_order(g[part], size), matrix, *rooms[:2])
+            if g_bias is not None:
+                g_bias += g_rows[0].sum(0, dtype=sums)
+            if g_real is not None and g_pair is not None:
+                x_rows = _transform(phase_order(x[part], size), matrix, rooms[0], rooms[2])
+                _add_product(g_real, g_rows[:n_real].mT, x_rows[:n_real])
+                if n_pair:
+                    both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]
+                    _add_product(g_pair, both[0].mT, both[1])
+            if gx is not None:
+                rows = _products(real.mT, pair.mT, g_rows, rooms[0])
+                _back(rows, matrix, rooms, gx[part], size)
+        for_symbol = (None, None) if g_real is None or g_pair is None else (g_real, g_pair[:, None])
+        for_bias = None if g_bias is None else g_bias * math.sqrt(len(matrix))
+        return *(None if t is None else t.to(real.dtype) for t in (*for_symbol, for_bias)), gx, None, None

@@ -168,8 +168,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         real, pair, bias, x, *matrices = ctx.saved_tensors
         for_real, for_pair, for_bias, for_x = ctx.needs_input_grad[:4]
         none = (None,) * len(matrices)
@@ -210,5 +209,4 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
         return _plain(symbol.real, symbol.pair, bias, x, matrices)
     if not torch.is_grad_enabled():
         return _applied(symbol.real, symbol.pair, bias, x, matrices)
-    y: Tensor = _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)
-    return y
+    return _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)

@@ -130,8 +130,7 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             return plain_gradients(_plain, (kernel, x, bias), g)
@@ -169,5 +168,4 @@ def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     """
     if torch.compiler.is_compiling() or transformed():
         return _plain(kernel, x, bias)
-    y: Tensor = _Convolved.apply(kernel, x, bias)
-    return y
+    return _Convolved.apply(kernel, x, bias)

@@ -16,7 +16,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import Biased, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.export import linear_module
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg.exponential import gram_norm
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Attraction, GradientStep, Permute, Reshape, Shape, export_rule, lipschitz_rule
 from lipkit.modules.attention import attraction

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, downsample
-from lipkit.conv.phase_product import apply_phases
-from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
+from lipkit.conv.phases import apply_phases, check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
 from lipkit.errors import OptionError, check_choice, check_flag
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32

@@ -16,8 +16,7 @@ from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import patch_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.exponential import check_terms, taylor, taylor_products
-from lipkit.linalg.gram_norm import SMALLEST, gram_norm
+from lipkit.linalg.exponential import SMALLEST, check_terms, gram_norm, taylor, taylor_products
 from lipkit.linalg.precision import autocast_off, flushes
 from lipkit.linalg.transforms import plain_gradients, transformed
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule

@@ -15,20 +15,9 @@ from lipkit.linalg.polar import polar
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import ORTHOGONALIZE, resolve
 
-__all__ = [
-    "ORTHOGONALIZE",
-    "at_least_float32",
-    "bjorck",
-    "block_reflector",
-    "cayley",
-    "cholesky",
-    "exponential",
-    "householder",
-    "newton_schulz",
-    "orthogonality_residual",
-    "polar",
-    "resolve",
-    "taylor_exponential",
-]
+__all__ = ["ORTHOGONALIZE", "resolve"]  # the table
+__all__ += ["bjorck", "cayley", "exponential", "householder", "newton_schulz", "polar"]  # its rows: semi-orthogonal
+__all__ += ["block_reflector", "cholesky", "taylor_exponential"]  # reflections and contractions
+__all__ += ["at_least_float32", "orthogonality_residual"]
 
 __dir__ = __all__.copy

@@ -1,6 +1,7 @@
 r"""The exponential of a skew matrix: exact, or by a Taylor polynomial whose singular values are bounded by proof.
 
 A matrix W of any shape is padded with zeros to a square; :math:`\exp(W - W^*)` then keeps its rows and columns.
+Bounds of norms by squaring, products only, serve its scale and other layers.
 """
 
 from __future__ import annotations
@@ -137,6 +138,32 @@ def skew_bound(a: Tensor, squarings: int = SQUARINGS) -> Tensor:
     """
     bound = schatten_bound(a, squarings)
     return bound if a.is_complex() else bound * 0.5 ** (0.5 / 2**squarings)
+
+
+# Smaller bounds of `gram_norm` are raised to this, so that slopes stay finite at zero.
+SMALLEST = 1e-3
+
+
+def gram_norm(a: Tensor) -> Tensor:
+    r"""Upper bound of the spectral norm of a matrix by squaring its Gram matrix six times: products only.
+
+    .. math:: \|A\|_2 \le \big\|(A A^\top)^{64}\big\|_F^{1/128} \le r^{1/256}\, \|A\|_2, \qquad r = \min(m, n)
+
+    Args:
+        a: real (m, n), of a norm not much smaller than 1 (below 1e-3 the bound is 1e-3).
+
+    Returns:
+        0-d float64, at most 3 % above the norm for 1500 rows; differentiable everywhere, without singular vectors.
+
+    Guarantee:
+        Upper bound, rounding included: all products are made in float64, seven of size r (and twelve backward).
+        Source: Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1.
+    """
+    check_matrix(a, "a")
+    a = a.double()
+    gram = a @ a.mT if a.shape[0] <= a.shape[1] else a.mT @ a
+    # The rounding of all squarings together is below 2 r^(3/2) float64 roundings, 1e-10 for r = 5000.
+    return schatten_bound(gram, squarings=6).clamp_min(SMALLEST**2).sqrt() * (1 + 1e-9)
 
 
 def taylor_range(norm: float, terms: int) -> tuple[float, float]:

@@ -122,12 +122,13 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 PANEL = 64
 
 
-def mirrored_product(x: Tensor, y: Tensor, out: Tensor, negative: bool = False) -> Tensor:
-    """Write ``x @ y``, known to be symmetric (skew if ``negative``), into ``out`` and return it.
+def mirrored_product(x: Tensor, y: Tensor, out: Tensor | None = None, negative: bool = False) -> Tensor:
+    """``x @ y``, known to be symmetric (skew if ``negative``), written into ``out`` if given.
 
     Examples are products of commuting symmetric or skew matrices, and of a matrix by its transpose. Of large products
     only the upper blocks are computed. The factors have the same number of dimensions, at most three.
     """
+    out = x.new_empty(*x.shape[:-1], y.shape[-1]) if out is None else out
     c = out.shape[-1]
     step = -(-c // (4 if c >= 8 * PANEL else 2))
     if c < 4 * PANEL or torch.compiler.is_compiling() or x.device.type != "cpu":

@@ -54,8 +54,7 @@ def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -
         if u.shape[-2] > u.shape[-1]:
             # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.
             result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
-        made: Tensor = _FirstOnly.apply(result @ vh, w)
-    return made
+        return _FirstOnly.apply(result @ vh, w)
 
 
 class _TallPolar(torch.autograd.Function):
@@ -112,5 +111,4 @@ def polar(w: Tensor) -> Tensor:
     [[0.0, 1.0], [1.0, 0.0]]
     """
     function = _TallPolar if torch.compiler.is_compiling() else _WithForwardMode
-    made: Tensor = function.apply(w)[0]
-    return made
+    return function.apply(w)[0]

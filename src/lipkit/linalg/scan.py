@@ -154,8 +154,8 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @without_autocast()
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (driven, own, after, before), (*_, block, phi) = given, ctx.saved_tensors, ctx.options
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (driven, own, after, before), (*_, block, phi) = ctx.saved_tensors, ctx.options
         if torch.is_grad_enabled() or transformed(grad):
             return *plain_gradients(lambda d, o: _loop(d, o, *ctx.options), (driven, own), grad), None, None, None
         (count, batch, nv), width = before.shape, after.shape[2]

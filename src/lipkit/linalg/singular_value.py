@@ -89,5 +89,4 @@ def singular_value(a: Tensor, u: Tensor, v: Tensor, value: Tensor) -> Tensor:
         product = u.conj() @ a @ v
         product = product.real if product.is_complex() else product
         return value + (product - product.detach())
-    made: Tensor = _Value.apply(a, u, v, value)
-    return made
+    return _Value.apply(a, u, v, value)

@@ -241,8 +241,7 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
         return made if n > m else made.mH
     if terms > MAX_DEGREE or w.is_complex() or w.numel() == 0 or transformed():
         return _taylor_exponential(w, terms, squarings)
-    result: Tensor = _TaylorExponential.apply(w, terms, squarings)
-    return result
+    return _TaylorExponential.apply(w, terms, squarings)
 
 
 def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
@@ -290,8 +289,8 @@ class _TaylorExponential(torch.autograd.Function):
         return made.view(*batch, c, c)[..., :m, :n].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (g,), (w, *kept) = grads, ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
+        w, *kept = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
             return plain_gradients(plain, (w,), g)[0], None, None

@@ -40,17 +40,12 @@ def sign_factor(gram: Tensor, steps: int) -> Tensor:
     k, p = gram / scale, eye
     a, b, c = QUINTIC
     for number in range(steps):
-        q = a * eye + b * k + c * _mirrored(k, k)
-        p = q if number == 0 else _mirrored(q, p)
+        q = a * eye + b * k + c * mirrored_product(k, k)
+        p = q if number == 0 else mirrored_product(q, p)
         if number + 1 < steps:
             # q is a polynomial in k, so q k q is the Gram matrix of the next iterate: T itself is never multiplied.
-            k = _mirrored(_mirrored(q, k), q)
+            k = mirrored_product(mirrored_product(q, k), q)
     return p * scale.rsqrt()  # P was made for T / ||T||_F
-
-
-def _mirrored(a: Tensor, b: Tensor) -> Tensor:
-    """The symmetric product ``a @ b`` of a matrix by its transpose, or of symmetric matrices that commute."""
-    return mirrored_product(a, b, a.new_empty(*a.shape[:-1], b.shape[-1]))
 
 
 @torch.no_grad()
@@ -78,11 +73,11 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     skew = 0.5 * (s - s.mT)
     if w.shape[-2] == w.shape[-1]:
         # T W^T is the skew part of G W^T for square W, so the step is a rotation of W: products of one size.
-        new = eye - angle * sign_factor(_mirrored(skew, skew.mT), steps) @ skew
-        return _closing(_mirrored(new, new.mT)) @ new @ w
-    half, own = 0.5 * (s + s.mT), _mirrored(w, w.mT)
+        new = eye - angle * sign_factor(mirrored_product(skew, skew.mT), steps) @ skew
+        return _closing(mirrored_product(new, new.mT)) @ new @ w
+    half, own = 0.5 * (s + s.mT), mirrored_product(w, w.mT)
     t = g - half @ w
-    gram, across = _mirrored(t, t.mT), s - half @ own
+    gram, across = mirrored_product(t, t.mT), s - half @ own
     p = sign_factor(gram, steps)
     turn = p @ across  # P T W^T, which is skew for square W only: its symmetric part is taken off
     # W - a U = left W + right T. W W^T is not taken as I: where T is small beside the normal part of G, the rounding
@@ -95,7 +90,7 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
 
 def _closing(gram: Tensor) -> Tensor:
     """The inverse square root of a matrix near I, with an error of at most about 5/16 ||G - I||^3."""
-    return 1.875 * eye_like(gram) - 1.25 * gram + 0.375 * _mirrored(gram, gram)
+    return 1.875 * eye_like(gram) - 1.25 * gram + 0.375 * mirrored_product(gram, gram)
 
 
 def retract(w: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from lipkit.bounds.symbol_sup import symbol_sup
 from lipkit.conv import Symbol, apply_symbol
 from lipkit.conv.exponential_conv import adjoint, taylor_features, taylor_norm
-from lipkit.conv.phase_product import apply_phases
-from lipkit.conv.phases import check_fits, distinct_frequencies
+from lipkit.conv.phases import apply_phases, check_fits, distinct_frequencies
 from lipkit.conv.transform import is_dense, transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
@@ -51,7 +50,7 @@ class FourierConv2d(nn.Module):
     symbol. No inverse, no complex number, no FFT: it runs wherever matrix products do.
 
     With a smaller kernel kh x kw, whose taps lie h / kh and w / kw apart, T is that of kh x kw, on each of the phase
-    images (``lipkit.conv.phase_product``).
+    images (``lipkit.conv.phases``).
 
     Args:
         height, width: the only image size it accepts.

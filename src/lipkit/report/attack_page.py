@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from pydantic_core import to_json
-from safetensors.torch import save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
 from lipkit.evaluation import Attack, Attacked, Attempt
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
-from lipkit.report.examples import class_name, data_uri, is_image
+from lipkit.report.examples import is_image
 from lipkit.report.html import environment
 from lipkit.report.record import now, versions
+from lipkit.report.run_files import write_tensors
 
 SCHEMA_VERSION = "1.0"
 # Fields of place, time and speed, ignored when results are compared.
@@ -94,7 +94,7 @@ def save_attack(
     tensors |= {"index": examples.index[order]}
     tensors |= {name: columns[name][order] for name in ("label", "prediction", "l2", "linf")}
     shown = [rows[i] for i in order]
-    write_atomic(path.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))
+    write_tensors(path.with_suffix(".safetensors"), tensors)
     page = render(record, attempt.rows, shown, tensors["image"], tensors["adversarial"], classes)
     write_atomic(path.with_suffix(".html"), page.encode())
     write_atomic(path, json.dumps(record, indent=2, allow_nan=False).encode() + b"\n")
@@ -111,7 +111,6 @@ def render(
         for row, before, after in zip(shown, image, adversarial, strict=True):
             change = after.float() - before
             grey = 0.5 + change / (2 * change.abs().amax().clamp_min(1e-12))
-            uris = [data_uri(picture) for picture in (before, after, grey)]
-            names = {key: class_name(classes, row[key]) for key in ("label", "prediction")}
-            figures.append({**row, "uris": uris, **names})
-    return environment().get_template("attack.html.j2").render(record=record, rows=rows, figures=figures)
+            figures.append((row, (before, after, grey)))
+    page = environment().get_template("attack.html.j2")
+    return page.render(record=record, rows=rows, figures=figures, classes=classes)

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import save
 from torch import Tensor
 
 from lipkit import modules
@@ -20,7 +19,6 @@ from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
-from lipkit.files import write_atomic
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
 from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
@@ -68,12 +66,6 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
 def zoom(rise: float, constant: float, width: float) -> float:
     """Half the width of the close view, which is three times the width in which the steepest line climbs ``rise``."""
     return min(1.5 * rise / constant, width / 2) if rise > 0 and constant > 0 else width / 2 or 1.0
-
-
-def save_curve(folder: Path, curve: Curve) -> None:
-    """Write ``curve.safetensors``."""
-    tensors = {field.name: getattr(curve, field.name).contiguous() for field in dataclasses.fields(curve)}
-    write_atomic(folder / CURVE, save(tensors))
 
 
 def load_curve(folder: Path) -> Curve | None:

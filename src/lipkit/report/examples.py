@@ -15,14 +15,12 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors.torch import save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
 from lipkit.data import Split
 from lipkit.errors import RunError, ShapeError
-from lipkit.files import write_atomic
-from lipkit.report.run_files import read_tensors
+from lipkit.report.run_files import read_tensors, write_tensors
 
 EXAMPLES = "examples.safetensors"
 GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wrong, with the largest margin")
@@ -89,7 +87,7 @@ def save_examples(folder: Path, certificate: Certificate, split: Split, count: i
         "group": torch.cat([torch.full_like(group, number) for number, group in enumerate(groups)]),
         **{name: getattr(certificate, name)[index] for name in ("label", "prediction", "radius", "margin")},
     }
-    write_atomic(folder / EXAMPLES, save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}))
+    write_tensors(folder / EXAMPLES, tensors)
 
 
 def load_examples(folder: Path) -> list[Example]:

@@ -14,10 +14,10 @@ from lipkit.errors import RunError
 from lipkit.files import write_atomic
 from lipkit.report import plots, tables
 from lipkit.report.curve import curve_plot, load_curve
-from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_examples
+from lipkit.report.examples import GROUPS, Example, class_name, data_uri, is_image, load_examples
 from lipkit.report.record import read_record
 from lipkit.report.run_files import certificate_in, read_series
-from lipkit.report.schema import Record, RegressionRecord
+from lipkit.report.schema import RegressionRecord
 from lipkit.shown import lower, upper
 from lipkit.text import flatten, format_radius, printable, visible
 
@@ -44,7 +44,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         results: dict[str, Any] = {"outputs": tables.output_rows(record)}
     else:
         curve = plots.accuracy_curve(record, certificate_in(folder))
-        results = {"accuracy": tables.accuracy_rows(record), "groups": _groups(folder, record)}
+        results = {"accuracy": tables.accuracy_rows(record), "groups": _groups(folder)}
     page = environment().get_template(f"{record.task}.html.j2")
     training = markupsafe.Markup(plots.training_curves(read_series(folder)))
     recipe, model = list(flatten(record.recipe)), _model(record.recipe)
@@ -75,6 +75,8 @@ def environment() -> jinja2.Environment:
         "number": lambda value: f"{value:.8g}",
         "upper": upper,
         "lower": lower,
+        "uri": data_uri,
+        "name_of": lambda label, classes: class_name(classes, label),
     }
     return made
 
@@ -96,18 +98,8 @@ def _model(recipe: Mapping[str, Any]) -> str:
     return ", ".join([str(model["name"]), *options])
 
 
-def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]]]]:
+def _groups(folder: Path) -> list[tuple[str, list[Example]]]:
     """The groups of examples that can be shown, each with its title."""
-    names, groups = record.data.classes, [(title, list[dict[str, Any]]()) for title in GROUPS]
-    for example in load_examples(folder):
-        if is_image(tuple(example.image.shape)):
-            figure = {
-                "uri": data_uri(example.image),
-                "index": example.index,
-                "label": class_name(names, example.label),
-                "prediction": class_name(names, example.prediction),
-                "wrong": example.label != example.prediction,
-                "radius": lower(example.radius, 3),
-            }
-            groups[example.group][1].append(figure)
+    images = [example for example in load_examples(folder) if is_image(tuple(example.image.shape))]
+    groups = [(title, [image for image in images if image.group == number]) for number, title in enumerate(GROUPS)]
     return [group for group in groups if group[1]]

@@ -27,10 +27,11 @@ from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
 from lipkit.files import write_atomic
-from lipkit.report.curve import curve_of, save_curve
+from lipkit.report.curve import CURVE, curve_of
 from lipkit.report.examples import save_examples
-from lipkit.report.run_files import CERTIFICATE
-from lipkit.report.schema import AnyRecord, HardwareRecord, MeasurementRecord, Record, RegressionRecord, SeenRecord
+from lipkit.report.run_files import CERTIFICATE, write_tensors
+from lipkit.report.schema import AnyRecord, HardwareRecord, Record, RegressionRecord, SeenRecord
+from lipkit.text import printable
 from lipkit.training.checkpoints import read_json
 
 RECORD, PREDICTIONS = "record.json", "predictions.csv"
@@ -155,25 +156,26 @@ def write_record(record: AnyRecord, path: str | os.PathLike[str]) -> None:
     write_atomic(Path(path), record.model_dump_json(indent=2).encode() + b"\n")
 
 
-def read_record(path: str | os.PathLike[str]) -> AnyRecord:
-    """Read the record of a run from its file or folder; ``RunError`` if there is none of this major schema version."""
-    record = read_any_record(path)
-    if isinstance(record, MeasurementRecord):
-        raise RunError(f"{path}: expected the record of a run, got that of the measurement {record.name}")
-    return record
+# Task -> the record of a run of this task.
+RUNS: Mapping[str, type[AnyRecord]] = {"classification": Record, "regression": RegressionRecord}
 
 
-def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementRecord:
-    """Read the record of a run or of a measurement; ``RunError`` as in `read_record`."""
+def read_record(path: str | os.PathLike[str], kinds: Mapping[str, Any] = RUNS) -> AnyRecord:
+    """Read the record of a run from its file or folder; ``RunError`` if there is none of this major schema version.
+
+    ``kinds`` may name other tasks, and the schemas of their records.
+    """
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
     found = read_json(path)
     if not isinstance(found.get("schema_version"), str):
         raise RunError(f"{path}: expected a record with a schema_version, got none")
-    kinds: dict[str, type[AnyRecord | MeasurementRecord]]
-    kinds = {"regression": RegressionRecord, "measurement": MeasurementRecord}
+    task = str(found.get("task", "classification"))  # the oldest records have no task
+    if task not in kinds:
+        got = " ".join(printable(part, 60) for part in (task, found.get("name")))
+        raise RunError(f"{path}: expected the record of a run, got that of the {got}")
     try:
-        return kinds.get(str(found.get("task")), Record).model_validate(found)  # the oldest records have no task
+        return kinds[task].model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))  # the dotted key
@@ -231,7 +233,7 @@ def save_evaluation(
         evaluation.certificate.save_csv(folder / PREDICTIONS)
         curve = curve_of(network, evaluation, split)
         if curve is not None:
-            save_curve(folder, curve)
+            write_tensors(folder / CURVE, vars(curve))
     else:
         file = describe(evaluation.certificate, network, *split.batch(slice(None)), record.data.name)
         write_certificate(file, folder / CERTIFICATE)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
 from lipkit.certificates.certificate_file import read_certificate
 from lipkit.errors import RunError
-from lipkit.files import read_bytes
+from lipkit.files import read_bytes, write_atomic
 from lipkit.text import printable
 from lipkit.training.checkpoints import read_metrics
 
@@ -33,6 +33,11 @@ def certified_curve(certificate: Certificate, eps: np.ndarray) -> np.ndarray:
     """Certified accuracy at each of the radii ``eps`` (M,): fraction of samples, correct and with a larger radius."""
     ordered = np.sort(certificate.radius[certificate.correct].numpy())  # a wrong prediction is certified at no radius
     return (len(ordered) - np.searchsorted(ordered, eps, side="right")) / len(certificate)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file."""
+    write_atomic(path, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, Tensor] | None:

@@ -125,7 +125,7 @@ class SeenRecord(_Model):
     samples_per_cpu_second: float
 
 
-class _Versioned(_Model):
+class Versioned(_Model):
     """A record that states the version of its schema."""
 
     schema_version: str = SCHEMA_VERSION
@@ -138,7 +138,7 @@ class _Versioned(_Model):
         return value
 
 
-class RunRecord(_Versioned):
+class RunRecord(Versioned):
     """The figures of a run of any task. Times are seconds.
 
     ``changed`` are keys of the recipe that differ from the packaged one of its name. ``further`` are figures measured
@@ -228,25 +228,6 @@ class RegressionRecord(RunRecord):
         computed, claimed = self.lipschitz.computed, self.lipschitz.claimed
         found = {"test_mse": self.mse, "lipschitz": computed, "lower": self.lower, "tightness": self.tightness}
         return found | ({"reached": self.lower / claimed} if claimed else {})
-
-
-class MeasurementRecord(_Versioned):
-    """The record of a measurement without training: how it was made, and its figures. Times are seconds."""
-
-    task: Literal["measurement"] = "measurement"
-    name: str
-    created: str
-    measure: str
-    options: dict[str, Any]
-    seed: int
-    figures: dict[str, float]
-    versions: dict[str, str]
-    hardware: HardwareRecord
-    times: dict[str, float] = Field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """The figures by name."""
-        return dict(self.figures)
 
 
 AnyRecord = Record | RegressionRecord

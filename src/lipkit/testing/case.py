@@ -111,12 +111,9 @@ class Case:
     @contextmanager
     def random(self, extra: int = 0) -> Iterator[None]:
         """Seed torch inside the block with the seed of this case, and restore the caller's random state after it."""
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(1000 * self.seed + extra)
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(1000 * self.seed + extra)
             yield
-        finally:
-            torch.set_rng_state(before)
 
     def layer(self, *, dtype: torch.dtype | None = None, extra: int = 0, **options: Any) -> nn.Module:
         """Make a new layer in training mode; calls with the same ``extra`` give the same random weights."""
@@ -190,6 +187,10 @@ def _argument(name: str, value: Any) -> Refusal:
     return Refusal(f"{name}={value!r}", lambda make: make(**{name: value}), OptionError, (name, repr(value)))
 
 
+def _arguments(**values: tuple[Any, ...]) -> list[Refusal]:
+    return [_argument(name, value) for name, bad in values.items() for value in bad]
+
+
 def _input(what: str, verb: Callable[[nn.Module, Shape], Any], shape: Shape, *sizes: int) -> Refusal:
     return Refusal(what, lambda make: verb(make(), shape), ShapeError, tuple(map(str, sizes)))
 
@@ -198,20 +199,8 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
     """Bad arguments of a constrained convolution for inputs of this shape, whose factory takes them as keywords."""
     wrong = (in_channels + 1, height, width)
     return (
-        _argument("kernel_size", 0),
-        _argument("kernel_size", (3, 3, 3)),
-        _argument("kernel_size", 3.0),
-        _argument("stride", 0),
-        _argument("stride", (1, 2)),
-        _argument("padding", 7),
-        _argument("padding", None),
-        _argument("padding_mode", "mirror"),
-        _argument("dilation", 3),
-        _argument("groups", 3),
-        _argument("in_channels", 0),
-        _argument("out_channels", -1),
-        _argument("out_channels", 2.5),
-        _argument("dtype", torch.float16),
+        *_arguments(kernel_size=(0, (3, 3, 3), 3.0), stride=(0, (1, 2)), padding=(7, None), padding_mode=("mirror",)),
+        *_arguments(dilation=(3,), groups=(3,), in_channels=(0,), out_channels=(-1, 2.5), dtype=(torch.float16,)),
         _input("another number of channels", output_shape, wrong, in_channels, in_channels + 1),
         _input("export for another number of channels", export, wrong, in_channels, in_channels + 1),
         _input("export for a vector", export, (in_channels,), in_channels),
@@ -221,10 +210,7 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
 def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
     """Bad arguments of a constrained dense layer, whose factory takes them as keywords."""
     return (
-        _argument("in_features", 0),
-        _argument("out_features", -1),
-        _argument("out_features", True),
-        _argument("dtype", torch.bfloat16),
+        *_arguments(in_features=(0,), out_features=(-1, True), dtype=(torch.bfloat16,)),
         _input("another number of features", output_shape, (in_features + 1,), in_features, in_features + 1),
         _input("export for another number of features", export, (in_features + 1,), in_features, in_features + 1),
     )

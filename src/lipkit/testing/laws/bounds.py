@@ -141,17 +141,13 @@ def sizes(case: Case) -> dict[str, float]:
     return {"sizes": float(len(case.input_shapes))}
 
 
-def _semi_orthogonal(rows: int, cols: int) -> Tensor:
-    q, _ = torch.linalg.qr(torch.randn(max(rows, cols), min(rows, cols), dtype=torch.float64))
-    return q if rows >= cols else q.mT  # orthonormal columns, or rows
-
-
 def _repeated_matrices(p: Tensor) -> Tensor:
     """Semi-orthogonal matrices in the last two dimensions: all their singular values are 1."""
     if p.ndim < 2:
         return p
-    flat = p.reshape(-1, *p.shape[-2:])
-    return torch.stack([_semi_orthogonal(*p.shape[-2:]) for _ in flat]).reshape(p.shape)
+    tall = p.shape[-2] >= p.shape[-1]
+    q, _ = torch.linalg.qr(torch.randn_like(p if tall else p.mT, dtype=torch.float64))
+    return q if tall else q.mT  # orthonormal columns, or rows
 
 
 def _repeated_kernel(p: Tensor) -> Tensor:
@@ -159,7 +155,7 @@ def _repeated_kernel(p: Tensor) -> Tensor:
     if p.ndim != 4:
         return _repeated_matrices(p)
     kernel = torch.zeros_like(p)
-    kernel[:, :, (p.shape[2] - 1) // 2, (p.shape[3] - 1) // 2] = _semi_orthogonal(*p.shape[:2])
+    kernel[:, :, (p.shape[2] - 1) // 2, (p.shape[3] - 1) // 2] = _repeated_matrices(p[:, :, 0, 0])
     return kernel
 
 

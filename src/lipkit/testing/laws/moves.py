@@ -120,8 +120,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
     values = {name: p.detach() for name, p in layer.named_parameters()}
 
     def call(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        made: Tensor = torch.func.functional_call(layer, values, (x,))
-        return made
+        return torch.func.functional_call(layer, values, (x,))
 
     to = _waves(y)
     inputs = [*layer.parameters(), x.clone().requires_grad_()]  # the input last
