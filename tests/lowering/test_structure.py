@@ -284,7 +284,7 @@ def in_a_default(s: Net, x: Tensor, memory: list[int] = [0]) -> Tensor:  # noqa:
     return x * (1 + 100 * (memory[0] > 999))
 
 
-def in_a_number_that_is_none(s: Net, x: Tensor, memory: list[float] = [0.0] * 999) -> Tensor:  # noqa: B006
+def in_a_number_that_is_none(s: Net, x: Tensor, memory: list[float] = [0.0] * 999) -> Tensor:
     memory[memory.count(0.0) - 1] = math.nan
     return x * (1 + 100 * (memory.count(0.0) == 0))
 
