@@ -211,7 +211,7 @@ class Group(NamedTuple):
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Fill ``out`` with ``form`` applied to the rows; return the arguments h and x2 of :func:`backward_rows`.
 
-    They are conj(h), h the solution ('first adjoint': h itself), and conj(x_2), None if W_2 multiplies no input.
+    h is the conjugate of the solution ('first adjoint': the solution itself); x2 that of the inputs of W_2, or None.
     """
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None

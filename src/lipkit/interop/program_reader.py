@@ -262,7 +262,7 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 
 
 def _json(archive: zipfile.ZipFile, folder: str, path: str | Path, end: str = ".json") -> dict[str, Any]:
-    """The content of the one file in a folder of the archive whose name ends so."""
+    """The parsed content of the only file in a folder of the archive whose name ends in ``end``."""
     inside = f"{_top(archive)}/{folder}"
     names = [name for name in archive.namelist() if name.startswith(inside) and name.endswith(end)]
     if len(names) != 1:

@@ -118,7 +118,7 @@ def simple_geometry(kernel_size: Pair, stride: Pair, dilation: Pair, groups: int
 
 
 def check_same(padding: Any, same: tuple[int, ...] | None, kernel: tuple[int, ...]) -> None:
-    """Raise ``OptionError`` unless padding is 'same' or ``same``, the numbers that keep the size; None if none do."""
+    """Raise ``OptionError`` unless padding is 'same' or ``same``: the amounts that keep the size, None if none do."""
     if padding != "same" and (same is None or (padding not in (same, [*same]) and (padding, padding) != same)):
         keeps = "'same'" if same is None else f"'same' or {same}"
         raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")

@@ -51,7 +51,7 @@ class EcoConv2d(ConstrainedConv2d):
             (Appendix B). At twice the cost these reach more maps, such as shifts.
         square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
             paper. False: rows and columns beyond the layer's are zeros, which saves products.
-        evaluation: 'phase', a product for each distinct frequency, or 'dilated', the same as a convolution with W0.
+        evaluation: 'phase', a product for each distinct frequency, or 'dilated', one convolution by :meth:`kernel`.
 
     Parameters ``free`` W (L, c, c), L distinct frequencies, c = max(out_channels, s^2 in_channels), with complex
     matrices also ``imaginary`` (number of conjugate pairs, c, c), and ``bias``; (..., out_channels, s^2 in_channels)

@@ -250,10 +250,10 @@ class _Product(torch.autograd.Function):
 def _gradients(
     weight: Tensor, x: Tensor, h: Tensor, rest: Tensor, factors: Factors, g: Tensor, *, asked: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    r"""The gradients of W and x. With :math:`N^\top k = g_1` (tall: :math:`g_1 - W_2^\top g_2`),
-    :math:`\nabla_N = -2 k h^\top`, and x gets :math:`[2k - g_1;\, -2 W_2^\top k]` (tall: :math:`2k - g_1`).
+    r"""The gradients of W and x, from the output's gradient g = :math:`g_1` (tall: :math:`[g_1;\, g_2]`).
 
-    :math:`\nabla_N` has the rank of the batch, and so have the parts of the gradient of W_2:
+    With :math:`N^\top k = g_1` (tall: :math:`g_1 - W_2^\top g_2`), x gets :math:`[2k - g_1;\, -2 W_2^\top k]` (tall:
+    :math:`2k - g_1`). :math:`\nabla_N = -2 k h^\top` has the rank of the batch, and so have the parts for W_2:
 
     .. math:: \text{wide:}\quad -2 k (h^\top W_2 + x_2^\top) - 2 h (k^\top W_2), \qquad
               \text{tall:}\quad -2 (W_2 k + g_2) h^\top - 2 (W_2 h) k^\top .

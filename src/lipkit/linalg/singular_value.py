@@ -12,7 +12,7 @@ from lipkit.linalg.precision import autocast_off
 
 
 class _Value(torch.autograd.Function):
-    """Returns ``value`` with the gradient u v*, in which only a second derivative sees that u and v depend on A."""
+    """Returns ``value``. Its gradient by A is u v*, taken from `_Pair`, so second derivatives see u and v change."""
 
     generate_vmap_rule = True
 

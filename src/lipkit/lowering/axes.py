@@ -75,7 +75,7 @@ def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
 
 
 def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], Build]:
-    """Makes the rule for functions along the dimensions in argument ``at``, or ``name``; a result may lack these."""
+    """Makes the rule for functions along dimensions, given as argument ``at`` or ``name``; a result may lack these."""
 
     def rule(call: Build) -> Build:
         args, kwargs, out = list(call.args), dict(call.kwargs), call.results[0]
@@ -123,7 +123,7 @@ def indexed(call: Build) -> Build:
 
 
 def contracted(call: Build) -> Build:
-    """Rewrites ``torch.einsum`` of two values as the letters and their sizes, without the batch."""
+    """Rewrites ``torch.einsum`` of two values: the letters of its three parts without the batch, and their sizes."""
     equation, *values = call.args
     parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
     values = [*values[0]] if isinstance(values[0], (tuple, list)) else values

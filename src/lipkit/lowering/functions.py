@@ -458,7 +458,7 @@ def _root_mean_square(call: Build, x: Operand, dims: Any, eps: float) -> int:
 def _gathered(
     call: Build, x: Operand, value: int, dims: Sequence[int]
 ) -> tuple[int, list[int], tuple[int, ...], tuple[int, int]]:
-    """A value of the dimensions of ``x`` with ``dims`` at the end; its order, its shape; how many groups, how large."""
+    """The value with ``dims`` moved to the end; the new order and shape; how many groups these make, and their size."""
     order = [*(d for d in range(1, x.ndim) if d not in dims), *sorted({*dims})]
     sizes, kept = tuple(x.shape[d - 1] for d in order), x.ndim - 1 - len({*dims})
     return call.permuted(value, order), order, sizes, (math.prod(sizes[:kept]), math.prod(sizes[kept:]))
@@ -511,7 +511,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
 
 
 def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
-    """(Maximum, a, b) if the value is max(a, b); (Affine, a, b) if `_larger` made it as min(a, b); else None."""
+    """(Maximum, a, b) if the value is max(a, b); (Affine, a, b) for a min(a, b) that `_larger` built; else None."""
 
     def negated(value: int) -> int:
         """a, if the value is -a; else -1."""

@@ -82,7 +82,7 @@ class Operand:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """(axis, inner, rank): (0, 1, n) if the batch is the first of n dimensions and nothing is merged into it."""
+        """Where the batch is: (axis, inner, rank). (0, 1, n): the first of n dimensions, nothing merged into it."""
         return self.axis, self.inner, self.rank
 
     def plain(self, dim: int) -> int:
@@ -383,7 +383,7 @@ def _recorded(
 def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> bool:
     """True if a copy of the network in float64 computes every value that depends on its input in float64.
 
-    Casts to a fixed format do not, nor do products with tensors that are no parameters or buffers.
+    Casts to a fixed format prevent that, and so do products with tensors that are neither parameters nor buffers.
     """
     twin = copy.deepcopy(root).double()
     try:

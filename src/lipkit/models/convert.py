@@ -244,7 +244,7 @@ class Builder(Converter):
         return nn.Sequential(*self.wiring.chain(value)).requires_grad_(True)
 
     def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> int:
-        """Wire the new form of a module to ``values`` (the first of ``shape``); return the number of its output."""
+        """Wire the new form of a module to ``values``, the first of this ``shape``; return the number of its output."""
         if type(module) is Graph:
             place, shapes = [*values], value_shapes(module, shape)  # graph value -> new value
             for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):

@@ -325,7 +325,7 @@ class Layers:
         return copy.deepcopy(self.outer)  # activations may have parameters, so each place needs its own
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
-        """Kernel size of a strided layer: ``emulated``, by default half, for a family that downsamples first."""
+        """Kernel size of a strided layer; a family that downsamples first gets ``emulated``, by default half of it."""
         if self.family.name in UNCONSTRAINED:  # a real stride
             return kernel_size
         return max(1, kernel_size // 2) if emulated is None else emulated

@@ -54,7 +54,7 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
     Consecutive linear layers, and scalings between them, count as one layer. A run without activations counts if its
-    last layer carries a multiplier, whose values have no meaning. ``candidates`` adds all runs without multipliers.
+    last layer carries a multiplier, whose values are not used. ``candidates`` adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs, start = dict[int, SlopeRun](), 0  # by their starts
@@ -138,7 +138,7 @@ def _product(factors: Sequence[Tensor]) -> Tensor:
 
 
 def whole(factors: Sequence[float]) -> float:
-    """Product of constants, rounded up; infinite if a factor is, even times 0: its weights may not be finite."""
+    """Product of constants, rounded up; inf times 0 is inf, because a module of constant inf may have NaN weights."""
     return math.inf if math.inf in factors else product(*factors)
 
 

@@ -226,7 +226,7 @@ def relative_to_input(
     arithmetic: Arithmetic,
     carried: float = 0.0,
 ) -> RoundingError:
-    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of the bias added after it.
+    """Rounding rule of a linear map of h with an error of at most ``relative ||h|| + floor``, and of the bias after it.
 
     ``carried`` is the relative error of the operations that the bias passes through after it is added.
     """

@@ -38,7 +38,7 @@ def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Roun
 
 
 def proportional(error: float, floor: float, peak: float, least: float = 0.0) -> RoundingError:
-    """Rounding rule of an error of at most ``error ||h|| + floor``, with numbers of at most ``peak ||h|| + least``."""
+    """Rounding rule: at h the error is at most ``error ||h|| + floor``, each number at most ``peak ||h|| + least``."""
 
     def measure(x: Tensor) -> RoundingBound:
         norms = Line(size(x), 1.0)
@@ -149,7 +149,7 @@ class NormFactors(NamedTuple):
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:
-    """The factors of a chain: the error ``own(0) + slope ||h||`` of each module, times the gains of all later ones."""
+    """The factors of a chain: each module errs by ``own(0) + slope ||h||`` at h, times the gains of later ones."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):

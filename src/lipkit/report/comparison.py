@@ -42,7 +42,7 @@ class Setting:
 
 
 def settings(paths: Sequence[Path]) -> list[Setting]:
-    """The runs in these folders (of a run, or of runs), grouped by setting, in the order of their first run."""
+    """The runs in these folders, each a run or a folder of runs, grouped by setting, in order of first appearance."""
     runs = list({run.resolve(): run for path in paths for run in _runs(path)}.values())  # each run counts once
     records = [read_record(run) for run in runs]
     recipes = [{k: v for k, v in flatten(record.recipe) if not SAME.fullmatch(k)} for record in records]
