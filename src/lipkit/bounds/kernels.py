@@ -31,11 +31,6 @@ def grid(kernel: Tensor, points: int | Callable[[int], int]) -> tuple[int, int]:
     return first, second
 
 
-def better_side(kernels: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
-    """The maximum over groups of the smaller of ``sums(kernels)`` and ``sums`` of the adjoints, both ``(g,)``."""
-    return torch.minimum(sums(kernels), sums(kernels.transpose(1, 2))).amax()
-
-
 def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]) -> Tensor:
     """Bound a kernel by ``method``, called with groups ``(g, cout / g, cin / g, kh, kw)``, float64, rescaled.
 
