@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lipkit.bounds.direct import aol, fantastic_four, lipbound, lipbound_estimate, reshaped
 from lipkit.bounds.gram import gram
-from lipkit.bounds.symbol_sup import circular, grid_correction, symbol_sup, symbol_sup_estimate
+from lipkit.bounds.kernels import aol, fantastic_four, grid_correction, lipbound, lipbound_estimate, reshaped
+from lipkit.bounds.symbol_sup import circular, symbol_sup, symbol_sup_estimate
 from lipkit.conv.patches import polyphase
 from lipkit.proof.norms import spectral_norm, spectral_norms
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import grid, scaled_bound, symbol_error
+from lipkit.bounds.kernels import grid, grid_correction, scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
 from lipkit.conv.symbol import half_grid, symbol, symbol_at
 from lipkit.errors import OptionError, finite
@@ -57,22 +57,6 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
         return up(spectral_norm(symbols) + symbol_error(kernels), 1)  # that of all groups covers each
 
     return scaled_bound(kernel, groups, bound)
-
-
-def grid_correction(k: int, points: int) -> float:
-    r"""Factor c >= 1 with (supremum) <= c (maximum on S equispaced points), for a trigonometric polynomial of k taps.
-
-    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points} \qquad\text{(Ehlich \& Zeller 1964)}
-
-    >>> round(grid_correction(3, 64), 4)
-    1.0012
-    >>> grid_correction(1, 1)
-    1.0
-    """
-    if points < k:
-        raise OptionError(f"points: expected at least the number of taps {k}, got {points}")
-    # The angle carries three roundings, and tan <= 2 k / pi turns them into those of the cosine.
-    return 1.0 if k == 1 else up(1.0 / math.cos(math.pi * (k - 1) / (2 * points)), 4 * k + 8)
 
 
 def symbol_sup(
