@@ -36,9 +36,6 @@ from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
 from lipkit.text import format_radius
 
-# Samples evaluated at once.
-_BATCH = 128
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PredictionSets(Shown):
@@ -215,10 +212,10 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
 
 def _measured(proof: Proof, x: Samples) -> Measurement:
     x = as_tensor(x)
-    check_inputs(proof.network, x, _BATCH)
+    check_inputs(proof.network, x)
     proof.evaluator.check(proof.network)
     guard(*proof.network.modules())
-    return evaluate(proof, x, proof.evaluator, _BATCH)
+    return evaluate(proof, x, proof.evaluator)
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:

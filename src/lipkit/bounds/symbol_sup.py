@@ -163,14 +163,9 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 
 
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
-    """A proved upper bound of ``sup ||G||``, G = F* F, and the frequency that required it.
+    """A proved upper bound of ``sup ||G||``, G = F* F: its root is at most ``(1 + tolerance) sup ||F||``.
 
-    The root of the bound exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
-
-    Args:
-        values: kernels of all groups.
-        peak, squared: the frequency that the search found, and the largest eigenvalue of G there.
-        finer: True tries smaller tolerances first, where a few cells suffice.
+    ``squared`` is the largest eigenvalue of G at the ``peak``; ``finer`` tries smaller tolerances first.
     """
     symbol = GramSymbol(values)
     sample = peak.sample.double()

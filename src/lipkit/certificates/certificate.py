@@ -236,7 +236,7 @@ def certify(
     if method != "global" and evaluator == "integer":
         raise OptionError(f"method: expected 'global' for an integer program, got {method!r}")
     x, y = as_tensor(x), as_tensor(y)  # y may be missing so that certify(loader) gets a clear error
-    seen = check_inputs(network, x, batch_size)
+    seen = check_inputs(network, x)
     check_labels(y, len(x))
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,

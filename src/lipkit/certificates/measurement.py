@@ -277,9 +277,9 @@ def measure(
     *,
     rounding: str,
     evaluator: str,
-    batch_size: int,
     device: str | torch.device,
     proof: Proof | None,
+    batch_size: int = 128,
     check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:
@@ -287,6 +287,7 @@ def measure(
 
     ``check`` gets the outputs of each batch and may raise; all other arguments are those of `lipkit.certify`.
     """
+    check_integer("batch_size", batch_size, 1)
     if proof is None:
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
         made_for = proof.evaluator
@@ -299,7 +300,7 @@ def measure(
 
 
 def evaluate(
-    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None,
+    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int = 128, check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:  # fmt: skip
     """Evaluate the network of a proof in float64, batch by batch: `measure` without its checks."""
@@ -321,10 +322,10 @@ def evaluate(
 
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:
     """`measure` with the rounding, evaluator and device of a proof; None proves the network with the defaults."""
-    check_inputs(network, x, 1)
+    check_inputs(network, x)
     proof = prove(network) if proof is None else proof
     name, where = proof.evaluator.option, proof.device
-    return measure(network, x, rounding=proof.rounding, evaluator=name, batch_size=128, device=where, proof=proof)
+    return measure(network, x, rounding=proof.rounding, evaluator=name, device=where, proof=proof)
 
 
 Samples = Tensor | np.ndarray[Any, Any]
@@ -372,7 +373,7 @@ def check_network(network: object, verb: str) -> None:
         )
 
 
-def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[float, float]:
+def check_inputs(network: modules.Network, x: Tensor) -> tuple[float, float]:
     """The range of x; raises unless ``network`` is exported and ``x`` holds finite inputs of its shape and range."""
     check_network(network, "certify")
     shape = tuple(network.input_shape)
@@ -396,7 +397,6 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
                 f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:.9g} "
                 f"to {most:.9g}: rescale them (8-bit images: / 255), or set network.input_range = None"
             )
-    check_integer("batch_size", batch_size, 1)
     return least, most
 
 

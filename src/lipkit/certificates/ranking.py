@@ -91,7 +91,7 @@ def auroc(
     check_choice("moves", moves, MOVES)
     given = as_tensor(positives), as_tensor(negatives)
     for x in given:
-        check_inputs(network, x, 1)
+        check_inputs(network, x)
     measured = measure_by(network, torch.cat([x.cpu().double() for x in given]), proof)
     scores, proof = measured.outputs, measured.proof
     if scores[0].numel() != 1 or scores.ndim > 2:

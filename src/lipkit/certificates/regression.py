@@ -166,7 +166,7 @@ def certify_regression(
     [0.5, 0.1]
     """
     x, y = as_tensor(x), as_tensor(y)
-    check_inputs(network, x, batch_size)
+    check_inputs(network, x)
     sensors = None
     if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
         try:
