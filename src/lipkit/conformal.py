@@ -26,7 +26,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lipkit.certificates import margins, sound
+from lipkit.certificates import margins
 from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_inputs, evaluate, measure_by
 from lipkit.certificates.regression import columns, output_constants, reach, with_targets
 from lipkit.errors import OptionError, ShapeError, finite
@@ -228,7 +228,7 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
     found = []
     for k in range(outputs.shape[1]):
         label = torch.full((len(outputs),), k, dtype=torch.int64)
-        error = grow(sound.margin_errors(logits, label, rows)[0] + moved[k])
+        error = grow(margins.margin_errors(logits, label, rows)[0] + moved[k])
         over = outputs - outputs[:, [k]]  # 0 at k itself, which is no rival
         ends = next_down(next_down(over) - error) if lower else next_up(next_up(over) + error)
         found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
+from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove
+from lipkit.certificates.margins import margin_errors
 from lipkit.certificates.measurement import float64_copy, measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
@@ -291,7 +292,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         constants, rows = measured.proof.pair_constants(classes)
         ends = []
         for k in range(classes):
-            at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
+            at, slope = margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
             over = logits.values - logits.values[:, [k]]
             # 2^-40 and 2^-50 are far above the rounding of these few operations in float64.
             moved = (at + (constants[k] + slope) * distance) * (1 + 2.0**-40) + 2.0**-50 * over.abs()

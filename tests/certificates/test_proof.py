@@ -456,7 +456,7 @@ def test_only_exported_networks_are_proved() -> None:
 
 def test_errors_by_norms_are_not_below_those_that_are_measured() -> None:
     """Every sample: at least the errors of the whole walk, and for large margins all but 2^-30 of the margin."""
-    from lipkit.certificates.sound import Evaluation
+    from lipkit.certificates.margins import Evaluation
     from lipkit.modules.machine import by_norms, through
 
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates import margins, sound
+from lipkit.certificates import margins
 from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
 from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.local import Bounds
@@ -248,7 +248,7 @@ def certify(
     if measured.logits is None:
         radius = ignored = margins.radii(outputs, labels, constants)
     else:
-        radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
+        radius, ignored = margins.sound_radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
         # The search differentiates the network, so its tensors must not be made in inference mode.

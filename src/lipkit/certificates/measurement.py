@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates import evaluators, margins, sound
+from lipkit.certificates import evaluators, margins
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
@@ -65,7 +65,7 @@ class Proof(Shown):
     pairs: tuple[Tensor, Tensor | None] | None
     device: torch.device
     program: Program | None
-    logits: Callable[[Tensor], sound.Logits] | None
+    logits: Callable[[Tensor], margins.Logits] | None
 
     def describe(self) -> str:
         """The proved constant, and what it was proved for."""
@@ -210,14 +210,14 @@ def prove(
     arithmetic = evaluators.arithmetic(evaluator, network)
     chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
     program: Program | None = None
-    logits: Callable[[Tensor], sound.Logits] | None = None
+    logits: Callable[[Tensor], margins.Logits] | None = None
     if evaluator == "integer":
         with torch.no_grad():
             program = quantise(exact, chain)
-        logits = functools.partial(sound.integer_logits, program)
+        logits = functools.partial(margins.integer_logits, program)
     elif rounding == "sound":
         zero = torch.zeros(1, *network.input_shape, dtype=torch.float64, device=where)
-        logits = sound.Evaluation(chain, arithmetic, zero)
+        logits = margins.Evaluation(chain, arithmetic, zero)
     return Proof(
         constant=chain.constant,
         body_constant=chain.body_constant,
@@ -258,7 +258,7 @@ class Measurement:
 
     proof: Proof
     outputs: Tensor
-    logits: sound.Logits | None
+    logits: margins.Logits | None
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ class Measurement:
             return zero, zero
         last = self.proof.chain.last
         weight = None if last is None else last.weight.detach().cpu()
-        return sound.output_errors(self.logits, distance, weight, self.proof.arithmetic)
+        return margins.output_errors(self.logits, distance, weight, self.proof.arithmetic)
 
 
 def measure(
@@ -317,7 +317,7 @@ def evaluate(
                 check(outputs[-1])
             if progress is not None:
                 progress("evaluated", sum(map(len, outputs)), len(x))
-    return Measurement(proof, torch.cat(outputs), sound.merged(logits, torch.cat) if logits else None, made_for)
+    return Measurement(proof, torch.cat(outputs), margins.merged(logits, torch.cat) if logits else None, made_for)
 
 
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:

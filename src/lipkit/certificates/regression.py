@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import balance
-from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
+from lipkit.certificates.margins import grown
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.files import write_atomic
@@ -87,7 +87,7 @@ class RegressionCertificate(Shown):
     @property
     def output_deviation(self) -> Tensor:
         """(d,) largest deviation of each output alone, in its units: `moved` plus twice the rounding error."""
-        return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
+        return grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
     def error(self) -> Tensor:
