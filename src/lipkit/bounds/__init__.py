@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lipkit.bounds.gram import gram
 from lipkit.bounds.kernels import aol, fantastic_four, grid_correction, lipbound, lipbound_estimate, reshaped
-from lipkit.bounds.symbol_sup import circular, symbol_sup, symbol_sup_estimate
+from lipkit.bounds.symbol_sup import circular, gram, symbol_sup, symbol_sup_estimate
 from lipkit.conv.patches import polyphase
 from lipkit.proof.norms import spectral_norm, spectral_norms
 
