@@ -23,7 +23,7 @@ from torch import nn
 
 from lipkit import modules
 from lipkit.certificates import local
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 
 DOUBLE = torch.float64
 U = 2.0**-53

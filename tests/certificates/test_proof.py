@@ -24,7 +24,7 @@ from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules.blocked import blocked
 from lipkit.modules.chains import prove_chain
-from lipkit.proof.arithmetic import FLOAT64
+from lipkit.proof.roundoff import FLOAT64
 
 
 def network() -> modules.Network:
@@ -482,7 +482,7 @@ def test_two_inner_products_bound_a_product_of_moduli_from_both_sides(kind: str)
 
     from lipkit.modules.dense import moduli_sizes
     from lipkit.modules.machine import local_error
-    from lipkit.proof.arithmetic import FLOAT64
+    from lipkit.proof.roundoff import FLOAT64
 
     rng = np.random.default_rng(0)
     weight, x = rng.standard_normal((7, 40)), rng.standard_normal((20, 40)) * rng.random((20, 40)) ** 4

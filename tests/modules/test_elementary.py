@@ -23,7 +23,7 @@ from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Cosine, Elementary, Graph, Network, Product, Sine, local_error
 from lipkit.modules.elementary import CURVES
 from lipkit.modules.products import limited
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 
 # Functions and their derivatives, by numpy.
 EXACT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -34,7 +34,7 @@ from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, grow
 
 
 class Noise(NamedTuple):

@@ -41,8 +41,7 @@ from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, prepare, start
 from lipkit.modules.network import Network
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow, size
-from lipkit.proof.roundoff import next_down, next_up
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, grow, next_down, next_up, size
 from lipkit.shown import Told
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny

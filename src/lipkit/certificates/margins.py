@@ -37,8 +37,7 @@ from lipkit.integer.program import Program
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer, moduli_sizes
 from lipkit.modules.machine import ErrorBound, by_norms, norm_factors, through
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
-from lipkit.proof.roundoff import grow, known, next_down, next_up, product, root
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, grow, known, next_down, next_up, product, root, size
 
 
 def predictions(logits: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.configuration import describe
 from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, rebuilt, same_contents, stored_tensors
-from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import check_readable
+from lipkit.proof.roundoff import Arithmetic, check_readable
 from lipkit.shown import Shown, Told, upper
 
 

@@ -41,8 +41,7 @@ from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import type_name
-from lipkit.proof.arithmetic import FLOAT64, grow
-from lipkit.proof.roundoff import next_down, next_up, up
+from lipkit.proof.roundoff import FLOAT64, grow, next_down, next_up, up
 from lipkit.shown import Shown
 
 _STARTS, _STEPS = 256, 40

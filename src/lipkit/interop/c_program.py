@@ -15,7 +15,7 @@ from lipkit.errors import CertificateViolation, OptionError
 from lipkit.integer import Program, c_source
 from lipkit.interop.check import Runtime, random_inputs, write_checked
 from lipkit.modules.chains import ChainProof
-from lipkit.proof.arithmetic import FLOAT64
+from lipkit.proof.roundoff import FLOAT64
 
 
 def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:

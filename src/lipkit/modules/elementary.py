@@ -20,8 +20,7 @@ from lipkit.modules.activations import LIBRARY, pointwise
 from lipkit.modules.configuration import either
 from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, Stored, add_plain
 from lipkit.modules.ranges import Range
-from lipkit.proof.arithmetic import Arithmetic, grow
-from lipkit.proof.roundoff import to_double
+from lipkit.proof.roundoff import Arithmetic, grow, to_double
 
 REMEDY = "give the range of the inputs, such as box=(0, 1), which limits its operands to what they can reach"
 # The least distance of limits from a pole: no slope and no square of a limit then leaves the range of a proof.

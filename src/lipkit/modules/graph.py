@@ -31,7 +31,7 @@ from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import ROWS, Plain, RoundingBound, RoundingError, Shape, Shown, Stored, add_plain, row_of
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Piece, Reshape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, grow
 
 
 class Join(Shown):

@@ -14,7 +14,7 @@ from lipkit.modules.activations import LIBRARY, Activation, add_activation, comp
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.plain import Plain, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.views import per_channel
-from lipkit.proof.arithmetic import Arithmetic, grow
+from lipkit.proof.roundoff import Arithmetic, grow
 
 
 class HalfAbs(nn.Module):

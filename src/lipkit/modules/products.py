@@ -30,8 +30,7 @@ from lipkit.modules.normalization import UnitNorm
 from lipkit.modules.plain import Plain, Stored, add_plain, row_of
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import LATER, lipschitz
-from lipkit.proof.arithmetic import FLOAT64, Line, grow, size
-from lipkit.proof.roundoff import gamma, root, to_double
+from lipkit.proof.roundoff import FLOAT64, Line, gamma, grow, root, size, to_double
 
 
 class Limited(Join):

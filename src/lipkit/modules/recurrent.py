@@ -35,9 +35,8 @@ from lipkit.modules.network import Network
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, RoundingBound, RoundingError, Shape, Stored, add_plain
 from lipkit.modules.registry import export_part, lipschitz
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import UNIT, product, to_double, up
+from lipkit.proof.roundoff import FLOAT64, UNIT, Arithmetic, Line, product, to_double, up
 
 
 class Recurrent(nn.Module):

@@ -16,8 +16,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.fourier import relative_to_input, schur
 from lipkit.modules.plain import Plain, RoundingError, Shape, add_plain
 from lipkit.modules.registry import output_shape
-from lipkit.proof.arithmetic import Arithmetic, grow
-from lipkit.proof.roundoff import gamma, to_double
+from lipkit.proof.roundoff import Arithmetic, gamma, grow, to_double
 
 
 class TaylorConv2d(nn.Module):
