@@ -148,10 +148,7 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
 
 
 def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float) -> Tensor:
-    def bound(kernels: Tensor) -> Tensor:
-        return up(_better_side(kernels, partial(_rows, sizes)).sqrt() * factor, 8)
-
-    return scaled_bound(kernel, groups, bound)
+    return scaled_bound(kernel, groups, lambda k: up(_better_side(k, partial(_rows, sizes)).sqrt() * factor, 8))
 
 
 def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
@@ -193,8 +190,7 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 2: the kernel rescaled by these sums, column by column, is 1-Lipschitz.
     """
-
-    return scaled_bound(kernel, groups, lambda kernels: up(_better_side(kernels, _row_sums).sqrt(), 2))
+    return scaled_bound(kernel, groups, lambda k: up(_better_side(k, _row_sums).sqrt(), 2))
 
 
 def _row_sums(kernels: Tensor) -> Tensor:

@@ -22,8 +22,6 @@ from lipkit.files import write_atomic
 from lipkit.shown import Shown, Told, axes, upper
 from lipkit.text import csv_text, format_radius, table
 
-METHODS = ("global", "local", "best")
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Certificate(Shown):
@@ -232,7 +230,7 @@ def certify(
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
     "Accuracy and Stability of Numerical Algorithms", 2nd ed., Secs. 3.1 and 3.5 (inner products).
     """
-    check_choice("method", method, METHODS)
+    check_choice("method", method, ("global", "local", "best"))
     if method != "global" and evaluator == "integer":
         raise OptionError(f"method: expected 'global' for an integer program, got {method!r}")
     x, y = as_tensor(x), as_tensor(y)  # y may be missing so that certify(loader) gets a clear error
