@@ -21,6 +21,7 @@ from lipkit.bounds.kernels import grid, grid_correction, scaled_bound, symbol_er
 from lipkit.bounds.peak import Peak, find_peak
 from lipkit.conv.symbol import half_grid, symbol, symbol_at
 from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.linalg.exponential import schatten_bound
 from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import gram_matrix, largest_singular_value, scale_to, spectral_norm
@@ -264,19 +265,9 @@ def _gram_norm(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, 
         return norms[best]
     if not float(norms[best]) > 0:
         return norms[best] + 0 * kernel.sum()
-    return scale_to(norms[best], _iterated(symbol_at(kernel, f1[best, None], f2[best, None], h, w)[0], iterations))
-
-
-def _iterated(a: Tensor, iterations: int) -> Tensor:
-    """Gram iteration of one matrix, differentiable; `scale_to` passes this gradient on to the proved bound."""
-    size = torch.linalg.vector_norm(a.detach())
-    g, log = gram_matrix(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
-    for t in range(iterations + 1):
-        norm = torch.linalg.vector_norm(g)
-        log = log + norm.log() / 2 ** (t + 1)  # the value is n_0^(1/2) n_1^(1/4) n_2^(1/8) ...
-        if t < iterations:
-            g = (g / norm) @ (g / norm)
-    return size * log.exp()
+    one = symbol_at(kernel, f1[best, None], f2[best, None], h, w)[0]
+    near_one = one / torch.linalg.vector_norm(one.detach())
+    return scale_to(norms[best], schatten_bound(gram_matrix(near_one), iterations).sqrt())
 
 
 def _gram_norms(a: Tensor, iterations: int) -> Tensor:
