@@ -25,7 +25,7 @@ from lipkit.experiments.recipe import Recipe, load_recipe
 from lipkit.files import write_atomic
 from papers.measures import find
 from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
-from papers.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
+from papers.tables import PAPERS, SCALES, TABLES, Paper, Row, Table, is_fraction
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
@@ -317,7 +317,7 @@ def rows_of(paper: Paper) -> Iterator[str]:
 def index() -> str:
     """The generated part of lab/reproduce.md."""
     parts = []
-    for paper in load_papers().values():
+    for paper in PAPERS.values():
         head = f"### {paper.source}\n\n| item | command | records | published figures |\n|---|---|---|---|\n"
         parts.append(head + "\n".join(rows_of(paper)) + "\n")
     return "\n" + "\n".join(parts) + "\n"
@@ -327,7 +327,7 @@ def totals() -> str:
     """The generated part of docs/reproduce.md: a column of totals for each paper."""
     heads = ["published", "reached", "by one seed", "missed", "at 400 s", "times", "not made", "parameters", "left"]
     columns = []
-    for paper in load_papers().values():
+    for paper in PAPERS.values():
         tables = [name for name, table in TABLES.items() if table.source.startswith(paper.source)]
         verdicts = [verdict for name in tables for verdict in verdicts_of(name, TABLES[name].rows)]
         right, wrong = (verdicts.count(word) for word in COUNTED)

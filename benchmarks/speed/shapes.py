@@ -75,6 +75,7 @@ ECO_SHAPES = tuple(
     map(parse, ("32@24", "64@12", "128@24", "128@12", "128@6", "256@12", "256@6", "512@6", "512@3"))
 )  # 3 divides their sides
 BATCHES = (32, 128)
+PHASES = ("train", "forward")
 
 
 def shapes_of(family: str) -> tuple[Shape, ...]:

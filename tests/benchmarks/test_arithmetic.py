@@ -6,10 +6,9 @@ from collections import Counter
 import pytest
 import torch
 from benchmarks.speed import floor
-from benchmarks.speed.clock import clock_of, cpu_clock, interleaved, measuring
+from benchmarks.speed.clock import clock_of, cpu_clock, geometric_mean, interleaved, measuring, median, ratio
 from benchmarks.speed.memory import here, resident, saved_bytes
 from benchmarks.speed.networks import NETWORKS, epoch
-from benchmarks.speed.ratios import geometric_mean, median, ratio
 from benchmarks.speed.shapes import ECO_SHAPES, SHAPES, Shape, parse
 from benchmarks.speed.targets import TARGETS, Target, verdicts
 
