@@ -92,7 +92,7 @@ def test_an_unknown_device_is_refused():
         clock_of("meta")
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *ECO_SHAPES, Shape(8, 16, 12, 2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *ECO_SHAPES, Shape(8, 16, 12, 2)], ids=str)
 def test_shapes_are_read_as_they_are_written(shape):
     assert parse(str(shape)) == shape
 
