@@ -223,8 +223,8 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
     """Make one run, resuming from its last checkpoint, then take the measurements that follow it."""
     if run.row.measure:
         start = time.perf_counter()
-        where = {"root": run.root} if "data" in run.options else {}
-        figures = measures.find(run.row.measure)(seed=run.seed, **where, **run.options)
+        place = {"root": run.root} if "data" in run.options else {}
+        figures = measures.find(run.row.measure)(seed=run.seed, **place, **run.options)
         seconds = time.perf_counter() - start
         made = measurement_record(run.row.label, run.row.measure, run.options, run.seed, figures, seconds)
         run.folder.mkdir(parents=True, exist_ok=True)
