@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +56,8 @@ def start(model: nn.Module) -> nn.Module:
 
 
 def square_wave_fit(
-    *, seed: int = 0, root: Path | None = None, family: str, gamma: float, epochs: int = 200, restarts: int = 64,
-    steps: int = 200,
-) -> dict[str, float]:  # fmt: skip
+    *, seed: int = 0, family: str, gamma: float, epochs: int = 200, restarts: int = 64, steps: int = 200
+) -> dict[str, float]:
     """Train and certify one network, gradients unclipped, on 300 points drawn by the seed.
 
     Args:
