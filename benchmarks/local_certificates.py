@@ -33,7 +33,7 @@ import lipkit
 from lipkit import modules
 from lipkit.attacks import autoattack
 from lipkit.certificates import certify
-from lipkit.data.augment import random_flip
+from lipkit.data import random_flip
 from lipkit.training import PgdAdversary
 
 RECORDS = Path(__file__).parent.parent / "records" / "local_certificates"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipkit.data.reading import check_claim, file_size, read_exactly, reading
-from lipkit.data.split import Data, Entry, Split, labels_of
+from lipkit.data.split import Data, Split, labels_of
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
@@ -88,6 +88,3 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
         check_claim(path, size, stored if compressed else stored - len(header), compressed=compressed)
         values = read_exactly(stream, size, path)
     return torch.frombuffer(values, dtype=torch.uint8).reshape(shape)
-
-
-ENTRY = Entry("28 x 28 handwritten digits, 60 000 training and 10 000 test images", load_mnist, SOURCE)

@@ -1,9 +1,8 @@
-"""CIFAR-10 and CIFAR-100 from their binary versions, or from their python versions."""
+"""Photographs in binary files: CIFAR-10 and CIFAR-100, which also have a python version, and STL-10."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 
 from lipkit.data.pickles import read_pickle
-from lipkit.data.reading import check_claim, file_size, read_exactly, reading
-from lipkit.data.split import Data, Entry, Split, labels_of
+from lipkit.data.reading import check_claim, file_size, read_exactly, reading, record_count
+from lipkit.data.split import Data, Split, labels_of
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
-INPUT_SHAPE = (3, 32, 32)
-_PIXELS = 3 * 32 * 32
+_PIXELS = 3 * 32 * 32  # of an image of CIFAR
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,8 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tenso
     Each image has its label bytes, then 1024 red, green and blue ones.
     """
     label_bytes = variant.label_bytes
-    size, each = file_size(path, variant.source), label_bytes + _PIXELS
-    if size == 0 or size % each:
-        raise DataError(f"{path}: expected a positive multiple of {each} bytes, got {size}")
+    each = label_bytes + _PIXELS
+    size = each * record_count(path, each, variant.source)
     check_claim(path, size, size, compressed=False)  # against MAX_BYTES
     with reading(path), open_regular(path) as stream:
         rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, each)
@@ -122,13 +119,43 @@ def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, Tenso
 
 
 def _to_split(parts: list[tuple[np.ndarray, Tensor]]) -> Split:
-    images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
+    images = np.concatenate([images for images, _ in parts]).reshape(-1, 3, 32, 32)
     return Split(torch.from_numpy(images), torch.cat([labels for _, labels in parts]))
 
 
-def _entry(variant: Cifar, kinds: str) -> Entry:
-    about = f"32 x 32 RGB photographs of {kinds} kinds, 50 000 training and 10 000 test images"
-    return Entry(about, partial(load_cifar, variant=variant), variant.source)
+STL10_CLASSES = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
+STL10_SOURCE = (
+    "unpack stl10_binary.tar.gz in the data root ($LIPKIT_DATA or ./data), which gives stl10_binary/train_X.bin and "
+    "the others; it is at https://cs.stanford.edu/~acoates/stl10/"
+)
 
 
-ENTRY10, ENTRY100 = _entry(CIFAR10, "ten"), _entry(CIFAR100, "a hundred")
+def load_stl10(root: Path) -> Data:
+    """Load STL-10: 5000 training and 8000 test RGB images of 96 x 96, uint8.
+
+    The files are `root/stl10_binary/{train,test}_{X,y}.bin`; they are mapped into memory and read only as used.
+
+    References:
+        Coates, Lee, Ng, "An analysis of single-layer networks in unsupervised feature learning", AISTATS 2011.
+    """
+    folder = root / "stl10_binary"
+    return Data("stl10", _split(folder, "train"), _split(folder, "test"), STL10_CLASSES)
+
+
+def _split(folder: Path, part: str) -> Split:
+    images = read_images(folder / f"{part}_X.bin")
+    path = folder / f"{part}_y.bin"
+    if (size := file_size(path, STL10_SOURCE)) != len(images):
+        raise DataError(f"{path}: expected {len(images)} labels, one for each image, got {size}")
+    with reading(path), open_regular(path) as stream:
+        labels = np.frombuffer(read_exactly(stream, size, path), np.uint8)
+    return Split(images, labels_of(path, labels, len(STL10_CLASSES), first=1))
+
+
+def read_images(path: Path) -> Tensor:
+    """A file of images as uint8 (N, 3, 96, 96), mapped into memory; writing to it does not change the file."""
+    count = record_count(path, 3 * 96 * 96, STL10_SOURCE)
+    with reading(path):
+        # Mode "c" copies on write, because torch warns of read-only memory.
+        mapped = np.memmap(path, np.uint8, "c", shape=(count, 3, 96, 96))
+    return torch.from_numpy(mapped).transpose(2, 3)  # stored column by column
