@@ -14,8 +14,8 @@ from torch import Tensor
 from lipkit.attacks.apgd import climb
 from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclassified, seeded
 from lipkit.attacks.balls import ball
-from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import correct_samples, rivals
+from lipkit.attacks.minimum_norm import fab
 from lipkit.errors import LipkitError, OptionError, first_line, lacks_memory
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
