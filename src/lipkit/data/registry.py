@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lipkit.data import embedded, folder, mnist, photographs
+from lipkit.data import binary, embedded, folder
+from lipkit.data.binary import CIFAR10, CIFAR100, load_cifar, load_idx
 from lipkit.data.folder import load_folder, load_images
-from lipkit.data.mnist import load_idx
-from lipkit.data.photographs import CIFAR10, CIFAR100, load_cifar
 from lipkit.data.reading import load_npz
 from lipkit.data.split import Data, as_data, as_split
 from lipkit.errors import DataError, LipkitError, OptionError
@@ -40,7 +39,7 @@ DATASETS: dict[str, Entry] = {
         embedded.DIGITS_SOURCE,
     ),
     "mnist": Entry(
-        "28 x 28 handwritten digits, 60 000 training and 10 000 test images", mnist.load_mnist, mnist.SOURCE
+        "28 x 28 handwritten digits, 60 000 training and 10 000 test images", binary.load_mnist, binary.MNIST_SOURCE
     ),
     "cifar10": Entry(
         "32 x 32 RGB photographs of ten kinds, 50 000 training and 10 000 test images",
@@ -59,8 +58,8 @@ DATASETS: dict[str, Entry] = {
     ),
     "stl10": Entry(
         "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
-        photographs.load_stl10,
-        photographs.STL10_SOURCE,
+        binary.load_stl10,
+        binary.STL10_SOURCE,
     ),
     "imagenet": Entry(
         "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", folder.load_imagenet, folder.SOURCE
