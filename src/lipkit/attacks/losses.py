@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.attacks.ascent import Model, check_logits, margin_loss, misclassified
-from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice, first_line, lacks_memory
+from lipkit.errors import OptionError, ShapeError, check_choice, rewording
 
 LOSSES = ("margin", "dlr", "ce")
 _TINY = 1e-12  # added to the denominator of DLR: equal logits give 0 rather than NaN
@@ -59,16 +59,10 @@ def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
 
 def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
     """(N, K) logits of the samples, without gradients; raise unless model, samples and labels fit together."""
-    with torch.no_grad():
-        try:
-            logits = model(x)
-        except LipkitError:
-            raise
-        except (RuntimeError, ValueError, TypeError) as error:
-            if lacks_memory(error):
-                raise
-            what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-            raise ShapeError(f"expected inputs that the model accepts, got {what}: {first_line(error)}") from error
+    given = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    start = f"expected inputs that the model accepts, got {given}: "
+    with torch.no_grad(), rewording(ShapeError, start, RuntimeError, ValueError, TypeError):
+        logits = model(x)
     check_logits(logits, y)
     return logits.detach()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory
+from lipkit.errors import DataError, LipkitError, OptionError, lacks_memory, rewording
 from lipkit.training.losses import LOSSES
 from lipkit.training.session import Session
 
@@ -185,15 +185,9 @@ class CapturedStep:
 def _recorded(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Record ``run()`` without executing its kernels: the graph, and the tensor that will hold the result."""
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            result = run()
-    except RuntimeError as error:
-        if lacks_memory(error):
-            raise
-        raise OptionError(
-            f"cuda_graph: expected steps that do not wait for numbers from the device, got {first_line(error)}"
-        ) from error
+    start = "cuda_graph: expected steps that do not wait for numbers from the device, got "
+    with rewording(OptionError, start, RuntimeError), torch.cuda.graph(graph):
+        result = run()
     return graph, result
 
 
