@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclassified, seeded
-from lipkit.attacks.balls import Ball, ball
+from lipkit.attacks.ascent import Ball, Best, Box, Model, ball, check_inputs, like, misclassified, seeded
 from lipkit.attacks.losses import check_loss, first_logits, rivals, value_and_gradient
 
 _MOMENTUM, _RISES = 0.75, 0.75

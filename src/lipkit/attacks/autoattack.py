@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.apgd import climb
-from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclassified, seeded
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import Best, Box, Model, ball, check_inputs, like, misclassified, seeded
 from lipkit.attacks.losses import correct_samples, rivals
 from lipkit.attacks.minimum_norm import fab
 from lipkit.errors import OptionError, rewording

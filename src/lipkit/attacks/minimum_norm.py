@@ -11,8 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified, seeded
-from lipkit.attacks.balls import ball, norms
+from lipkit.attacks.ascent import Box, Model, ball, check_inputs, clip, like, misclassified, norms, seeded
 from lipkit.attacks.losses import correct_samples, rise, rivals, value_and_gradient
 from lipkit.errors import ShapeError, finite
 from lipkit.linalg.matrices import check_integer, check_positive

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, seeded
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import Best, Box, Model, ball, check_inputs, like, seeded
 from lipkit.attacks.losses import rivals, value_and_gradient
 from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.matrices import check_integer
