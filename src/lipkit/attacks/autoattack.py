@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.apgd import climb
 from lipkit.attacks.ascent import Best, Box, Model, ball, check_inputs, like, misclassified, seeded
 from lipkit.attacks.losses import correct_samples, rivals
 from lipkit.attacks.minimum_norm import fab
+from lipkit.attacks.pgd import climb
 from lipkit.errors import OptionError, rewording
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
