@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from lipkit.layers import families
 from lipkit.models import mlp
 from lipkit.models.frame import Layers
 from lipkit.modules import Shape
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 HIDDEN, CHANNELS, UNITS = (64, 64), (16, 32), 128
 

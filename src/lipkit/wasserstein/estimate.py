@@ -25,8 +25,9 @@ from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
 from lipkit.shown import Shown, lower, upper
 from lipkit.training import sources
+from lipkit.training.losses import Loss
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.critics import Loss, descend, kr_loss, one_output, trainable
+from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
 from lipkit.wasserstein.samples import as_pair
 
 Pair = tuple[Tensor, Tensor]
