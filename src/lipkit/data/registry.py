@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lipkit.data import binary, embedded, folder
-from lipkit.data.binary import CIFAR10, CIFAR100, load_cifar, load_idx
-from lipkit.data.folder import load_folder, load_images
 from lipkit.data.reading import load_npz
 from lipkit.data.split import Data, as_data, as_split
 from lipkit.errors import DataError, LipkitError, OptionError
@@ -43,13 +41,13 @@ DATASETS: dict[str, Entry] = {
     ),
     "cifar10": Entry(
         "32 x 32 RGB photographs of ten kinds, 50 000 training and 10 000 test images",
-        partial(load_cifar, variant=CIFAR10),
-        CIFAR10.source,
+        partial(binary.load_cifar, variant=binary.CIFAR10),
+        binary.CIFAR10.source,
     ),
     "cifar100": Entry(
         "32 x 32 RGB photographs of a hundred kinds, 50 000 training and 10 000 test images",
-        partial(load_cifar, variant=CIFAR100),
-        CIFAR100.source,
+        partial(binary.load_cifar, variant=binary.CIFAR100),
+        binary.CIFAR100.source,
     ),
     "tiny_imagenet": Entry(
         "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
@@ -108,12 +106,12 @@ def load(
     if spec in DATASETS:
         data = DATASETS[spec].loader(data_root(root))
     elif kind == "folder" and rest:
-        data = load_folder(Path(rest).expanduser())
+        data = folder.load_folder(Path(rest).expanduser())
     elif kind == "images" and re.fullmatch(r"[0-9]{1,5}:.+", rest):
         size, _, path = rest.partition(":")
-        data = load_images(Path(path).expanduser(), int(size))
+        data = folder.load_images(Path(path).expanduser(), int(size))
     elif kind == "idx" and rest:
-        data = load_idx(Path(rest).expanduser())
+        data = binary.load_idx(Path(rest).expanduser())
     elif kind == "npz" and rest:
         data = load_npz(Path(rest).expanduser(), limits)
     elif is_code(spec):
