@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from lipkit.attacks import fab, pgd, shrink
-from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.balls import norms
+from lipkit.attacks.ascent import misclassified, norms
 from lipkit.certificates import certify
 from lipkit.certificates.measurement import float64_copy
 from lipkit.layers import MaxMin, families

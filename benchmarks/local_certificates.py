@@ -35,7 +35,7 @@ from lipkit import modules
 from lipkit.attacks import autoattack
 from lipkit.attacks.ascent import margin_loss
 from lipkit.certificates import certify
-from lipkit.data.augment import random_flip
+from lipkit.data import random_flip
 from lipkit.training import PgdAdversary
 
 RECORDS = Path(__file__).parent.parent / "records" / "local_certificates"

@@ -27,8 +27,8 @@ from lipkit.certificates.intervals import clopper_pearson
 from lipkit.errors import RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
-from lipkit.experiments.outcome import Display
 from lipkit.experiments.recipe import Recipe, load_recipe, seeded, to_yaml
+from lipkit.experiments.run import Display
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.memory import keep_freed_memory
 from lipkit.report.record import RECORD, RUNS, AnyRecord, Record, hardware, now, read_record, versions, write_record

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipkit import fit, models
+from lipkit.data.embedded import square_wave
 from lipkit.data.split import Split
-from lipkit.data.square_wave import square_wave
 from lipkit.evaluation import evaluate_regression
 from lipkit.layers import AolLinear, Scale, SllLinear
 from lipkit.layers.sandwich import CayleyPairLinear

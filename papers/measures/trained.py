@@ -15,8 +15,7 @@ from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.attacks import ATTACKS, AttackResult, run_attack
-from lipkit.attacks.ascent import clip, like, misclassified
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import ball, clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.certificates.measurement import float64_copy
