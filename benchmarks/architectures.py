@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -441,37 +442,26 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(dim=1))
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "LeNet": (LeNet, (1, 28, 28)),
-    "VGG-11": (Vgg11, (3, 32, 32)),
-    "ResNet-18": (lambda: ResNet(BasicBlock, (2, 2, 2, 2)), (3, 32, 32)),
-    "ResNet-50": (lambda: ResNet(Bottleneck, (3, 4, 6, 3)), (3, 32, 32)),
-    "WRN-16-4": (WideResNet, (3, 32, 32)),
-    "DenseNet": (DenseNet, (3, 32, 32)),
-    "MobileNetV2": (MobileNetV2, (3, 32, 32)),
-    "SqueezeNet": (SqueezeNet, (3, 32, 32)),
-    "U-Net": (UNet, (1, 32, 32)),
-    "ConvNeXt": (ConvNeXt, (3, 32, 32)),
-    "EfficientNet block": (MBConv, (3, 16, 16)),
-    "ViT": (ViT, (3, 16, 16)),
+# By name: constructor, the shape of one input, and arguments that give the width of a test.
+_TWELVE: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "LeNet": (LeNet, (1, 28, 28), (2,)),
+    "VGG-11": (Vgg11, (3, 32, 32), (4,)),
+    "ResNet-18": (partial(ResNet, BasicBlock, (2, 2, 2, 2)), (3, 32, 32), (4,)),
+    "ResNet-50": (partial(ResNet, Bottleneck, (3, 4, 6, 3)), (3, 32, 32), (2,)),
+    "WRN-16-4": (WideResNet, (3, 32, 32), (2,)),
+    "DenseNet": (DenseNet, (3, 32, 32), (2, 3)),
+    "MobileNetV2": (MobileNetV2, (3, 32, 32), (4,)),
+    "SqueezeNet": (SqueezeNet, (3, 32, 32), (2,)),
+    "U-Net": (UNet, (1, 32, 32), (3,)),
+    "ConvNeXt": (ConvNeXt, (3, 32, 32), (4,)),
+    "EfficientNet block": (MBConv, (3, 16, 16), (4,)),
+    "ViT": (ViT, (3, 16, 16), (8,)),
 }
+NETWORKS = {name: (make, shape) for name, (make, shape, _) in _TWELVE.items()}
 """Name to constructor and the shape of one input."""
+
+SMALL = {name: partial(make, *width) for name, (make, _, width) in _TWELVE.items()}
+"""The same networks at the width of a test."""
 
 ON_A_BOX = ("EfficientNet block", "ViT")
 """Those that have a Lipschitz constant on a box only."""
-
-SMALL: dict[str, Callable[[], nn.Module]] = {
-    "LeNet": lambda: LeNet(2),
-    "VGG-11": lambda: Vgg11(4),
-    "ResNet-18": lambda: ResNet(BasicBlock, (2, 2, 2, 2), 4),
-    "ResNet-50": lambda: ResNet(Bottleneck, (3, 4, 6, 3), 2),
-    "WRN-16-4": lambda: WideResNet(2),
-    "DenseNet": lambda: DenseNet(2, 3),
-    "MobileNetV2": lambda: MobileNetV2(4),
-    "SqueezeNet": lambda: SqueezeNet(2),
-    "U-Net": lambda: UNet(3),
-    "ConvNeXt": lambda: ConvNeXt(4),
-    "EfficientNet block": lambda: MBConv(4),
-    "ViT": lambda: ViT(8),
-}
-"""The same networks at the width of a test."""

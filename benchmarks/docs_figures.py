@@ -31,6 +31,7 @@ from lipkit.layers.svcm import project
 from lipkit.linalg import bjorck
 from lipkit.linalg.exponential import skew_part, taylor
 from lipkit.report.record import read_record
+from lipkit.testing import jacobians
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 # Text stays text and identifiers do not change from run to run: small files, small differences.
@@ -43,8 +44,7 @@ STYLE = {
 def jacobian(function: nn.Module, shape: tuple[int, ...]) -> np.ndarray:
     """The dense matrix of the derivative at a random point, outputs by inputs."""
     x = torch.randn(1, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.functional.jacobian(lambda v: function(v).flatten(), x)
-    return found.flatten(1).numpy()
+    return jacobians(function, x)[0]
 
 
 def singular_values() -> plt.Figure:

@@ -231,27 +231,18 @@ def _same(found: Tensor, wanted: Tensor, x: Tensor, slack: float = 1e-4) -> bool
 
 
 @contextlib.contextmanager
-def _plain(x: Tensor) -> Iterator[Tensor]:
-    yield x.clone()
-
-
-@contextlib.contextmanager
 def _inference(x: Tensor) -> Iterator[Tensor]:
     with torch.inference_mode():
         yield x.clone()
 
 
-def _strided(x: Tensor) -> Tensor:
-    return x.movedim(0, -1).contiguous().movedim(-1, 0)
-
-
 # How a batch may come: with what it carries, and what is on around the call.
 MODES: dict[str, Callable[[Tensor], Any]] = {
-    "with derivatives": lambda x: _plain(x),
+    "with derivatives": lambda x: contextlib.nullcontext(x.clone()),
     "from a leaf": lambda x: contextlib.nullcontext(x.clone().requires_grad_()),
     "from a computed input": lambda x: contextlib.nullcontext(x.clone().requires_grad_() * 1),
     "in inference mode": _inference,
-    "from a strided input": lambda x: contextlib.nullcontext(_strided(x)),
+    "from a strided input": lambda x: contextlib.nullcontext(x.movedim(0, -1).contiguous().movedim(-1, 0)),
     "from a slice": lambda x: contextlib.nullcontext(torch.cat((x[:1], x))[1:]),
 }
 

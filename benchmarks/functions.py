@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from benchmarks.speed.clock import cpu_clock, interleaved, measuring
+from benchmarks.speed.clock import cpu_clock, interleaved, measuring, median, ratio
 from benchmarks.speed.memory import saved_bytes
-from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
 from lipkit.conv import cayley_conv, circular, phases, spectrum, spread

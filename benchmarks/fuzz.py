@@ -31,9 +31,7 @@ import torch
 import lipkit
 from lipkit import models, modules
 from lipkit.certificates.certificate_file import describe, read_certificate, write_certificate
-from lipkit.data.cifar import read_binary, read_python
-from lipkit.data.mnist import read_idx
-from lipkit.data.stl10 import read_images
+from lipkit.data.binary import read_binary, read_idx, read_images, read_python
 from lipkit.errors import LipkitError
 from lipkit.interop import from_pretrained, save_pretrained
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from benchmarks.speed.clock import cpu_clock, measuring
 from benchmarks.speed.memory import fresh
 from benchmarks.speed.shapes import Shape
-from benchmarks.speed.table import markdown
 from benchmarks.speed.work import REFERENCE, contenders
 
 from lipkit.files import write_atomic
 from lipkit.layers.families import FAMILIES
+from lipkit.text import table
 
 CHANNELS, BATCHES = (32, 64, 128, 256, 512, 1024), (1, 8, 32, 128, 512)
 SIDES = {"eco": (6, 12, 24, 48)}
@@ -70,18 +70,18 @@ def growth_table(labels: list[str], along: str) -> str:
     """Milliseconds and MiB at each size, and the exponents."""
     runs = {label: sweep(label, along) for label in labels}
     sizes = sorted({size for found in runs.values() for size, _, _ in found})
-    rows = [[along, *(f"{n}" for n in sizes), "exponent of time", "of memory"]]
+    head, rows = [along, *map(str, sizes), "exponent of time", "of memory"], []
     for label, found in runs.items():
         cells = {size: f"{1e3 * time:.3g} / {memory / 2**20:.0f}" for size, time, memory in found}
         slopes = [f"{exponent(found, what):.1f}" for what in (1, 2)]
         rows.append([label.partition(":")[0], *(cells.get(n, "") for n in sizes), *slopes])
-    return markdown(rows)
+    return table(head, rows, markdown=True)
 
 
 def ceiling_table(labels: list[str]) -> str:
     """The largest batch whose training step fits into 24 GiB, for a few layers."""
     shapes = [Shape(c, c, n) for c, n in ((128, 32), (256, 32), (512, 16))]
-    rows = [["largest batch in 24 GiB", *map(str, shapes)]]
+    head, rows = ["largest batch in 24 GiB", *map(str, shapes)], []
     for label in labels:
         cells = []
         for shape in shapes:
@@ -93,7 +93,7 @@ def ceiling_table(labels: list[str]) -> str:
             fits = f"{int((CEILING - large) / each) + BETWEEN[1]:,}" if each > 0 else "not seen"
             cells.append(fits if shape.side in (16, 32) else f"{fits} ({shape})")
         rows.append([label.partition(":")[0], *cells])
-    return markdown(rows)
+    return table(head, rows, markdown=True)
 
 
 def main() -> None:

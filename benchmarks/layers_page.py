@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.speed.clock import cpu_clock, interleaved, measuring
-from benchmarks.speed.shapes import Shape
-from benchmarks.speed.work import PHASES, REFERENCE, contenders
+from benchmarks.speed.shapes import PHASES, Shape
+from benchmarks.speed.work import REFERENCE, contenders
 
 from lipkit.files import write_atomic
 from lipkit.layers.families import FAMILIES

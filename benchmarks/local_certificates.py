@@ -27,13 +27,15 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 import torch
+from benchmarks.soundness_draws import linear
 from torch import Tensor, nn
 
 import lipkit
 from lipkit import modules
 from lipkit.attacks import autoattack
+from lipkit.attacks.ascent import margin_loss
 from lipkit.certificates import certify
-from lipkit.data.augment import random_flip
+from lipkit.data import random_flip
 from lipkit.training import PgdAdversary
 
 RECORDS = Path(__file__).parent.parent / "records" / "local_certificates"
@@ -197,12 +199,7 @@ def crafted() -> list[modules.Network]:
     """Networks in which rounding decides, in float32."""
 
     def dense(weight: Any, bias: Any = None) -> nn.Linear:
-        weight = torch.tensor(weight)
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
-        layer.weight.data.copy_(weight)
-        if bias is not None:
-            layer.bias.data.copy_(torch.tensor(bias))
-        return layer
+        return linear(torch.tensor(weight), None if bias is None else torch.tensor(bias))
 
     def skip(t: float) -> modules.Network:
         last = dense([[0.0], [1.0]], [t, 0.0])
@@ -233,9 +230,7 @@ def attacked(network: modules.Network, x: Tensor, labels: Tensor, radius: Tensor
             direction = torch.randn(x.shape, dtype=torch.float64)
         elif trial % 5 < 4:
             point = (x.double() + direction).to(x.dtype).requires_grad_()
-            y = network(point)
-            gap = (y.scatter(1, labels[:, None], -math.inf).amax(1) - y.gather(1, labels[:, None])[:, 0]).sum()
-            slope = torch.autograd.grad(gap, point)[0].double()
+            slope = torch.autograd.grad(margin_loss(network(point), labels).sum(), point)[0].double()
             length = slope.flatten(1).norm(dim=1).clamp_min(1e-300).view(ahead)
             direction = direction + 2 * slope / length * wide.view(ahead)
         length = direction.flatten(1).norm(dim=1).clamp_min(1e-300)

@@ -10,7 +10,8 @@ the layer's true size, which gives a LOWER estimate. Shapes are the published on
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import statistics
+from collections import defaultdict
 
 import torch
 from papers.measures.networks import NETWORKS, Conv, measure
@@ -28,32 +29,29 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of one method before it is left out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    known: dict[tuple[str, Conv], tuple[float, float]] = {}
-    spent: Counter[str] = Counter()
+    known: dict[str, dict[Conv, tuple[float, float]]] = defaultdict(dict)
     methods = ["power", *arguments.methods]
     print("seconds for all convolutions (geometric mean of bound / power estimate)\n")
     print(f"| network | convolutions | {' | '.join(methods)} |\n|{'---|' * (len(methods) + 2)}")
     for name in arguments.networks:
-        counts = Counter(NETWORKS[name]())
-        cells = []
+        convs, cells = [*NETWORKS[name]()], []
         for method in methods:
-            for conv in counts:
-                if (method, conv) not in known and spent[method] < arguments.budget:
-                    known[method, conv] = measure(method, conv)
-                    spent[method] += known[method, conv][0]
-            if any((method, conv) not in known for conv in counts):
+            found, power = known[method], known["power"]
+            for conv in convs:
+                if conv not in found and sum(seconds for seconds, _ in found.values()) < arguments.budget:
+                    found[conv] = measure(method, conv)
+            if any(conv not in found for conv in convs):
                 cells.append("over budget")
                 continue
-            seconds = sum(known[method, conv][0] * count for conv, count in counts.items())
-            if any(("power", conv) not in known for conv in counts):
+            seconds = sum(found[conv][0] for conv in convs)
+            if any(conv not in power for conv in convs):
                 cells.append(f"{seconds:.2f}")
                 continue
-            ratios = [known[method, conv][1] / known["power", conv][1] for conv in counts for _ in range(counts[conv])]
-            mean = float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
-            reference = sum(known["power", conv][0] * count for conv, count in counts.items())
+            mean = statistics.geometric_mean(found[conv][1] / power[conv][1] for conv in convs)
+            reference = sum(power[conv][0] for conv in convs)
             speed = "" if method == "power" else f", {reference / seconds:.2g}x as fast"
             cells.append(f"{seconds:.2f}{speed} ({mean:.3f})")
-        print(f"| {name} | {sum(counts.values())} | {' | '.join(cells)} |", flush=True)
+        print(f"| {name} | {len(convs)} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import lipkit
 from lipkit.layers import CayleyLinear, LinearSystem, MaxMin, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer
 from lipkit.modules import Recurrent, contraction, local_error
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 
 KINDS = ("linear", "r2dn abs", "r2dn relu", "r2dn lbdn", "r2dn cayley", "ren tanh", "ren relu")
 

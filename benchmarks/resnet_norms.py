@@ -82,11 +82,8 @@ def main() -> None:
     }
     times: dict[str, list[float]] = {how: [] for how in nets}
     losses: dict[str, list[float]] = {how: [] for how in nets}
-    x_train, y_train = data.train.x, data.train.y
     for _ in range(given.steps):
-        chosen = torch.randint(len(y_train), (given.batch,))
-        x, y = x_train[chosen].float(), y_train[chosen]
-        x = x / 255 if x_train.dtype == torch.uint8 else x
+        x, y = data.train.batch(torch.randint(len(data.train), (given.batch,)))
         for how, net in nets.items():
             begin = time.process_time()
             optimisers[how].zero_grad()
@@ -96,8 +93,8 @@ def main() -> None:
             times[how].append(time.process_time() - begin)
             losses[how].append(loss.item())
             schedules[how].step()
-    x, y = data.test.x[: given.tested].float(), data.test.y[: given.tested]
-    x = (x / 255 if x_train.dtype == torch.uint8 else x) - 0.5
+    x, y = data.test.batch(slice(given.tested))
+    x = x - 0.5
     found: dict[str, dict[str, Any]] = {}
     ratios = {how: statistics.median(a / b for a, b in zip(times[how], times["torch"], strict=True)) for how in nets}
     for how, net in nets.items():

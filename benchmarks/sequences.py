@@ -30,6 +30,7 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 import lipkit
+from lipkit.attacks.ascent import margin_loss
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin
 from lipkit.layers.recurrent import masked
 from lipkit.models.sequences import SumOverTime
@@ -146,27 +147,21 @@ def train(model: nn.Module, data: Batch, lr: float, temperature: float, offset: 
     return model.eval()
 
 
-def margins(logits: Tensor, y: Tensor) -> Tensor:
-    """The logit of the label less the largest other one."""
-    others = logits.scatter(1, y[:, None], -torch.inf)
-    return logits.gather(1, y[:, None])[:, 0] - others.amax(1)
-
-
 def attacked(model: nn.Module, data: Batch, radius: float, steps: int) -> float:
     """Accuracy under PGD in the l2 ball."""
     x, mask, y = data
-    moved, right = torch.zeros_like(x), margins(model(x, mask), y) > 0
+    moved, right = torch.zeros_like(x), margin_loss(model(x, mask), y) < 0
     for _ in range(steps):
         moved.requires_grad_()
-        margin = margins(model(x + moved, mask), y)
-        (grad,) = torch.autograd.grad(margin.sum(), moved)
+        loss = margin_loss(model(x + moved, mask), y)
+        (grad,) = torch.autograd.grad(loss.sum(), moved)
         with torch.no_grad():
-            right &= margin > 0
+            right &= loss < 0
             size = grad.flatten(1).norm(dim=1).clamp_min(1e-12)[:, None, None]
-            moved = masked(moved - 4 * radius / steps * grad / size, mask)
+            moved = masked(moved + 4 * radius / steps * grad / size, mask)
             moved *= (radius / moved.flatten(1).norm(dim=1).clamp_min(1e-12)).clamp_max(1)[:, None, None]
     with torch.no_grad():
-        right &= margins(model(x + moved, mask), y) > 0
+        right &= margin_loss(model(x + moved, mask), y) < 0
     return 100 * float(right.float().mean())
 
 

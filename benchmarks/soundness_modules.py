@@ -13,7 +13,6 @@ import random
 import tempfile
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import torch
@@ -367,15 +366,14 @@ def _exported(module: nn.Module, shape: tuple[int, ...], x: Tensor, alone: Tenso
     return float(lipkit.lipschitz(plain).detach())
 
 
-def _forged(module: nn.Module, shape: tuple[int, ...], out: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A configuration that says that the module is the first of a classifier of inputs of this shape."""
-    network = Network([copy.deepcopy(module), nn.Flatten(), nn.Linear(out, 2)], shape)
-    return describe(network), {name: value.detach() for name, value in network.state_dict().items()}
+def _forged(module: nn.Module, shape: tuple[int, ...], out: int) -> Network:
+    """A classifier of inputs of this shape whose first module is the given one."""
+    return Network([copy.deepcopy(module), nn.Flatten(), nn.Linear(out, 2)], shape)
 
 
 def _loaded(module: nn.Module, shape: tuple[int, ...], x: Tensor, alone: Tensor, good: bool, what: str) -> None:
     """``save`` and ``load`` refuse a network that is none, or give back the same function."""
-    network = Network([copy.deepcopy(module), nn.Flatten(), nn.Linear(alone[0].numel(), 2)], shape)
+    network = _forged(module, shape, alone[0].numel())
     with tempfile.TemporaryDirectory() as folder:
         lipkit.modules.save(network, folder)
         found = lipkit.modules.load(folder)
@@ -387,16 +385,13 @@ def _loaded(module: nn.Module, shape: tuple[int, ...], x: Tensor, alone: Tensor,
 
 def _checked(module: nn.Module, shape: tuple[int, ...], x: Tensor, alone: Tensor, good: bool, what: str) -> None:
     """The independent checker: refused, or the same logits as torch and a constant above the slope."""
-    config, tensors = _forged(module, shape, alone[0].numel())
+    network = _forged(module, shape, alone[0].numel())
+    tensors = {name: value.detach().numpy() for name, value in network.state_dict().items()}
     lipkit_check.ops = lipkit_check.Floats()
-    found = lipkit_check.Network(
-        json.loads(json.dumps(config)), {name: value.numpy() for name, value in tensors.items()}
-    )
+    found = lipkit_check.Network(json.loads(json.dumps(describe(network))), tensors)
     logits = np.concatenate([c for c, _ in found.logits(x.numpy(), 1)])
     if not good:
         raise Failure(f"{what}: the checker computes what torch does not, sample by sample")
-    network = Network([copy.deepcopy(module), nn.Flatten(), nn.Linear(alone[0].numel(), 2)], shape)
-    network.load_state_dict(tensors)
     with torch.no_grad():
         _compare(torch.from_numpy(logits.astype(np.float64)), network(x).double(), f"{what}: checker")
     slope = _slope(network, x)

@@ -31,6 +31,7 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from torch import Tensor, nn
 
+from lipkit.attacks.ascent import margin_loss
 from lipkit.certificates import monotone
 from lipkit.certificates.measurement import float64_copy
 from lipkit.sklearn import LipschitzClassifier, LipschitzRegressor
@@ -68,7 +69,7 @@ def score(outputs: Tensor, y: Tensor) -> Tensor:
     """max over other classes minus the label's logit, or the distance from the target."""
     if y.is_floating_point():
         return (outputs[:, 0] - y).abs()
-    return outputs.scatter(1, y[:, None], -math.inf).amax(1) - outputs.gather(1, y[:, None])[:, 0]
+    return margin_loss(outputs, y)
 
 
 def attacked(network: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int = 20) -> Tensor:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lipkit.testing import dense_matrix
 
 PAGE = Path(__file__).parents[1] / "docs/lab/torch_modules.md"
 
@@ -37,15 +40,8 @@ class Known(NamedTuple):
     slack: float = 1e-6
 
 
-def _norm(module: Any, shape: tuple[int, ...]) -> float:
-    n = math.prod(shape)
-    with torch.no_grad():
-        y = module(torch.eye(n).reshape(n, *shape)) - module(torch.zeros(n, *shape))
-    return float(torch.linalg.matrix_norm(y.flatten(1).double(), 2))
-
-
 def _linear(make: Callable[[], nn.Module], shape: tuple[int, ...], words: str, slack: float = 1e-5) -> Known:
-    return Known(make, shape, words, lambda module: _norm(module, shape), slack)
+    return Known(make, shape, words, lambda f: float(np.linalg.norm(dense_matrix(f, shape, torch.float32), 2)), slack)
 
 
 def _steepest(make: Callable[[], nn.Module], words: str) -> Known:
@@ -200,55 +196,34 @@ REFUSED: dict[str, str] = {
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 
-# Instances of refused modules that take arguments.
+# Arguments, and the refused modules of which they make an instance.
+_ARGUMENTS: dict[tuple[Any, ...], str] = {
+    (1,): "CircularPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
+    (1, 0.0): "ConstantPad3d",
+    (0.1, 1.0): "Threshold",
+    (2,): "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d MaxPool3d CrossMapLRN2d LazyLinear LocalResponseNorm "
+    "MaxUnpool1d MaxUnpool2d MaxUnpool3d SyncBatchNorm",
+    (2, 2): "FractionalMaxPool2d FractionalMaxPool3d GRU GRUCell LPPool1d LPPool2d LPPool3d LSTM LSTMCell LazyConv1d "
+    "LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d LinearCrossEntropyLoss RNNCell",
+    (3, 2): "Embedding EmbeddingBag",
+    (4, 2): "Fold MultiheadAttention",
+    (1, 1, 2): "Conv3d ConvTranspose3d",
+    (2, 2, 2): "Bilinear",
+    (4, 2, 4): "TransformerDecoderLayer TransformerEncoderLayer",
+    (4, 4, (2,)): "AdaptiveLogSoftmaxWithLoss",
+    (2, 2, True, 1): "RNNCellBase",
+    (4, 2, 1, 1, 4): "Transformer",
+    ("LSTM", 2, 2): "RNNBase",
+}
 MADE: dict[str, Callable[[], nn.Module]] = {
-    "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 4, [2]),
-    "Bilinear": lambda: nn.Bilinear(2, 2, 2),
-    "CrossMapLRN2d": lambda: nn.CrossMapLRN2d(2),
     "DataParallel": lambda: nn.DataParallel(nn.ReLU()),
-    "Embedding": lambda: nn.Embedding(3, 2),
-    "EmbeddingBag": lambda: nn.EmbeddingBag(3, 2),
-    "Fold": lambda: nn.Fold(4, 2),
-    "FractionalMaxPool2d": lambda: nn.FractionalMaxPool2d(2, 2),
-    "FractionalMaxPool3d": lambda: nn.FractionalMaxPool3d(2, 2),
-    "LinearCrossEntropyLoss": lambda: nn.LinearCrossEntropyLoss(2, 2),
-    "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
-    "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
-    "RNNBase": lambda: nn.RNNBase("LSTM", 2, 2),
-    "RNNCellBase": lambda: nn.RNNCellBase(2, 2, True, 1),
-    "SyncBatchNorm": lambda: nn.SyncBatchNorm(2),
-    "Threshold": lambda: nn.Threshold(0.1, 1.0),
-    "Transformer": lambda: nn.Transformer(4, 2, 1, 1, 4),
     "TransformerDecoder": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 4), 1),
-    "TransformerDecoderLayer": lambda: nn.TransformerDecoderLayer(4, 2, 4),
     "TransformerEncoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False
     ),
-    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(4, 2, 4),
 }
-for _pad in ("Circular", "Reflection", "Replication", "Zero"):
-    for _n in (1, 3):
-        MADE[f"{_pad}Pad{_n}d"] = lambda kind=f"{_pad}Pad{_n}d": getattr(nn, kind)(1)
-for _n in (1, 2, 3):
-    MADE[f"ConstantPad{_n}d"] = lambda n=_n: getattr(nn, f"ConstantPad{n}d")(1, 0.0)
-    MADE[f"LPPool{_n}d"] = lambda n=_n: getattr(nn, f"LPPool{n}d")(2, 2)
-    MADE[f"MaxUnpool{_n}d"] = lambda n=_n: getattr(nn, f"MaxUnpool{n}d")(2)
-for _name in ("AdaptiveAvgPool3d", "AdaptiveMaxPool3d", "AvgPool3d", "MaxPool3d"):
-    MADE[_name] = lambda kind=_name: getattr(nn, kind)(2)
-for _name in ("Conv3d", "ConvTranspose3d"):
-    MADE[_name] = lambda kind=_name: getattr(nn, kind)(1, 1, 2)
-for _name in ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNNCell"):
-    MADE[_name] = lambda kind=_name: getattr(nn, kind)(2, 2)
-for _name in (
-    "LazyConv1d",
-    "LazyConv2d",
-    "LazyConv3d",
-    "LazyConvTranspose1d",
-    "LazyConvTranspose2d",
-    "LazyConvTranspose3d",
-):
-    MADE[_name] = lambda kind=_name: getattr(nn, kind)(2, 2)
-MADE["LazyLinear"] = lambda: nn.LazyLinear(2)
+for _arguments, _names in _ARGUMENTS.items():
+    MADE |= {name: partial(getattr(nn, name), *_arguments) for name in _names.split() if hasattr(nn, name)}
 
 
 def classes() -> list[str]:

@@ -18,12 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from lipkit.modules.parametrised import settled
 from lipkit.parametrize import spectral_norm
+from lipkit.testing import dense_matrix
 
 Drawn = tuple[nn.Module, tuple[int, ...], tuple[int, ...] | None]
 
@@ -78,7 +80,8 @@ def signals(draw: random.Random) -> Drawn:
 
 
 def dense(draw: random.Random) -> Drawn:
-    return nn.Linear(draw.randint(1, 12), draw.randint(1, 12)), (), None
+    layer = nn.Linear(draw.randint(1, 12), draw.randint(1, 12))
+    return layer, (layer.in_features,), None
 
 
 KINDS: dict[str, Callable[[random.Random], Drawn]] = {
@@ -98,12 +101,8 @@ def norm(layer: nn.Module, shape: tuple[int, ...]) -> float:
     """The largest singular value of the stored weights' linear map, in float64."""
     with torch.no_grad():
         fixed: Any = copy.deepcopy(settled(layer)).double()
-        fixed.bias = None
-        if isinstance(fixed, nn.Linear):
-            return float(torch.linalg.matrix_norm(fixed.weight, 2))
-        n = torch.Size(shape).numel()
-        matrix = fixed(torch.eye(n, dtype=torch.float64).reshape(n, *shape)).flatten(1)
-        return float(torch.linalg.matrix_norm(matrix, 2))
+    fixed.bias = None
+    return float(np.linalg.norm(dense_matrix(fixed, shape), 2))
 
 
 def measured(count: int, seed: int = 0) -> dict[str, dict[str, float]]:

@@ -146,7 +146,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Trajectory]:
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rates", type=float, nargs=2, default=(0.005, 0.001), metavar=("OURS", "THEIRS"))
     parser.add_argument("--out", type=Path, default=Path("runs/denoiser"))
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -154,7 +153,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Trajectory]:
     shape = (3, SIDE, SIDE)
     paths: dict[str, Trajectory] = {}
     sizes = given.channels, given.depth, given.blocks
-    for name, rate in zip(("orthogonal", "unconstrained"), given.rates, strict=True):
+    for name, rate in (("orthogonal", 0.005), ("unconstrained", 0.001)):
         torch.manual_seed(0)
         net = network(name, sizes)
         seconds = train(net, strips, given.steps, rate)

@@ -65,7 +65,9 @@ def network(width: int = 64) -> nn.Sequential:
     return nn.Sequential(*layers, CayleyConv2d(width, CLASSES * pixels, 1), nn.PixelShuffle(4))
 
 
-def trained(data: tuple[Tensor, Tensor], steps: int, temperature: float, width: int = 64) -> lipkit.modules.Network:
+def trained(
+    data: tuple[Tensor, Tensor], steps: int, temperature: float = 0.3, width: int = 64
+) -> lipkit.modules.Network:
     torch.manual_seed(0)
     model = network(width)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -79,7 +81,7 @@ def trained(data: tuple[Tensor, Tensor], steps: int, temperature: float, width: 
     return lipkit.export(model, (3, SIDE, SIDE))
 
 
-def attacked(net: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int) -> Tensor:
+def attacked(net: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int = 40) -> Tensor:
     """The smallest number of correct pixels (N,) that gradient descent finds within eps.
 
     It attacks the pixels of least margin, as many as the bound allows for a multiple of eps, and pushes each just past
@@ -113,21 +115,19 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int) -> Te
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--temperature", type=float, default=0.3)
     parser.add_argument("--images", type=int, default=500)
-    parser.add_argument("--attack-steps", type=int, default=40)
     parser.add_argument("--eps", type=float, nargs="+", default=[0.25, 0.5, 0.65, 1.0])
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args(arguments)
     digits = lipkit.data.load("digits")
     start = time.process_time()
-    net = trained(scenes(digits.train, 8000, 0), given.steps, given.temperature)
+    net = trained(scenes(digits.train, 8000, 0), given.steps)
     x, y = scenes(digits.test, given.images, 1)
     rows, proof, exact = [], lipkit.prove(net), lipkit.certificates.measurement.float64_copy(net)
     for eps in given.eps:
         found = dense(net, x, y, eps, proof=proof)
         parts = zip(x.double().split(100), y.split(100), strict=True)
-        left = torch.cat([attacked(exact, a, b, eps, given.attack_steps) for a, b in parts])
+        left = torch.cat([attacked(exact, a, b, eps) for a, b in parts])
         attack = float(left.sum() / found.positions.sum())
         broken = int((left < found.worst).sum())
         print(f"{found}\nattack {100 * attack:.1f} %, below the bound in {broken} of {len(left)} images")

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from lipkit.experiments.recipe import Recipe, load_recipe
 from lipkit.files import write_atomic
 from papers.measures import find
 from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
-from papers.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
+from papers.tables import PAPERS, SCALES, TABLES, Row, Table, is_fraction
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
@@ -305,21 +305,16 @@ def published() -> str:
     return "\n" + "\n".join([total, *tables, "## Notes on tables without published figures\n", *silent]) + "\n"
 
 
-def rows_of(paper: Paper) -> Iterator[str]:
-    """A paper's lines in lab/reproduce.md, in the `order` of its items."""
-    lines = [(item, f"| {item} | not made: {reason} | | |") for item, reason in paper.not_made.items()]
-    for item, arguments, name, rows in paper.rows(TABLES):
-        made, verdicts = recorded(name, rows), summary(name, rows, paper.said.get(item))
-        lines.append((item, f"| {item} | `python -m papers {arguments}` | {made} | {verdicts} |"))
-    yield from (line for _, line in sorted(lines, key=lambda pair: order(pair[0])))
-
-
 def index() -> str:
-    """The generated part of lab/reproduce.md."""
+    """The generated part of lab/reproduce.md: the items of each paper in their `order`."""
     parts = []
-    for paper in load_papers().values():
+    for paper in PAPERS.values():
+        lines = [(item, f"| {item} | not made: {reason} | | |") for item, reason in paper.not_made.items()]
+        for item, arguments, name, rows in paper.rows(TABLES):
+            made, verdicts = recorded(name, rows), summary(name, rows, paper.said.get(item))
+            lines.append((item, f"| {item} | `python -m papers {arguments}` | {made} | {verdicts} |"))
         head = f"### {paper.source}\n\n| item | command | records | published figures |\n|---|---|---|---|\n"
-        parts.append(head + "\n".join(rows_of(paper)) + "\n")
+        parts.append(head + "\n".join(line for _, line in sorted(lines, key=lambda pair: order(pair[0]))) + "\n")
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -327,7 +322,7 @@ def totals() -> str:
     """The generated part of docs/reproduce.md: a column of totals for each paper."""
     heads = ["published", "reached", "by one seed", "missed", "at 400 s", "times", "not made", "parameters", "left"]
     columns = []
-    for paper in load_papers().values():
+    for paper in PAPERS.values():
         tables = [name for name, table in TABLES.items() if table.source.startswith(paper.source)]
         verdicts = [verdict for name in tables for verdict in verdicts_of(name, TABLES[name].rows)]
         right, wrong = (verdicts.count(word) for word in COUNTED)

@@ -6,12 +6,13 @@ new folder. A run that another table has already made is reused.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -26,8 +27,8 @@ from lipkit.certificates.intervals import clopper_pearson
 from lipkit.errors import RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
-from lipkit.experiments.outcome import Display
 from lipkit.experiments.recipe import Recipe, load_recipe, seeded, to_yaml
+from lipkit.experiments.run import Display
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.memory import keep_freed_memory
 from lipkit.report.record import RECORD, RUNS, AnyRecord, Record, hardware, now, read_record, versions, write_record
@@ -172,15 +173,23 @@ def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, ke
     missing = [run for run in possible if not run.done]
     display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are finished, {len(missing)} to make")
     failed: list[str] = []
+
+    def succeeds(run: TableRun, make: Callable[[], None]) -> bool:
+        try:
+            make()
+        except Exception as error:
+            if not keep_going:
+                raise
+            text = f"{run.row.label}, seed {run.seed}: {type(error).__name__}: {' '.join(str(error).split())}"
+            display.note(f"failed: {text}")
+            failed.append(text)
+            return False
+        return True
+
     if workers == 1 or len(missing) <= 1:
         for number, run in enumerate(missing, 1):
             display.note(f"{number}/{len(missing)}  {run.row.label}, seed {run.seed}")
-            try:
-                make_run(run, display)
-            except Exception as error:
-                if not keep_going:
-                    raise
-                failed.append(_failure(run, error, display))
+            succeeds(run, functools.partial(make_run, run, display))
         return failed
     # A fresh interpreter for each worker: a forked one would inherit torch's thread pool, in an unknown state.
     with ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"), _start_worker) as pool:
@@ -188,13 +197,8 @@ def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, ke
         try:
             for number, future in enumerate(as_completed(waiting), 1):
                 run = waiting[future]
-                problem = future.exception()
-                if problem is None:
+                if succeeds(run, future.result):
                     display.note(f"{number}/{len(missing)}  {run.row.label}, seed {run.seed}: {_shown(run)}")
-                elif not keep_going or not isinstance(problem, Exception):
-                    raise problem
-                else:
-                    failed.append(_failure(run, problem, display))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -210,7 +214,8 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
     """Make one run, resuming from its last checkpoint, then take the measurements that follow it."""
     if run.row.measure:
         start = time.perf_counter()
-        figures = measures.find(run.row.measure)(seed=run.seed, root=run.root, **run.options)
+        place = {"root": run.root} if "data" in run.options else {}
+        figures = measures.find(run.row.measure)(seed=run.seed, **place, **run.options)
         seconds = time.perf_counter() - start
         made = measurement_record(run.row.label, run.row.measure, run.options, run.seed, figures, seconds)
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -298,12 +303,6 @@ def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, f
             total = min(options.get("samples", ATTACKED), record.data.test_samples)
             return clopper_pearson(round(record.further[name] * total), total)
     return None
-
-
-def _failure(run: TableRun, error: BaseException, display: Display) -> str:
-    text = f"{run.row.label}, seed {run.seed}: {type(error).__name__}: {' '.join(str(error).split())}"
-    display.note(f"failed: {text}")
-    return text
 
 
 def _shown(run: TableRun) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -215,26 +214,17 @@ def is_fraction(figure: str) -> bool:
     return figure.partition("(")[0] in FRACTIONS
 
 
-@cache
-def _published() -> dict[str, dict[str, Any]]:
-    files = sorted((Path(__file__).parent / "published").glob("*.yaml"))
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML was built with it: ten times faster
-    return {file.stem: yaml.load(file.read_text(encoding="utf-8"), loader) for file in files}
-
-
-def load_papers() -> dict[str, Paper]:
-    """The papers, by the names of their files in ``published``.
-
-    >>> load_papers()["cayley"].made["table 8"]
-    ('cayley_8',)
-    """
-    return {name: Paper.model_validate(tables[".paper"]) for name, tables in _published().items() if ".paper" in tables}
-
-
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML was built with it: ten times faster
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    file.stem: yaml.load(file.read_text(encoding="utf-8"), _LOADER)
+    for file in sorted((Path(__file__).parent / "published").glob("*.yaml"))
+}
+# By the names of the files.
+PAPERS = {name: Paper.model_validate(tables[".paper"]) for name, tables in _PUBLISHED.items() if ".paper" in tables}
 # By name, in the order of the files. Keys that begin with a dot hold `Paper` or YAML anchors that several tables share.
 TABLES: dict[str, Table] = {
     name: Table.model_validate(table)
-    for tables in _published().values()
+    for tables in _PUBLISHED.values()
     for name, table in tables.items()
     if not name.startswith(".")
 }

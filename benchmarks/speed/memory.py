@@ -69,7 +69,7 @@ def here(label: str, shape: Shape, batch: int, phase: str, device: str = "cpu") 
     name, _, maker = label.partition(":")
     families = [get(name)] if maker else []
     # Once with a tiny input: libraries load what they need, and none of it counts as the layer's.
-    tiny = Shape(shape.cin, shape.cout, 3 * shape.stride, shape.stride, shape.strided_kernel)
+    tiny = Shape(shape.cin, shape.cout, 3 * shape.stride, shape.stride)
     contenders(families, tiny, 2, phase, device, makers=(maker,))[label]()
     work = contenders(families, shape, batch, phase, device, makers=(maker,))[label]
     cuda = torch.device(device).type == "cuda"

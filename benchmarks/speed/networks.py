@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,26 +17,20 @@ from lipkit.models import kwlarge, lipconvnet
 INPUT, CLASSES, IMAGES = (3, 32, 32), 10, 50_000
 Build = Callable[[], nn.Module]
 
-
 CIRCULAR: dict[str, Any] = {"padding_mode": "circular"}
+PLAIN_KWLARGE = partial(kwlarge, "plain", **CIRCULAR)
+PLAIN_LIPCONVNET = partial(lipconvnet, 20, layer="plain", first_options=CIRCULAR, last_options=CIRCULAR)
 # By title: the constrained network, and the same one of plain layers with circular convolutions.
 NETWORKS: dict[str, tuple[Build, Build]] = {
-    "KWLarge (cayley)": (lambda: kwlarge("cayley"), lambda: kwlarge("plain", **CIRCULAR)),
-    "KWLarge (bcop)": (lambda: kwlarge("bcop"), lambda: kwlarge("plain", **CIRCULAR)),
-    "KWLarge (rko)": (lambda: kwlarge("rko"), lambda: kwlarge("plain", **CIRCULAR)),
-    "KWLarge (ossn)": (lambda: kwlarge("ossn"), lambda: kwlarge("plain", **CIRCULAR)),
+    **{
+        f"KWLarge ({family})": (partial(kwlarge, family), PLAIN_KWLARGE) for family in ("cayley", "bcop", "rko", "ossn")
+    },
     "LBDN small (sandwich)": (
-        lambda: kwlarge("sandwich", dense=(512, 512)),
-        lambda: kwlarge("plain", dense=(512, 512), activation="relu", **CIRCULAR),
+        partial(kwlarge, "sandwich", dense=(512, 512)),
+        partial(PLAIN_KWLARGE, dense=(512, 512), activation="relu"),
     ),
-    "LipConvnet-20 (soc, eco)": (
-        lambda: lipconvnet(20),
-        lambda: lipconvnet(20, layer="plain", first_options=CIRCULAR, last_options=CIRCULAR),
-    ),
-    "LipConvnet-20 (eco)": (
-        lambda: lipconvnet(20, layer="eco"),
-        lambda: lipconvnet(20, layer="plain", first_options=CIRCULAR, last_options=CIRCULAR),
-    ),
+    "LipConvnet-20 (soc, eco)": (partial(lipconvnet, 20), PLAIN_LIPCONVNET),
+    "LipConvnet-20 (eco)": (partial(lipconvnet, 20, layer="eco"), PLAIN_LIPCONVNET),
 }
 
 

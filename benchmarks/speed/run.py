@@ -7,13 +7,14 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.speed import floor, memory, networks, rivals, targets, textbook
+from benchmarks.speed import floor, memory, networks, others, targets, textbook
 from benchmarks.speed.checks import check_small, check_textbook
 from benchmarks.speed.clock import clock_of, interleaved, measuring
-from benchmarks.speed.shapes import BATCHES, Shape, parse, shapes_of
-from benchmarks.speed.work import COMPILED, MAKERS, PHASES, REFERENCE, accepts, contenders
+from benchmarks.speed.shapes import BATCHES, PHASES, Shape, parse, shapes_of
+from benchmarks.speed.work import COMPILED, MAKERS, REFERENCE, accepts, contenders
 
 from lipkit.errors import OptionError
 from lipkit.layers.families import get
@@ -115,12 +116,12 @@ def measure(
                 for batch in plan.batches:
                     for phase in plan.phases:
                         what = f"{shape}, batch {batch}, {phase}: {', '.join(names)}"
-                        jobs.append((what, _cell(result, plan, shape, names, batch, phase)))
+                        jobs.append((what, partial(_cell, result, plan, shape, names, batch, phase)))
         if "memory" in plan.parts:
-            jobs += [(f"memory: {label} {shape} {phase}", _memory(result, plan, label, shape, batch, phase))
+            jobs += [(f"memory: {label} {shape} {phase}", partial(_memory, result, plan, label, shape, batch, phase))
                      for label, shape, batch, phase in memory_jobs(plan)]  # fmt: skip
         if "networks" in plan.parts:
-            jobs += [(f"network: {title}", _network(result, plan, title)) for title in networks.NETWORKS]
+            jobs += [(f"network: {title}", partial(_network, result, plan, title)) for title in networks.NETWORKS]
         for number, (what, job) in enumerate(jobs, start=1):
             note(f"[{number}/{len(jobs)}, {time.perf_counter() - start:.0f} s] {what}")
             job()
@@ -138,7 +139,7 @@ def facts(plan: Plan) -> Result:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware(plan.device).model_dump(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "versions": versions() | rivals.installed(),
+        "versions": versions() | others.installed(),
         "options": options,
         "cells": [],
         "memory": [],
@@ -148,19 +149,14 @@ def facts(plan: Plan) -> Result:
     }
 
 
-def _cell(result: Result, plan: Plan, shape: Shape, names: Sequence[str], batch: int, phase: str) -> Callable[[], None]:
-    def job() -> None:
-        absent: dict[str, str] = {}
-        makers = (*MAKERS, COMPILED) if plan.compiled else MAKERS
-        families = [get(name) for name in names]
-        work = contenders(
-            families, shape, batch, phase, plan.device, makers=makers, autocast=plan.autocast, absent=absent
-        )
-        samples = interleaved(work, clock_of(plan.device), seconds=plan.seconds, repeats=plan.repeats, least=plan.least)
-        result["cells"].append({"shape": str(shape), "batch": batch, "phase": phase, "samples": samples})
-        result["absent"] |= {label: f"{reason}, at {shape}, {phase}" for label, reason in absent.items()}
-
-    return job
+def _cell(result: Result, plan: Plan, shape: Shape, names: Sequence[str], batch: int, phase: str) -> None:
+    absent: dict[str, str] = {}
+    makers = (*MAKERS, COMPILED) if plan.compiled else MAKERS
+    families = [get(name) for name in names]
+    work = contenders(families, shape, batch, phase, plan.device, makers=makers, autocast=plan.autocast, absent=absent)
+    samples = interleaved(work, clock_of(plan.device), seconds=plan.seconds, repeats=plan.repeats, least=plan.least)
+    result["cells"].append({"shape": str(shape), "batch": batch, "phase": phase, "samples": samples})
+    result["absent"] |= {label: f"{reason}, at {shape}, {phase}" for label, reason in absent.items()}
 
 
 def memory_jobs(plan: Plan) -> list[tuple[str, Shape, int, str]]:
@@ -173,23 +169,17 @@ def memory_jobs(plan: Plan) -> list[tuple[str, Shape, int, str]]:
     return found
 
 
-def _memory(result: Result, plan: Plan, label: str, shape: Shape, batch: int, phase: str) -> Callable[[], None]:
-    def job() -> None:
-        found = memory.fresh(label, shape, batch, phase, plan.device)
-        result["memory"].append({"label": label, "shape": str(shape), "batch": batch, "phase": phase, **found})
-
-    return job
+def _memory(result: Result, plan: Plan, label: str, shape: Shape, batch: int, phase: str) -> None:
+    found = memory.fresh(label, shape, batch, phase, plan.device)
+    result["memory"].append({"label": label, "shape": str(shape), "batch": batch, "phase": phase, **found})
 
 
-def _network(result: Result, plan: Plan, title: str) -> Callable[[], None]:
-    def job() -> None:
-        batch = max(plan.batches)
-        samples = networks.measure(
-            title, batch, plan.device, seconds=5 * plan.seconds, repeats=plan.repeats, autocast=plan.autocast
-        )
-        result["networks"].append({"title": title, "batch": batch, "samples": samples})
-
-    return job
+def _network(result: Result, plan: Plan, title: str) -> None:
+    batch = max(plan.batches)
+    samples = networks.measure(
+        title, batch, plan.device, seconds=5 * plan.seconds, repeats=plan.repeats, autocast=plan.autocast
+    )
+    result["networks"].append({"title": title, "batch": batch, "samples": samples})
 
 
 def rates_of(result: Mapping[str, Any]) -> floor.Rates:

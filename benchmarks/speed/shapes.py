@@ -20,12 +20,11 @@ class Shape:
     cout: int
     side: int
     stride: int = 1
-    strided_kernel: int = 1
 
     @property
     def kernel(self) -> int:
         """Kernel size of the constrained layer."""
-        return 3 if self.stride == 1 else self.strided_kernel
+        return 3 if self.stride == 1 else 1
 
     @property
     def inner(self) -> int:
@@ -44,9 +43,8 @@ class Shape:
 
     def __str__(self) -> str:
         step = "" if self.stride == 1 else f"s{self.stride}"
-        kernel = f"k{self.strided_kernel}" if self.stride > 1 and self.strided_kernel != 1 else ""
         channels = str(self.cin) if self.cin == self.cout and not step else f"{self.cin}->{self.cout}"
-        return f"{channels}{step}{kernel}@{self.side}"
+        return f"{channels}{step}@{self.side}"
 
 
 def parse(text: str) -> Shape:
@@ -56,18 +54,18 @@ def parse(text: str) -> Shape:
         OptionError: it is not written as above, or the stride does not divide the side.
 
     >>> parse("32->64s2@16")
-    Shape(cin=32, cout=64, side=16, stride=2, strided_kernel=1)
-    >>> str(parse("128->128@16")), str(parse("8->8s2k3@16"))
-    ('128@16', '8->8s2k3@16')
+    Shape(cin=32, cout=64, side=16, stride=2)
+    >>> str(parse("128->128@16"))
+    '128@16'
     """
-    found = re.fullmatch(r"(?:(\d+)->)?(\d+)(?:s(\d+))?(?:k(\d+))?@(\d+)", text.replace(" ", ""))
+    found = re.fullmatch(r"(?:(\d+)->)?(\d+)(?:s(\d+))?@(\d+)", text.replace(" ", ""))
     values = [int(part) for part in found.groups(default="1")] if found else [0]
     if not found or min(values) < 1:
         raise OptionError(f"shape: expected CHANNELS@SIDE or IN->OUTsSTRIDE@SIDE such as 64->64s2@16, got {text!r}")
-    cin, cout, stride, kernel, side = values
+    cin, cout, stride, side = values
     if side % stride:
         raise OptionError(f"shape: expected a side that is a multiple of the stride {stride}, got {text!r}")
-    return Shape(cin if found[1] else cout, cout, side, stride, kernel)
+    return Shape(cin if found[1] else cout, cout, side, stride)
 
 
 SHAPES = tuple(map(parse, ("3->32@32", "32->32s2@32", "32->64@16", "64->64s2@16", "128@16", "256@8", "512@4")))
@@ -75,6 +73,7 @@ ECO_SHAPES = tuple(
     map(parse, ("32@24", "64@12", "128@24", "128@12", "128@6", "256@12", "256@6", "512@6", "512@3"))
 )  # 3 divides their sides
 BATCHES = (32, 128)
+PHASES = ("train", "forward")
 
 
 def shapes_of(family: str) -> tuple[Shape, ...]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed import floor, targets
+from benchmarks.speed.clock import geometric_mean, median, ratio
 from benchmarks.speed.networks import epoch
 from benchmarks.speed.others import Others
-from benchmarks.speed.ratios import geometric_mean, median, ratio
 from benchmarks.speed.run import rates_of
 from benchmarks.speed.shapes import parse
 from benchmarks.speed.targets import AUTOCAST, TARGETS, Verdict, verdicts
@@ -18,6 +18,7 @@ from benchmarks.speed.work import COMPILED, HALF, LAST, MAKERS, PADDED, REFERENC
 
 from lipkit.errors import OptionError
 from lipkit.files import write_atomic
+from lipkit.text import table as aligned
 
 Result = Mapping[str, Any]
 PHASE_NAMES = {"train": "training step", "forward": "exported forward"}
@@ -26,23 +27,10 @@ PLAIN = ("zero", f"{REFERENCE} {LAST}", "conv tf32", "conv bf16")
 MEMBERS = ("lipkit", LAST, PADDED, HALF, COMPILED, *(maker for maker in MAKERS if maker != "lipkit"))
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned; the first row is its head.
-
-    >>> print(markdown([["a", "bcd"], ["12", "3"]]))
-    | a  | bcd |
-    |:---|----:|
-    | 12 |   3 |
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        first, *others = (
-            f" {c.rjust(w) if i else c.ljust(w)} " for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append(f"|{'|'.join([first, *others])}|")
-    rule = "|".join([":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])])
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its head first; empty if there is no other row."""
+    head, *others = rows
+    return aligned(head, others, markdown=True) if others else ""
 
 
 def number(value: float) -> str:
@@ -86,7 +74,7 @@ def family_table(result: Result, family: str, phase: str, others: Others | None 
             same = [c["samples"] for c in cells if c["batch"] == batch and label in c["samples"]]
             means.append(number(geometric_mean(ratio(s[label], s[REFERENCE]) for s in same)))
         rows.append(["geometric mean", str(batch), "", *means, *[""] * (len(libraries) + (4 if with_floor else 0))])
-    return markdown(rows)
+    return _markdown(rows)
 
 
 def _floor_cells(result: Result, cell: Mapping[str, Any], family: str, phase: str) -> list[str]:
@@ -108,7 +96,7 @@ def target_table(found: Sequence[Verdict]) -> str:
                 one.target.title, PHASE_NAMES[one.target.phase], str(one.target.batch), number(one.target.limit),
                 number(one.mean), number(one.worst), f"{one.shapes}{of}", "met" if one.met else "missed",
             ])  # fmt: skip
-    return markdown(rows) if len(rows) > 1 else ""
+    return _markdown(rows)
 
 
 def memory_table(result: Result) -> str:
@@ -127,7 +115,7 @@ def memory_table(result: Result) -> str:
             number(one["added"] / 1e6), number(added), number(one["saved"] / 1e6), number(saved),
             number(limit) if judged[0] and limit else "", ("met" if judged[1] else "missed") if judged[0] else "",
         ])  # fmt: skip
-    return markdown(rows) if len(rows) > 1 else ""
+    return _markdown(rows)
 
 
 def network_table(result: Result) -> str:
@@ -138,7 +126,7 @@ def network_table(result: Result) -> str:
         pace = ratio(one["samples"]["lipkit"], one["samples"]["plain"])
         epochs = [f"{epoch(value, one['batch']):.0f}" for value in (plain, own)]
         rows.append([one["title"], str(one["batch"]), number(plain), number(own), number(pace), *epochs])
-    return markdown(rows) if len(rows) > 1 else ""
+    return _markdown(rows)
 
 
 def provenance(result: Result) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.speed.ratios import geometric_mean, ratio
+from benchmarks.speed.clock import geometric_mean, ratio
 from benchmarks.speed.shapes import Shape, parse, shapes_of
 from benchmarks.speed.work import HALF, LAST, REFERENCE
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from benchmarks.speed import rivals, textbook
+from benchmarks.speed import others, textbook
 from benchmarks.speed.checks import check_mixed, check_timed
 from benchmarks.speed.clock import Work
 from benchmarks.speed.shapes import Shape
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from lipkit.layers.families import Family
 from lipkit.lowering import export
 
-PHASES = ("train", "forward")
 REFERENCE = "conv"
 """The plain convolution that all are compared with: circular, same channels and stride, kernel 3."""
-MAKERS = ("lipkit", "textbook", *rivals.LIBRARIES)
+MAKERS = ("lipkit", "textbook", *others.LIBRARIES)
 LAST = "channels last"
 """A further maker: lipkit's layer on tensors in the ``channels_last`` memory format, where it returns that format."""
 LAST_FAMILIES = ("eco",)
@@ -180,8 +179,8 @@ def contenders(
         book = textbook.build(name, shape.cin, shape.cout, shape.kernel, shape.stride)
         if "textbook" in makers and book is not None:
             found[f"{name}:textbook"] = work(book, partial(textbook.evaluated, book, shape.out))
-        for library in rivals.installed():
-            if library in makers and (library, name) in rivals.LAYERS:
+        for library in others.installed():
+            if library in makers and (library, name) in others.LAYERS:
                 build = partial(_other, library, name, shape, device, work)
                 _try(found, f"{name}:{library}", build, absent)
     return found
@@ -192,12 +191,12 @@ def _same(module: nn.Module) -> nn.Module:
 
 
 def _other(library: str, family: str, shape: Shape, device: str, work: Callable[..., Work]) -> Work:
-    layer = rivals.build(library, family, shape).to(device)
+    layer = others.build(library, family, shape).to(device)
     with torch.no_grad():
         found = tuple(layer(torch.zeros(1, *shape.input_shape, device=device)).shape[1:])
     if found != (shape.cout, shape.out, shape.out):
         raise ValueError(f"expected outputs of {shape.cout} x {shape.out} x {shape.out}, got {found}")
-    return work(layer, lambda: rivals.evaluated(layer))
+    return work(layer, lambda: others.evaluated(layer))
 
 
 def _try(found: dict[str, Work], name: str, build: Callable[[], Work], absent: dict[str, str]) -> None:

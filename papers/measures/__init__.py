@@ -1,8 +1,8 @@
 """Measurements for the rows of tables, with and without a trained network.
 
-A measurement is a function ``(seed, root, **options) -> figures by name``; a measurement of a trained, exported network
-is a function ``(network, data, seed, **options) -> figures by name``. ``seed`` decides every random number. ``root`` is
-the folder of the data sets, and ``data`` holds the test samples; some measurements ignore them.
+A measurement is a function ``(seed, **options) -> figures by name``, with ``root``, the folder of the data sets, if it
+has an option ``data``. A measurement of a trained, exported network is a function ``(network, data, seed, **options)
+-> figures by name``; ``data`` holds the test samples, which some ignore. ``seed`` decides every random number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from lipkit.errors import OptionError
 ATTACKED = 1000
 # Name of a measurement -> module of this package that defines it.
 MEASURES = {
-    **dict.fromkeys(("gap", "kernel_bounds", "modulus", "truncation"), "kernels"),
+    **dict.fromkeys(("gap", "kernel_bounds", "modulus", "truncation", "norm_preservation"), "kernels"),
     **dict.fromkeys(("layer_step", "network_step", "recipe_step", "lipconvnet_step"), "speed"),
     **dict.fromkeys(("block_evaluation", "exponential"), "speed"),
     "network_bounds": "networks",
-    "norm_preservation": "preservation",
     "square_wave_fit": "square_wave",
     "wasserstein": "trained",
 }

@@ -1,10 +1,11 @@
-"""Bounds and estimates of convolutions against the true norm, and the error of truncated exponentials in ECO layers."""
+"""Bounds and estimates of convolutions against the true norm, and how well layers keep the norm of their inputs."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.data import Split
 from lipkit.errors import OptionError
 from lipkit.layers import EcoConv2d
+from lipkit.layers.families import get
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
 from lipkit.linalg.precision import on_threads
 from lipkit.models import lipconvnet
 from papers.measures.networks import Conv, power_method
+
+SIDE = 32  # height and width of the images in tables of bounds
 
 
 def methods(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -111,25 +115,23 @@ def kernel_bounds(
     method: str,
     shape: Sequence[int],
     kernels: int = 20,
-    n: int = 32,
     data: str = "",
     steps: int = 150,
 ) -> dict[str, float]:
-    """Mean ratio of a method's value to the true norm, and the method's median process time on one thread.
+    """Mean ratio of a method's value to the true norm on SIDE x SIDE images, and its median process time on one thread.
 
     Args:
         seed: number of the set of kernels; sets share no kernel.
         method: a name in `methods`.
         shape: of the kernels, (cout, cin, k, k).
         kernels: number of kernels.
-        n: height and width of the image.
         data: data set on which `trained_kernel` trains each kernel; empty for `random_kernel`.
         steps: steps of that training.
 
     Returns:
         ``ratio``, its standard deviation ``ratio_deviation``, and ``ms``.
     """
-    table = methods(n)
+    table = methods(SIDE)
     if method not in table:
         raise OptionError(f"expected method as one of {', '.join(table)}, got {method!r}")
     ratios, times = [], []
@@ -142,20 +144,17 @@ def kernel_bounds(
             start = time.process_time()
             value = float(table[method](kernel))
             times.append(time.process_time() - start)
-            ratios.append(value / true_norm(kernel, n))
+            ratios.append(value / true_norm(kernel, SIDE))
     return {"ratio": statistics.fmean(ratios), "ratio_deviation": statistics.pstdev(ratios),
             "ms": 1e3 * statistics.median(times)}  # fmt: skip
 
 
-def gap(
-    *, seed: int = 0, root: Path | None = None, shape: Sequence[int], sizes: Sequence[int], points: int = 400
-) -> dict[str, float]:
-    """LipBound of a random kernel, maximised over a fine grid, minus the kernel's norm on n x n images.
+def gap(*, seed: int = 0, shape: Sequence[int], sizes: Sequence[int]) -> dict[str, float]:
+    """LipBound of a random kernel, maximised over a grid of 400 x 400, minus the kernel's norm on n x n images.
 
     Args:
         shape: of the kernel, (cout, cin, k, k).
         sizes: values of n.
-        points: points of the grid on each axis.
 
     Returns:
         ``gap(N)`` for each size.
@@ -165,11 +164,11 @@ def gap(
     True
     """
     kernel = random_kernel(*shape, seed=seed)
-    bound = float(lipbound_estimate(kernel, points=points))
+    bound = float(lipbound_estimate(kernel, points=400))
     return {f"gap({n})": bound - true_norm(kernel, n) for n in sizes}
 
 
-def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int = 24) -> dict[str, float]:
+def modulus(*, seed: int = 0, size: int, points: int = 24) -> dict[str, float]:
     r"""The modulus of :math:`f(\omega) = \sum_h k_h e^{i h \cdot \omega}` for a random kernel, on a grid.
 
     Args:
@@ -184,10 +183,8 @@ def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int =
     return {"largest": float(values.max()), **figures}
 
 
-def truncation(
-    *, seed: int = 0, root: Path | None = None, terms: int, depth: int = 5, width: float = 1.0
-) -> dict[str, float]:
-    r"""Truncation error of the exponentials in the ECO layers of an untrained LipConvnet, in float64.
+def truncation(*, seed: int = 0, terms: int, width: float = 1.0) -> dict[str, float]:
+    r"""Truncation error of the exponentials in the ECO layers of an untrained LipConvnet-5, in float64.
 
     .. math:: \|\exp(A) - p_T(A)\|_2, \qquad \Big|\frac{\|\mathrm{conv}(x)\|}{\|x\|} - 1\Big|
 
@@ -195,7 +192,7 @@ def truncation(
 
     Args:
         terms: degree T of the Taylor polynomial p_T.
-        depth, width: of the network.
+        width: of the network.
 
     Returns:
         The means ``error``, over all matrices, and ``deviation``, over all layers that keep every dimension of x;
@@ -207,7 +204,7 @@ def truncation(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = lipconvnet(depth, width=width).double()
+        model = lipconvnet(5, width=width).double()
         errors: list[Tensor] = []
         worst: list[Tensor] = []
         deviations: list[Tensor] = []
@@ -234,3 +231,59 @@ def truncation(
 
 def _taylor_error(a: Tensor, terms: int) -> Tensor:
     return torch.linalg.matrix_norm(torch.linalg.matrix_exp(a) - taylor(a, terms), 2)
+
+
+def norm_preservation(
+    *,
+    seed: int = 0,
+    family: str = "cayley",
+    channels: Sequence[int],
+    side: int = 16,
+    steps: int = 0,
+    samples: int = 256,
+) -> dict[str, float]:
+    r"""The quotient :math:`\|f(x)\| / \|x\|` for normal x and a chain f of convolutions without biases.
+
+    Args:
+        family: acronym of the layers.
+        channels: (c0, c1, ..., ck) of a chain of k layers.
+        side: height and width of the images.
+        steps: steps of Adam at rate 0.01 towards random outputs, so that trained weights are measured; 0 for initial
+            ones.
+        samples: number of inputs.
+
+    Returns:
+        ``smallest`` and ``largest`` quotient; ``ppm(Q)``, every fifth percentile Q of the quotient minus 1, in
+        millionths; for a chain of several layers ``after(K)``, the mean quotient after K layers.
+
+    >>> found = norm_preservation(channels=[2, 4], side=4, samples=8)
+    >>> 0.99999 < found["smallest"] <= found["largest"] < 1.00001
+    True
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pairs = pairwise(channels)
+        chain = nn.Sequential(*(get(family).conv(cin, cout, 3, bias=False) for cin, cout in pairs))
+        x = torch.randn(samples, channels[0], side, side)
+        target = torch.randn(min(samples, 32), channels[-1], side, side)
+        optimizer = torch.optim.Adam(chain.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.mse_loss(chain(x[: len(target)]), target).backward()
+            optimizer.step()
+        after: list[Tensor] = []
+        with torch.no_grad():
+            y = x
+            for layer in chain.eval():
+                y = layer(y)
+                after.append(_norms(y) / _norms(x))
+    quotient = after[-1]
+    percentages = torch.linspace(0, 1, 21, dtype=torch.float64)
+    ppm = 1e6 * (quotient.quantile(percentages) - 1)
+    figures = {"smallest": float(quotient.min()), "largest": float(quotient.max())}
+    figures |= {f"ppm({round(100 * float(q))})": float(v) for q, v in zip(percentages, ppm, strict=True)}
+    return figures | {f"after({k})": float(v.mean()) for k, v in enumerate(after, 1) if len(after) > 1}
+
+
+def _norms(x: Tensor) -> Tensor:
+    return x.double().flatten(1).norm(dim=1)

@@ -6,10 +6,9 @@ counted as often as it occurs.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -150,14 +149,11 @@ def measure(method: str, conv: Conv) -> tuple[float, float]:
         best = took
 
 
-def network_bounds(
-    *, seed: int = 0, root: Path | None = None, network: str, method: str = "lipbound_estimate", shrink: int = 1
-) -> dict[str, float]:
-    """Time of a bound of all convolutions of a network against ten power iterations, on one thread.
+def network_bounds(*, seed: int = 0, network: str, shrink: int = 1) -> dict[str, float]:
+    """Time of `lipbound_estimate` on all convolutions of a network against ten power iterations, on one thread.
 
     Args:
         network: a name of `NETWORKS`.
-        method: a bound of ``lipkit.bounds.METHODS``, or ``lipbound_estimate``: the paper's grid, uncorrected.
         shrink: divides the image, which speeds up the power iterations alone; 1 is the network's own size.
 
     Returns:
@@ -165,11 +161,9 @@ def network_bounds(
     """
     if network not in NETWORKS:
         raise OptionError(f"expected network as one of {', '.join(NETWORKS)}, got {network!r}")
-    small = (conv._replace(n=max(conv.k, conv.n // shrink)) for conv in NETWORKS[network]())
-    counts = Counter(small)
+    convs = [conv._replace(n=max(conv.k, conv.n // shrink)) for conv in NETWORKS[network]()]
     with on_threads(1):
-        found = {conv: (measure(method, conv), measure("power", conv)) for conv in counts}
-    bound, power = (sum(found[conv][i][0] * count for conv, count in counts.items()) for i in (0, 1))
-    ratios = [found[conv][0][1] / found[conv][1][1] for conv in counts for _ in range(counts[conv])]
-    ratio = float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
+        found = {conv: (measure("lipbound_estimate", conv), measure("power", conv)) for conv in dict.fromkeys(convs)}
+    bound, power = (sum(found[conv][i][0] for conv in convs) for i in (0, 1))
+    ratio = statistics.geometric_mean(found[conv][0][1] / found[conv][1][1] for conv in convs)
     return {"bound_ms": 1e3 * bound, "power_ms": 1e3 * power, "speed": power / bound, "ratio": ratio}

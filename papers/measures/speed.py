@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.speed import work
-from benchmarks.speed.clock import Work, cpu_clock, interleaved, measuring
+from benchmarks.speed.clock import Work, cpu_clock, interleaved, measuring, median, ratio
 from benchmarks.speed.networks import CIRCULAR, step
-from benchmarks.speed.ratios import median, ratio
 from benchmarks.speed.shapes import Shape
 from torch import nn
 
@@ -51,7 +49,6 @@ def compared(seed: int, make: Callable[[], tuple[Work, Work]], seconds: float) -
 def network_step(
     *,
     seed: int = 0,
-    root: Path | None = None,
     model: str,
     layer: str,
     batch: int = 128,
@@ -81,7 +78,6 @@ def network_step(
 def recipe_step(
     *,
     seed: int = 0,
-    root: Path | None = None,
     recipe: str,
     over: str,
     set: Sequence[str] = (),
@@ -113,7 +109,6 @@ def recipe_step(
 def lipconvnet_step(
     *,
     seed: int = 0,
-    root: Path | None = None,
     depth: int,
     network: Mapping[str, Any],
     over: Mapping[str, Any],
@@ -138,7 +133,6 @@ def lipconvnet_step(
 def layer_step(
     *,
     seed: int = 0,
-    root: Path | None = None,
     family: str,
     vary: str,
     values: Sequence[int],
@@ -147,7 +141,6 @@ def layer_step(
     cin: int = 32,
     cout: int = 32,
     side: int = 16,
-    kernel: int = 3,
 ) -> dict[str, float]:
     """Time of a layer's forward and backward pass, relative to the plain circular convolution of the same shape.
 
@@ -157,12 +150,12 @@ def layer_step(
         values: its values, one for each point of the curve.
         batch: number of images.
         seconds: time spent on each of the two layers at each point.
-        cin, cout, side, kernel: of the layer, where they do not vary.
+        cin, cout, side: of the layer, where they do not vary; the kernel is then 3.
 
     Returns:
         ``ratio(V)`` and ``ms(V)`` for each value V.
     """
-    fixed = {"cin": cin, "cout": cout, "side": side, "kernel": kernel}
+    fixed = {"cin": cin, "cout": cout, "side": side, "kernel": 3}
     if vary not in ("channels", *fixed):
         raise OptionError(f"vary: expected channels, {', '.join(fixed)}, got {vary!r}")
     figures: dict[str, float] = {}
@@ -181,7 +174,7 @@ def layer_and_plain(family: str, batch: int, cin: int, cout: int, side: int, ker
 
 
 def block_evaluation(
-    *, seed: int = 0, root: Path | None = None, depth: int, width: float = 1.0, batch: int = 128, seconds: float = 3.0
+    *, seed: int = 0, depth: int, width: float = 1.0, batch: int = 128, seconds: float = 3.0
 ) -> dict[str, float]:
     """Evaluation time of the third block of a LipConvnet of SOC layers, relative to that of exported ECO layers.
 
@@ -223,30 +216,22 @@ def third_block(depth: int, family: str, width: float = 1.0, **options: Any) -> 
     return nn.Sequential(*layers[2 * each : 3 * each])
 
 
-def exponential(
-    *,
-    seed: int = 0,
-    root: Path | None = None,
-    channels: int,
-    count: int = 5,
-    terms: int = 10,
-    seconds: float = 3.0,
-) -> dict[str, float]:
-    """Time of the exact exponential of a layer's skew matrices, relative to their Taylor polynomial, without gradients.
+def exponential(*, seed: int = 0, channels: int, seconds: float = 3.0) -> dict[str, float]:
+    """Time of the exact exponential of a layer's skew matrices, relative to a Taylor polynomial, without gradients.
+
+    The layer has a 3 x 3 kernel, and so five matrices; the polynomial is of degree 10.
 
     Args:
         seed: of the matrices: the skew part of normal ones, divided by a bound of its norm.
         channels: size of the matrices.
-        count: number of matrices; 5 for kernels of 3 x 3.
-        terms: degree of the polynomial.
         seconds: time spent on each of the two.
 
     Returns:
         ``ratio``, and ``ms`` of the polynomial.
     """
-    a = skew_part(torch.randn(count, channels, channels, generator=torch.Generator().manual_seed(seed)))
+    a = skew_part(torch.randn(5, channels, channels, generator=torch.Generator().manual_seed(seed)))
     a = a / skew_bound(a)[:, None, None]
-    both = {"truncated": lambda: taylor(a, terms), "exact": lambda: torch.linalg.matrix_exp(a)}
+    both = {"truncated": lambda: taylor(a, 10), "exact": lambda: torch.linalg.matrix_exp(a)}
     with torch.inference_mode():
         ratios, ms = times(seed, lambda: both, seconds)
     return {"ratio": ratios["exact"], "ms": ms["truncated"]}

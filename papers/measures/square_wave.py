@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lipkit import fit, models
+from lipkit.data.embedded import square_wave
 from lipkit.data.split import Split
-from lipkit.data.square_wave import square_wave
 from lipkit.evaluation import evaluate_regression
 from lipkit.layers import AolLinear, Scale, SllLinear
 from lipkit.layers.sandwich import CayleyPairLinear
@@ -57,9 +56,8 @@ def start(model: nn.Module) -> nn.Module:
 
 
 def square_wave_fit(
-    *, seed: int = 0, root: Path | None = None, family: str, gamma: float, epochs: int = 200, restarts: int = 64,
-    steps: int = 200,
-) -> dict[str, float]:  # fmt: skip
+    *, seed: int = 0, family: str, gamma: float, epochs: int = 200, restarts: int = 64, steps: int = 200
+) -> dict[str, float]:
     """Train and certify one network, gradients unclipped, on 300 points drawn by the seed.
 
     Args:

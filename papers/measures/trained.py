@@ -15,8 +15,7 @@ from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.attacks import ATTACKS, AttackResult, run_attack
-from lipkit.attacks.ascent import clip, like, misclassified
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import ball, clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.certificates.measurement import float64_copy
@@ -25,6 +24,8 @@ from lipkit.evaluation.attack import choose_samples
 from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.report.run_files import read_series
 from papers.measures import ATTACKED
+
+BATCH = 250  # samples that are attacked at once
 
 
 def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,6 @@ def attack(
     steps: int | None = None,
     restarts: int | None = None,
     samples: int = ATTACKED,
-    batch_size: int = 250,
 ) -> dict[str, float]:
     """Accuracy under an attack, with a figure ``NAME(eps)``, or ``NAME_linf(eps)``, for each radius.
 
@@ -52,15 +52,14 @@ def attack(
         name, norm, steps, restarts: see `lipkit.attacks.run_attack`.
         eps: radii in units of the norm, also as text such as ``36/255``.
         samples: number of samples to attack, if there are so many.
-        batch_size: samples attacked at once.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = network.to(device)
     x, y = drawn(data, samples, seed)
     radii = parse_numbers(eps)
     survived = dict.fromkeys(radii, 0)
-    for part in torch.arange(len(x)).split(batch_size):
-        clean, labels = x[part].to(device), y[part].to(device)
+    for some, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        clean, labels = some.to(device), labels.to(device)
         with torch.no_grad():
             lost = misclassified(network(clean), labels)
         found: AttackResult | None = None
@@ -84,21 +83,13 @@ def accuracy(network: modules.Network, data: Data, *, seed: int = 0, samples: in
     """``clean_attacked``: accuracy on the test samples that `attack` attacks."""
     x, y = drawn(data, samples, seed)
     with torch.no_grad():
-        wrong = torch.cat([misclassified(network(a), b) for a, b in zip(x.split(250), y.split(250), strict=True)])
+        wrong = torch.cat([misclassified(network(a), b) for a, b in zip(x.split(BATCH), y.split(BATCH), strict=True)])
     return {"clean_attacked": float((~wrong).double().mean())}
 
 
-def responses(
-    network: modules.Network,
-    data: Data,
-    *,
-    seed: int = 0,
-    low: float = -0.3,
-    high: float = 0.3,
-    points: int = 61,
-) -> dict[str, float]:
-    """``fit(x)``: the output of a network R -> R at equispaced x from ``low`` to ``high``, in float64."""
-    x = torch.linspace(low, high, points, dtype=torch.float64)
+def responses(network: modules.Network, data: Data, *, seed: int = 0) -> dict[str, float]:
+    """``fit(x)``: the output of a network R -> R at 61 equispaced x from -0.3 to 0.3, in float64."""
+    x = torch.linspace(-0.3, 0.3, 61, dtype=torch.float64)
     with torch.no_grad():
         y = float64_copy(network)(x[:, None])[:, 0]
     return {f"fit({a:.6g})": b for a, b in zip(x.tolist(), y.tolist(), strict=True)}

@@ -26,7 +26,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lipkit.certificates import margins, sound
+from lipkit.certificates import margins
 from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_inputs, evaluate, measure_by
 from lipkit.certificates.regression import columns, output_constants, reach, with_targets
 from lipkit.errors import OptionError, ShapeError, finite
@@ -35,9 +35,6 @@ from lipkit.modules.guarding import guard
 from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
 from lipkit.text import format_radius
-
-# Samples evaluated at once.
-_BATCH = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -215,10 +212,10 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
 
 def _measured(proof: Proof, x: Samples) -> Measurement:
     x = as_tensor(x)
-    check_inputs(proof.network, x, _BATCH)
+    check_inputs(proof.network, x)
     proof.evaluator.check(proof.network)
     guard(*proof.network.modules())
-    return evaluate(proof, x, proof.evaluator, _BATCH)
+    return evaluate(proof, x, proof.evaluator)
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
@@ -231,7 +228,7 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
     found = []
     for k in range(outputs.shape[1]):
         label = torch.full((len(outputs),), k, dtype=torch.int64)
-        error = grow(sound.margin_errors(logits, label, rows)[0] + moved[k])
+        error = grow(margins.margin_errors(logits, label, rows)[0] + moved[k])
         over = outputs - outputs[:, [k]]  # 0 at k itself, which is no rival
         ends = next_down(next_down(over) - error) if lower else next_up(next_up(over) + error)
         found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))

@@ -5,11 +5,12 @@ Every class also inherits the built-in exception a caller would expect, so that 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +66,20 @@ def lacks_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def rewording(kind: type[LipkitError], start: str, *caught: type[Exception], end: str = "") -> Iterator[None]:
+    """Turn an error of other code, of a type in ``caught``, into ``kind``: ``start``, its first line, ``end``.
+
+    lipkit's own errors pass, and those that mean out of memory.
+    """
+    try:
+        yield
+    except caught as error:
+        if isinstance(error, LipkitError) or lacks_memory(error):
+            raise
+        raise kind(f"{start}{first_line(error)}{end}") from error
 
 
 def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:

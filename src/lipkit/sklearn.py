@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
+from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove
+from lipkit.certificates.margins import margin_errors
 from lipkit.certificates.measurement import float64_copy, measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
@@ -119,7 +120,8 @@ class _LipschitzEstimator(BaseEstimator):
         return np.broadcast_to(found, X.shape[1]).copy()
 
     def _train(self, network: _Trained, data: list[Tensor], held: list[Tensor] | None, random: torch.Generator) -> None:
-        network.start(random)
+        for weight in network.free:
+            nn.init.orthogonal_(weight, generator=random)  # the rescaling leaves it unchanged
         optimizer = torch.optim.Adam(network.parameters(), self.learning_rate_init, fused=True)
         steps = math.ceil(len(data[0]) / self.batch_size)  # batches of nearly equal size, see chunk
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.max_iter * steps)
@@ -290,7 +292,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         constants, rows = measured.proof.pair_constants(classes)
         ends = []
         for k in range(classes):
-            at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
+            at, slope = margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
             over = logits.values - logits.values[:, [k]]
             # 2^-40 and 2^-50 are far above the rounding of these few operations in float64.
             moved = (at + (constants[k] + slope) * distance) * (1 + 2.0**-40) + 2.0**-50 * over.abs()
@@ -368,29 +370,22 @@ class _Trained(nn.Module):
         self.bias = nn.ParameterList(torch.zeros(q, dtype=torch.float64) for q in sizes[1:])
         self.columns = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))  # diagonal of D, before it is scaled
 
-    def start(self, random: torch.Generator) -> None:
-        for weight in self.free:
-            nn.init.orthogonal_(weight, generator=random)  # the rescaling leaves it unchanged
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """The matrices W_1 D, W_2, ..., L W_K of f (top of the file) and the biases.
 
-    def weights(self) -> list[Tensor]:
-        """The matrices W_1 D, W_2, ..., L W_K of f (top of the file)."""
-        found = []
+        For two classes the single output m becomes the logits -m and m over the root of 2.
+        """
+        weights, biases = list[Tensor](), [*self.bias]
         for i, free in enumerate(self.free):
             if self.signs is not None:
                 free = torch.where(self.signs == 0, free, free.abs() * self.signs) if i == 0 else free.abs()
             # Rescale the shorter side, on which the diagonal bound is tight for orthogonal vectors.
-            found.append(aol_matrix(free) if len(free) >= free.shape[1] else aol_matrix(free.mT).mT)
-        found[0] = found[0] * (self.columns.abs() / self.columns.abs().max())  # D, of norm 1
-        found[-1] = found[-1] * self.gain
-        return found
-
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights and biases; for two classes the single output m becomes the logits -m and m over the root of 2."""
-        found = list(zip(self.weights(), self.bias, strict=True))
-        weight, bias = found[-1]
-        if self.labels and len(weight) == 1:
-            found[-1] = torch.cat((-weight, weight)) / math.sqrt(2), torch.cat((-bias, bias)) / math.sqrt(2)
-        return found
+            weights.append(aol_matrix(free) if len(free) >= free.shape[1] else aol_matrix(free.mT).mT)
+        weights[0] = weights[0] * (self.columns.abs() / self.columns.abs().max())  # D, of norm 1
+        weights[-1] = weights[-1] * self.gain
+        if self.labels and len(weights[-1]) == 1:
+            weights[-1], biases[-1] = (torch.cat((-t, t)) / math.sqrt(2) for t in (weights[-1], biases[-1]))
+        return list(zip(weights, biases, strict=True))
 
     def loss(self, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
         *hidden, last = self.layers()

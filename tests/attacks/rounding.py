@@ -13,9 +13,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, clip, margin_loss, misclassified, seeded
-from lipkit.attacks.balls import norms
-from lipkit.attacks.losses import first_logits, nearest_rivals, value_and_gradient
+from lipkit.attacks.ascent import Box, Model, check_inputs, clip, margin_loss, misclassified, norms, seeded
+from lipkit.attacks.losses import first_logits, value_and_gradient
+from lipkit.attacks.minimum_norm import nearest_rivals
 from lipkit.errors import OptionError
 
 # Distances from the radius that are tried along the gradient, as powers of two of its share.

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipkit.attacks import ATTACKS, Named, apgd, carlini_wagner, fab, run_attack
-from lipkit.attacks.apgd import checkpoints
-from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import ball, misclassified
+from lipkit.attacks.pgd import checkpoints
 from lipkit.errors import OptionError, ShapeError
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.attacks import autoattack, run_attack
-from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import ball, misclassified
 from lipkit.errors import OptionError
 
 installed = importlib.util.find_spec("pyautoattack") is not None

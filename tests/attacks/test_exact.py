@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from lipkit import modules
 from lipkit.attacks import apgd, carlini_wagner, fab, pgd, shrink
-from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.balls import ball
-from lipkit.attacks.fab import towards_hyperplane
+from lipkit.attacks.ascent import ball, misclassified
+from lipkit.attacks.minimum_norm import towards_hyperplane
 from lipkit.certificates import certify
 from lipkit.certificates.measurement import float64_copy
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks import attacks as benchmark
 from lipkit.layers import families
 
 pytestmark = pytest.mark.thorough
-
-
-def _benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "attacks.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_attacks", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark = _benchmark()
 
 
 def check(count: int, **options: int) -> list[float]:

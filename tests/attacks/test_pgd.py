@@ -14,8 +14,7 @@ from scipy.optimize import linprog, minimize
 from torch import Tensor, nn
 
 from lipkit.attacks import pgd
-from lipkit.attacks.ascent import margin_loss, misclassified
-from lipkit.attacks.balls import ball, norms, project_l2, project_linf
+from lipkit.attacks.ascent import ball, margin_loss, misclassified, norms, project_l2, project_linf
 from lipkit.errors import OptionError, ShapeError
 
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "precision.py"
-
-
-@pytest.fixture(scope="module")
-def precision():
-    spec = importlib.util.spec_from_file_location("precision", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import precision
 
 
 @pytest.mark.parametrize("bits", [8, 11, 23])
-def test_numbers_are_rounded_to_nearest(precision, bits):
+def test_numbers_are_rounded_to_nearest(bits):
     torch.manual_seed(0)
     x = torch.cat((torch.randn(2000), torch.randn(50) * 1e-30, torch.tensor([0.0, -0.0, 1.0, 2.0 - 2**-23])))
     mantissa, exponent = np.frexp(x.double().numpy())
@@ -36,7 +25,7 @@ def test_numbers_are_rounded_to_nearest(precision, bits):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("product", ["mm", "bmm", "matmul", "addmm", "baddbmm", "conv2d", "einsum"])
-def test_every_product_takes_rounded_factors_and_nothing_else_does(precision, product):
+def test_every_product_takes_rounded_factors_and_nothing_else_does(product):
     torch.manual_seed(0)
     a, b, c = torch.randn(1, 6, 6), torch.randn(1, 6, 6), torch.randn(1, 6, 6)
     calls = {

@@ -152,10 +152,10 @@ def test_contenders_of_a_shape():
 
 
 def test_other_libraries_that_fail_are_named(monkeypatch):
-    from benchmarks.speed import rivals
+    from benchmarks.speed import others
 
-    monkeypatch.setattr(rivals, "installed", lambda: {"orthogonium": "0"})
-    monkeypatch.setitem(rivals.LAYERS, ("orthogonium", "cayley"), ("lipkit.no_such_module", "Cayley"))
+    monkeypatch.setattr(others, "installed", lambda: {"orthogonium": "0"})
+    monkeypatch.setitem(others.LAYERS, ("orthogonium", "cayley"), ("lipkit.no_such_module", "Cayley"))
     absent: dict[str, str] = {}
     found = contenders([get("cayley")], Shape(4, 4, 6), 2, "train", makers=("orthogonium",), absent=absent)
     assert list(found) == ["conv", "zero"]

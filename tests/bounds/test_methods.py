@@ -13,9 +13,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit.bounds import METHODS, circular, gram, grid_correction, lipbound, lipbound_estimate, symbol_sup
-from lipkit.bounds.aol import aol
-from lipkit.bounds.reshaped import fantastic_four, reshaped
+from lipkit.bounds import (
+    METHODS,
+    aol,
+    circular,
+    fantastic_four,
+    gram,
+    grid_correction,
+    lipbound,
+    lipbound_estimate,
+    reshaped,
+    symbol_sup,
+)
 from lipkit.errors import OptionError, ShapeError
 
 from .reference import conv_matrix, norm, supremum, symbol_norm

@@ -22,7 +22,7 @@ from lipkit.conv import kernel_symbol
 from lipkit.errors import ShapeError
 from lipkit.modules import local_error
 from lipkit.modules.machine import prepare, through
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+from lipkit.proof.roundoff import FLOAT32, FLOAT64
 
 pytestmark = pytest.mark.thorough
 

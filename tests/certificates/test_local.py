@@ -26,7 +26,7 @@ from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.modules.activations import ACTIVATIONS
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+from lipkit.proof.roundoff import FLOAT32, FLOAT64
 
 Array = Any
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from lipkit import modules
 from lipkit.certificates import local
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 
 DOUBLE = torch.float64
 U = 2.0**-53
@@ -354,7 +354,7 @@ TERMS: list[tuple[str, str, str, str, Case]] = [
     ("the move of a leaf", "local", "norm = norm + grow(length * walk.spread.slope)", "pass", leaf_moves),
     ("the error of a leaf", "local", "error = error + grow(length * walk.spread.at[:, None])", "pass",
      single(nn.Linear(4, 6), modules.GroupSort(3), inputs=4)),
-    ("a leaf in H", "local", "self.spread(node)[:, None].reshape(-1, *[1] * len(shape))", "0",
+    ("a leaf in H", "local", "ball[:, None].reshape(-1, *[1] * len(shape))", "0",
      sizes(network(modules.GroupSort(None), inputs=3), [1.0, 0.0, 0.0], 0.5)),
     ("overflow in a leaf", "local", "self.fits &= walk.peak.at + walk.peak.slope * self.radius <", "_ = walk.peak.at <",
      overflows(graph(dense(torch.full((3, 3), 1e38)), modules.GroupSort(3), sources=[[0], [1]], inputs=3),

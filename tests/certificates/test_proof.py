@@ -24,7 +24,7 @@ from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules.chains import prove_chain
 from lipkit.modules.dense import blocked
-from lipkit.proof.arithmetic import FLOAT64
+from lipkit.proof.roundoff import FLOAT64
 
 
 def network() -> modules.Network:
@@ -456,7 +456,7 @@ def test_only_exported_networks_are_proved() -> None:
 
 def test_errors_by_norms_are_not_below_those_that_are_measured() -> None:
     """Every sample: at least the errors of the whole walk, and for large margins all but 2^-30 of the margin."""
-    from lipkit.certificates.sound import Evaluation
+    from lipkit.certificates.margins import Evaluation
     from lipkit.modules.machine import by_norms, through
 
     torch.manual_seed(0)
@@ -482,7 +482,7 @@ def test_two_inner_products_bound_a_product_of_moduli_from_both_sides(kind: str)
 
     from lipkit.modules.dense import moduli_sizes
     from lipkit.modules.machine import local_error
-    from lipkit.proof.arithmetic import FLOAT64
+    from lipkit.proof.roundoff import FLOAT64
 
     rng = np.random.default_rng(0)
     weight, x = rng.standard_normal((7, 40)), rng.standard_normal((20, 40)) * rng.random((20, 40)) ** 4

@@ -17,11 +17,9 @@ from PIL import Image
 import lipkit
 from lipkit import files
 from lipkit.certificates.certificate_file import read_certificate
-from lipkit.data.arrays import load_npz, read_npy
-from lipkit.data.cifar import read_binary, read_python
+from lipkit.data.binary import read_binary, read_idx, read_images, read_python
 from lipkit.data.images import decode
-from lipkit.data.mnist import read_idx
-from lipkit.data.stl10 import read_images
+from lipkit.data.reading import load_npz, read_npy
 from lipkit.errors import LipkitError, RecipeError
 from lipkit.experiments.recipe import load_recipe
 from lipkit.interop import from_pretrained

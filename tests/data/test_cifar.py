@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipkit.data import load
-from lipkit.data.cifar import CIFAR10, CIFAR100, read_binary, read_python
+from lipkit.data.binary import CIFAR10, CIFAR100, read_binary, read_python
 from lipkit.data.pickles import MAX_FILE_BYTES
 from lipkit.errors import DataError
 

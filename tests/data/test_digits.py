@@ -11,7 +11,7 @@ import torch
 from sklearn import datasets
 
 from lipkit.data import load
-from lipkit.data.digits import load_digits, stratified_split
+from lipkit.data.embedded import load_digits, stratified_split
 from lipkit.errors import DataError
 
 

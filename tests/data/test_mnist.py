@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipkit.data import load
-from lipkit.data.mnist import read_idx
+from lipkit.data.binary import read_idx
 from lipkit.errors import DataError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lipkit.data import load
-from lipkit.data.square_wave import square_wave, uniform_points
+from lipkit.data.embedded import square_wave, uniform_points
 
 
 def test_values_are_the_definition():

@@ -16,8 +16,8 @@ from lipkit.data import Data, ImageFiles, Split
 from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
 from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
-from lipkit.experiments.outcome import Display, finish, told
 from lipkit.experiments.recipe import load_recipe, seeded
+from lipkit.experiments.run import Display, finish, told
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
 from lipkit.report.examples import load_examples
@@ -378,7 +378,7 @@ def test_augmentation_is_that_of_the_recipe():
 
 def test_progress_is_noted_every_ten_seconds_with_the_time_left(monkeypatch) -> None:
     clock, notes = iter([0.0, 4.0, 12.0, 14.0, 21.0, 23.0, 30.0]), list[str]()
-    monkeypatch.setattr("lipkit.experiments.outcome.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lipkit.experiments.run.time.monotonic", lambda: next(clock))
     show = Display()
     monkeypatch.setattr(show, "note", notes.append)
     tell = told(show)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit import layers, modules
+from lipkit.certificates.margins import integer_logits
 from lipkit.certificates.measurement import float64_copy
-from lipkit.certificates.sound import integer_logits
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.integer.program import WORD, Fold, IntBlend, IntLinear, Move, Operation, Program, Sort, rounded
 from lipkit.integer.quantisation import Builder, IntValue

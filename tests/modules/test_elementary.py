@@ -22,7 +22,7 @@ from lipkit.certificates.evaluators import arithmetic, machine
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Cosine, Elementary, Graph, Network, Product, Sine, local_error
 from lipkit.modules.limits import CURVES, limited
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 
 # Functions and their derivatives, by numpy.
 EXACT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {

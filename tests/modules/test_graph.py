@@ -39,7 +39,7 @@ from lipkit.modules import (
     save,
 )
 from lipkit.modules.graph import Wiring, value_shapes
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+from lipkit.proof.roundoff import FLOAT32, FLOAT64
 
 
 def random_graph(seed: int, width: int = 6, steps: int = 6, *, linear: bool = False) -> Graph:

@@ -17,7 +17,7 @@ import lipkit
 from lipkit import export, lipschitz, modules
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules import ROWS, Range, local_error
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 
 EPS = 1e-3
 

@@ -20,7 +20,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.modules import Graph, MatrixProduct, Network, Product, local_error
 from lipkit.modules.limits import limited
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.proof.roundoff import FLOAT32
 from lipkit.training import PgdAdversary
 
 

@@ -20,7 +20,7 @@ from lipkit.layers import Ren
 from lipkit.linalg.scan import simulate
 from lipkit.modules import HalfAbs, Mean, Pad, Recurrent, contraction, local_error
 from lipkit.modules.recurrent import Outputs
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+from lipkit.proof.roundoff import FLOAT32, FLOAT64
 
 HALF = torch.tensor([[0.5, 1.0], [1.0, 0.0]], dtype=torch.float64)  # x+ = x / 2 + u, y = x: its gain is 2
 

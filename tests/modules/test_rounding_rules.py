@@ -24,7 +24,7 @@ from lipkit.modules.dense import blocked
 from lipkit.modules.fourier import spectral_blocks
 from lipkit.modules.machine import prepare, prove_module, through
 from lipkit.modules.plain import stored_types
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64, Line
+from lipkit.proof.roundoff import FLOAT32, FLOAT64, Line
 
 VECTOR, IMAGE = (12,), (4, 6, 6)
 

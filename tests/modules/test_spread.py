@@ -24,7 +24,7 @@ from lipkit.modules import FourierConv2d, SpreadConv2d, local_error
 from lipkit.modules.chains import prove_chain
 from lipkit.modules.network import Network
 from lipkit.modules.storage import describe
-from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+from lipkit.proof.roundoff import FLOAT32, FLOAT64
 
 SHAPES = [(1, 3, 8, 8, (3, 3)), (2, 3, 5, 6, (3, 2)), (3, 5, 9, 10, (2, 3)), (2, 2, 3, 4, (3, 4))]
 

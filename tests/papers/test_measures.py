@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from papers.measures.kernels import gap, methods, modulus, random_kernel, true_norm
-from papers.measures.preservation import norm_preservation
+from papers.measures.kernels import gap, methods, modulus, norm_preservation, random_kernel, true_norm
 from papers.measures.speed import layer_step, network_step, recipe_step
 from papers.measures.trained import (
     accuracy,
@@ -88,7 +87,7 @@ def test_a_circular_norm_is_never_far_below_the_zero_padded_one(seed: int, shape
 
 
 def test_the_gap_of_lipbound_falls_with_the_square_of_the_image() -> None:
-    found = gap(shape=[1, 2, 3, 3], sizes=[6, 12, 24], points=200)
+    found = gap(shape=[1, 2, 3, 3], sizes=[6, 12, 24])
     kernel = random_kernel(1, 2, 3, 3, seed=0)
     largest = np.sqrt((np.abs(np.fft.fft2(kernel.double().numpy(), (800, 800))) ** 2).sum((0, 1)).max())
     assert found["gap(6)"] == pytest.approx(largest - np.linalg.norm(convolution(kernel, 6, False), 2), rel=1e-3)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from papers.tables import TABLES, Paper, load_papers
+from papers.tables import PAPERS, TABLES, Paper
 from pydantic import ValidationError
 
 from lipkit.errors import OptionError
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 VERDICT = r": (?:reached|missed by|budget:|on a CPU|(?:not )?as printed|not made(?= \|))"
 # Written down from the papers alone: the numbers of their tables and figures, and the experiments that have none.
 NUMBERED = json.loads((Path(__file__).parent / "numbered.json").read_text())
-PAPERS = load_papers()
 
 
 @pytest.mark.parametrize("name", PAPERS)

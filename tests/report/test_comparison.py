@@ -58,6 +58,12 @@ def test_a_run_that_is_named_twice_counts_once(runs: Path) -> None:
     assert [len(one.runs) for one in found] == [3, 1]
 
 
+def test_runs_of_one_seed_are_said(runs: Path) -> None:
+    _run(runs, "a-003", 0.9, 2, model={"name": "small", "options": {"layer": "aol"}})
+    said = comparison.to_text(comparison.settings([runs]))
+    assert said.endswith("over the runs of a row; runs that repeat a seed of their row: 1")
+
+
 def test_one_setting_and_many_keys_go_by_the_names_of_runs(runs: Path, tmp_path: Path) -> None:
     assert comparison.settings([runs / "a-000", runs / "a-001"])[0].keys == {"run": "a"}
     many = [_run(tmp_path / "many", f"c-00{i}", 0.5, **dict.fromkeys("pqrst", i)) for i in (1, 2)]

@@ -13,13 +13,13 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.experiments.recipe import load_recipe, to_yaml
-from lipkit.training import Progress, Run, TrainOptions, clocks, fit
+from lipkit.training import Progress, Run, TrainOptions, fit, schedules
 
 
 @pytest.fixture(autouse=True)
 def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor clock that moves by one second each time it is read: a step takes one second."""
-    monkeypatch.setattr(clocks.time, "process_time", itertools.count().__next__)
+    monkeypatch.setattr(schedules.time, "process_time", itertools.count().__next__)
 
 
 def train(rates: list[float] | None = None, **options: Any) -> Run:
@@ -48,7 +48,7 @@ def train(rates: list[float] | None = None, **options: Any) -> Run:
     ],
 )
 def test_texts(text: str, expected: tuple[float, str]) -> None:
-    assert clocks.parse_budget(text) == expected
+    assert schedules.parse_budget(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lipkit.errors import OptionError, RunError
 from lipkit.training import checkpoints as run_folder
 from lipkit.training import progress
 from lipkit.training import session as average
-from lipkit.training.clocks import Clock
+from lipkit.training.schedules import Clock
 
 
 def samples(n=90):

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from lipkit.errors import OptionError
-from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
+from lipkit.wasserstein.estimate import Moments, bernstein, moments, student
 
 
 def pair(a: np.ndarray, b: np.ndarray) -> tuple[Moments, Moments]:

@@ -1,11 +1,9 @@
 """Attacks search for inputs that a network gets wrong: results bound its robustness from above, and certify nothing."""
 
-from lipkit.attacks.apgd import apgd
 from lipkit.attacks.autoattack import autoattack
-from lipkit.attacks.carlini_wagner import carlini_wagner
-from lipkit.attacks.fab import fab, shrink
+from lipkit.attacks.minimum_norm import carlini_wagner, fab, shrink
 from lipkit.attacks.named import ATTACKS, AttackResult, Named, run_attack
-from lipkit.attacks.pgd import pgd
+from lipkit.attacks.pgd import apgd, pgd
 
 __all__ = [
     "ATTACKS",

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.apgd import climb
-from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclassified, seeded
-from lipkit.attacks.balls import ball
-from lipkit.attacks.fab import fab
+from lipkit.attacks.ascent import Best, Box, Model, ball, check_inputs, like, misclassified, seeded
 from lipkit.attacks.losses import correct_samples, rivals
-from lipkit.errors import LipkitError, OptionError, first_line, lacks_memory
+from lipkit.attacks.minimum_norm import fab
+from lipkit.attacks.pgd import climb
+from lipkit.errors import OptionError, rewording
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
 _STEPS, _LOOK, _TARGETS = 100, 10, 9
@@ -191,16 +190,10 @@ def _run(
     silent.addHandler(logging.NullHandler())
     attack.logger = attack.apgd.logger = attack.apgd_targeted.logger = silent
     trace = sys.gettrace()  # pyautoattack removes it
-    try:
-        with torch.random.fork_rng():
+    start, end = "expected logits that pyautoattack can attack, got its error: ", "; the attack 'apgd' takes any"
+    try:  # it cannot take infinite logits, nor a tie in every sample
+        with torch.random.fork_rng(), rewording(OptionError, start, RuntimeError, AssertionError, end=end):
             points, _ = attack.run_standard_evaluation(x.float(), y, batch_size=batch_size)
-    except (RuntimeError, AssertionError) as error:  # it cannot take infinite logits, nor a tie in every sample
-        if lacks_memory(error) or isinstance(error, LipkitError):
-            raise
-        raise OptionError(
-            f"expected logits that pyautoattack can attack, got its error: {first_line(error)}; the attack 'apgd' "
-            "takes any"
-        ) from error
     finally:
         sys.settrace(trace)
     return points.detach().to(x)

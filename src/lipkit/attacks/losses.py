@@ -16,15 +16,12 @@ attacks", ICML 2020, equations 6 and 7.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.attacks.ascent import Model, check_logits, margin_loss, misclassified
-from lipkit.attacks.balls import norms
-from lipkit.errors import LipkitError, OptionError, ShapeError, check_choice, first_line, lacks_memory
+from lipkit.errors import OptionError, ShapeError, check_choice, rewording
 
 LOSSES = ("margin", "dlr", "ce")
 _TINY = 1e-12  # added to the denominator of DLR: equal logits give 0 rather than NaN
@@ -62,16 +59,10 @@ def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
 
 def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
     """(N, K) logits of the samples, without gradients; raise unless model, samples and labels fit together."""
-    with torch.no_grad():
-        try:
-            logits = model(x)
-        except LipkitError:
-            raise
-        except (RuntimeError, ValueError, TypeError) as error:
-            if lacks_memory(error):
-                raise
-            what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-            raise ShapeError(f"expected inputs that the model accepts, got {what}: {first_line(error)}") from error
+    given = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    start = f"expected inputs that the model accepts, got {given}: "
+    with torch.no_grad(), rewording(ShapeError, start, RuntimeError, ValueError, TypeError):
+        logits = model(x)
     check_logits(logits, y)
     return logits.detach()
 
@@ -85,31 +76,10 @@ def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     return index, logits[index]
 
 
-def warn_where_flat(attack: str, model: Model, x: Tensor, y: Tensor) -> None:
-    """Warn if samples ``x``, for which no example was found, have a margin with zero gradient."""
-    flat = int((value_and_gradient(model, x, y, "margin")[2] == 0).flatten(1).all(dim=1).sum()) if len(x) else 0
-    if flat:
-        where = f"{flat} of {len(x)} samples that it found no example for"
-        warnings.warn(f"{attack} could not search at {where}: the gradient is 0; they may not be robust", stacklevel=3)
-
-
 def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
     """(N, min(count, K - 1)) wrong classes of each sample, the largest logit first; all for ``count=None``."""
     order = logits.scatter(1, labels[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
     return order if count is None else order[:, :count]
-
-
-def nearest_rivals(model: Model, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
-    """(N, min(9, K - 1)) classes of the largest wrong logits, those of the nearest boundary first.
-
-    The l2 distance of a boundary is estimated as margin over gradient norm at the sample.
-    """
-    order, distance = rivals(logits, y, 9), []
-    for target in order.unbind(dim=1):
-        value, _, slope = value_and_gradient(model, x, y, "margin", target)
-        distance.append(-value / norms(slope, torch.zeros_like(slope)).to(value).clamp_min(1e-30))
-    nearest = torch.stack(distance, dim=1).nan_to_num(nan=torch.inf).argsort(dim=1, stable=True)
-    return order.gather(1, nearest)
 
 
 def value_and_gradient(

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.apgd import apgd_then_targeted
-from lipkit.attacks.ascent import Box, Model, check_inputs, like
+from lipkit.attacks.ascent import Box, Model, ball, check_inputs, like
 from lipkit.attacks.autoattack import autoattack
-from lipkit.attacks.balls import ball
-from lipkit.attacks.carlini_wagner import carlini_wagner
-from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
-from lipkit.attacks.pgd import pgd
+from lipkit.attacks.minimum_norm import carlini_wagner, fab
+from lipkit.attacks.pgd import apgd_then_targeted, pgd
 from lipkit.errors import OptionError, check_choice
 
 

@@ -1,17 +1,20 @@
-r"""Projected gradient ascent in a ball (PGD), with a margin loss; l2 and l_inf."""
+r"""Projected gradient ascent in a ball, with a margin loss, in l2 and l_inf.
+
+PGD takes steps of given lengths. APGD has momentum, and its steps need no tuning.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, seeded
-from lipkit.attacks.balls import ball
-from lipkit.attacks.losses import rivals, value_and_gradient
+from lipkit.attacks.ascent import Ball, Best, Box, Model, ball, check_inputs, like, misclassified, seeded
+from lipkit.attacks.losses import check_loss, first_logits, rivals, value_and_gradient
 from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.matrices import check_integer
 
@@ -123,3 +126,195 @@ def _lengths(steps: Any) -> Sequence[float]:
         )
     lengths: Sequence[float] = steps
     return lengths
+
+
+_MOMENTUM, _RISES = 0.75, 0.75
+
+
+def apgd(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float | Tensor,
+    norm: str = "l2",
+    loss: str = "margin",
+    targeted: bool = False,
+    steps: int = 100,
+    restarts: int | None = None,
+    box: Box = (0.0, 1.0),
+    generator: torch.Generator | None = None,
+    stop_early: bool = True,
+) -> Tensor:
+    r"""Adversarial examples in the ball of radius ``eps`` around each sample, without a step size to choose.
+
+        z       = P( x_k + s_k d(g_k) )
+        x_{k+1} = P( x_k + 3/4 (z - x_k) + 1/4 (x_k - x_{k-1}) )
+
+    with P the projection on ball and box and d the steepest direction of size 1 in the norm. The step s begins at
+    2 eps. At checkpoints, which grow denser, a sample's step is halved and its search returns to the best point if the
+    loss rose in fewer than 3/4 of the steps, or if neither step nor best loss changed since the last checkpoint.
+
+    The first start is the sample itself, each further one a random point of the ball. With ``targeted`` each start
+    raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
+
+    **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
+    Not finding an adversarial example proves nothing. Of several points the one with the largest margin loss is kept.
+
+    **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that are misclassified early.
+
+    Args:
+        model, x, y, eps, norm, box, generator, stop_early: as in `lipkit.attacks.pgd`, which names the errors.
+        loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
+        targeted: whether each start aims at one wrong class.
+        steps: gradient steps of each start.
+        restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
+
+    Raises:
+        OptionError, ShapeError: see `lipkit.attacks.pgd`.
+
+    >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
+    >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10, stop_early=False)
+    >>> torch.dist(attacked, torch.tensor([[0.5 - 0.3 / 2**0.5] * 2])).item() < 1e-3
+    True
+
+    References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+    attacks", ICML 2020, algorithm 1, Sec. 3.2.
+    """
+    space = ball(norm)
+    radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
+    generator = seeded(generator)
+    if not len(x):
+        return x.detach().clone()
+    logits = first_logits(model, x, y)
+    check_loss(loss, logits.shape[1], targeted=targeted)
+    best = Best(x, y)
+    best.update(best.left(False), x.detach(), logits)
+    order = rivals(logits, y)
+    for start in range(restarts or (min(9, order.shape[1]) if targeted else 1)):
+        index = best.left(stop_early)
+        if not len(index):
+            break
+        target = order[index, start % order.shape[1]] if targeted else None
+        climb(space, model, best, index, radius[index], start > 0, target, loss, steps, box, generator, stop_early)
+    return best.points
+
+
+def apgd_then_targeted(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float | Tensor,
+    norm: str = "l2",
+    steps: int = 100,
+    restarts: int | None = None,
+    box: Box = (0.0, 1.0),
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One start of `apgd` on the margin loss, then ``restarts - 1`` targeted starts for the samples that survive it.
+
+    ``restarts=None`` runs one targeted start for each of the 9 largest wrong logits.
+    """
+    radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
+    common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
+    points = apgd(model, x, y, eps=eps, restarts=1, **common)
+    if restarts != 1 and len(x):
+        with torch.no_grad():
+            left = (~misclassified(model(points), y)).nonzero()[:, 0]
+        if len(left):
+            more = None if restarts is None else restarts - 1
+            points[left] = apgd(model, x[left], y[left], eps=radius[left], targeted=True, restarts=more, **common)
+    return points
+
+
+def _keep(state: SimpleNamespace, rows: Tensor) -> None:
+    """Keep only these rows of all tensors."""
+    vars(state).update({name: values[rows] for name, values in vars(state).items() if values is not None})
+
+
+def climb(
+    space: Ball, model: Model, best: Best, index: Tensor, radius: Tensor, random: bool, target: Tensor | None,
+    loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool, look: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Run one start for the samples ``index`` and update ``best``; return those that were attacked to the end.
+
+    It starts at the samples, or with ``random`` at random points. ``radius`` and ``target`` have one entry per sample.
+    Every ``look`` steps hopeless samples are dropped: those whose loss is below -1/4 of its rise so far, and below -10
+    times its rise in the last ``look`` steps.
+    """
+    centre, label = best.samples[index], best.labels[index]
+    point = space.start(centre, radius, box, generator) if random else centre
+    value, logits, slope = value_and_gradient(model, point, label, loss, target)
+    best.update(index, point, logits)
+    s = SimpleNamespace(  # a row for each sample that is still attacked
+        index=index,
+        centre=centre,
+        label=label,
+        radius=radius,
+        target=target,
+        point=point,
+        previous=point,
+        value=value,
+        slope=slope,
+        top_point=point,  # where the loss was best
+        top_value=value,
+        top_slope=slope,
+        first_value=value,  # at the start
+        past_value=value,  # the best loss when hopeless rows were last dropped
+        step=2 * radius,  # the diameter
+        old_step=2 * radius,  # the step at the last checkpoint
+        old_top=value,  # the best loss at the last checkpoint
+        rises=torch.zeros_like(index),  # how often the loss rose since then
+    )
+    last, marks = 0, checkpoints(steps)
+    for k in range(steps):
+        if stop_early and bool(best.fooled[s.index].any()):
+            _keep(s, ~best.fooled[s.index])  # misclassified samples are finished
+            if not len(s.index):
+                break
+        move = space.direction(s.slope, generator) * like(s.step, s.point)
+        ahead = space.nearest(s.point + move, s.centre, s.radius, box)
+        if k:
+            ahead = torch.add(s.point.lerp(ahead, _MOMENTUM), s.point - s.previous, alpha=1 - _MOMENTUM)
+        s.previous, s.point = s.point, space.project(ahead, s.centre, s.radius, box)
+        value, logits, s.slope = value_and_gradient(model, s.point, s.label, loss, s.target)
+        best.update(s.index, s.point, logits)
+        s.rises = s.rises + (value > s.value)
+        s.value = value
+        better = value > s.top_value
+        s.top_value = torch.where(better, value, s.top_value)
+        s.top_point = torch.where(like(better, s.point), s.point, s.top_point)
+        s.top_slope = torch.where(like(better, s.point), s.slope, s.top_slope)
+        if k + 1 in marks:
+            halve = (s.rises < _RISES * (k + 1 - last)) | ((s.step == s.old_step) & (s.top_value == s.old_top))
+            s.old_step, s.old_top, last = s.step, s.top_value, k + 1
+            s.step = torch.where(halve, s.step / 2, s.step)
+            s.rises = torch.zeros_like(s.rises)
+            wide = like(halve, s.point)
+            s.point = torch.where(wide, s.top_point, s.point)
+            s.slope = torch.where(wide, s.top_slope, s.slope)
+            s.value = torch.where(halve, s.top_value, s.value)
+        if look and (k + 1) % look == 0:
+            gap, rise, lately = -s.top_value, s.top_value - s.first_value, s.top_value - s.past_value
+            s.past_value = s.top_value
+            _keep(s, (gap <= rise / 4) | (gap <= 10 * lately))
+            if not len(s.index):
+                break
+    left: Tensor = s.index
+    return left
+
+
+def checkpoints(steps: int) -> frozenset[int]:
+    """Steps after which APGD checks its progress: at 0.22 of all steps, then in gaps that shrink by 0.03, down to 0.06.
+
+    >>> sorted(checkpoints(100))
+    [22, 41, 57, 70, 80, 87, 93, 99]
+    """
+    gap = max(round(0.22 * steps), 1)  # at least one step
+    place, marks = gap, set()
+    while place <= steps:
+        marks.add(place)
+        gap = max(gap - max(round(0.03 * steps), 1), round(0.06 * steps), 1)
+        place += gap
+    return frozenset(marks)

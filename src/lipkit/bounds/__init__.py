@@ -4,11 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lipkit.bounds.aol import aol
-from lipkit.bounds.gram import gram
-from lipkit.bounds.lipbound import lipbound, lipbound_estimate
-from lipkit.bounds.reshaped import fantastic_four, reshaped
-from lipkit.bounds.symbol_sup import circular, grid_correction, symbol_sup, symbol_sup_estimate
+from lipkit.bounds.kernels import aol, fantastic_four, grid_correction, lipbound, lipbound_estimate, reshaped
+from lipkit.bounds.symbol_sup import circular, gram, symbol_sup, symbol_sup_estimate
 from lipkit.conv.patches import polyphase
 from lipkit.proof.norms import spectral_norm, spectral_norms
 

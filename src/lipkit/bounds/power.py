@@ -158,12 +158,6 @@ HEATS, FINALISTS = 4, 3
 EXACT = 5_000_000
 
 
-def _points(chosen: Tensor, w: int) -> tuple[Tensor, Tensor]:
-    """The frequencies (f1, f2) at flat indices into a real 2-D transform."""
-    half = w // 2 + 1
-    return torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
-
-
 def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
     """The frequency (f1, f2) of the largest norm of the symbol, and its right singular vector there."""
     f1, f2 = (f.to(taps.device) for f in half_grid(h, w))
@@ -176,7 +170,8 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
 
 def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_by_eigenvalues`, estimated by power steps, then Krylov spaces at the best frequencies."""
-    (kh, kw), count = taps.shape[-2:], h * (w // 2 + 1)
+    (kh, kw), half = taps.shape[-2:], w // 2 + 1  # columns of a real 2-D transform
+    count = h * half
     candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
     # No screening if all frequencies go on anyway.
     screened = min(iterations, SCREENING) if candidates < count else 0
@@ -184,7 +179,7 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
     apart = 2 if screened and h % 2 == w % 2 == 0 and 4 * kh <= h and 4 * kw <= w else 1
     rows, columns = h // apart, w // apart
     image = start_vector(taps.shape[1] * rows * columns, taps).reshape(1, -1, rows, columns)
-    f1, f2 = _points(torch.arange(candidates, device=taps.device), w)
+    f1, f2 = torch.unravel_index(torch.arange(candidates, device=taps.device), (h, half))
     if screened:
         apply, adjoint = maps(taps)
         # Steps of the adjoint: it has the same norms, and its images are the vectors that the spaces start from.
@@ -194,7 +189,7 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
             # Frequencies left out get the mean of their neighbours.
             for axis in (0, 1):
                 found = torch.stack((found, (found + found.roll(-1, axis)) / 2), axis + 1).flatten(axis, axis + 1)
-        f1, f2 = _points(found[:, : w // 2 + 1].flatten().topk(candidates).indices, w)
+        f1, f2 = torch.unravel_index(found[:, :half].flatten().topk(candidates).indices, (h, half))
     start = torch.fft.fft2(image)[0][:, f1 // apart, f2 // apart].mT
     norms, vectors, which = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screened)
     best = norms.argmax().reshape(1)

@@ -2,28 +2,33 @@ r"""Bounds of a convolution by its matrix symbol: at the frequencies of one imag
 
 For a kernel :math:`K` the norm of the convolution with zero padding of any width, of a circular one of any size,
 strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}`, which
-finitely many frequencies prove.
+finitely many frequencies prove. Gram iteration bounds the norm at each of them, too:
+:math:`\|F\|^{2^{t+1}} = \|G_t\| \le \|G_t\|_F` with :math:`G_0 = F^*F`, :math:`G_{t+1} = G_t^2`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import grid, scaled_bound, symbol_error
+from lipkit.bounds.kernels import grid, grid_correction, scaled_bound, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
 from lipkit.conv.symbol import half_grid, symbol, symbol_at
-from lipkit.errors import OptionError, finite
-from lipkit.linalg.matrices import check_positive
+from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.linalg.exponential import schatten_bound
+from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.linalg.transforms import differentiated, outside
-from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
-from lipkit.proof.roundoff import up
+from lipkit.proof.norms import gram_matrix, largest_singular_value, scale_to, spectral_norm
+from lipkit.proof.roundoff import UNIT, gamma, up
 
+# Bytes of the symbols that Gram iteration holds at once.
+_CHUNK_BYTES = 1 << 26
 # Largest number of tests that a tighter bound may cost.
 _FEW = 32
 
@@ -57,22 +62,6 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
         return up(spectral_norm(symbols) + symbol_error(kernels), 1)  # that of all groups covers each
 
     return scaled_bound(kernel, groups, bound)
-
-
-def grid_correction(k: int, points: int) -> float:
-    r"""Factor c >= 1 with (supremum) <= c (maximum on S equispaced points), for a trigonometric polynomial of k taps.
-
-    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points} \qquad\text{(Ehlich \& Zeller 1964)}
-
-    >>> round(grid_correction(3, 64), 4)
-    1.0012
-    >>> grid_correction(1, 1)
-    1.0
-    """
-    if points < k:
-        raise OptionError(f"points: expected at least the number of taps {k}, got {points}")
-    # The angle carries three roundings, and tan <= 2 k / pi turns them into those of the cosine.
-    return 1.0 if k == 1 else up(1.0 / math.cos(math.pi * (k - 1) / (2 * points)), 4 * k + 8)
 
 
 def symbol_sup(
@@ -179,14 +168,9 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 
 
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
-    """A proved upper bound of ``sup ||G||``, G = F* F, and the frequency that required it.
+    """A proved upper bound of ``sup ||G||``, G = F* F: its root is at most ``(1 + tolerance) sup ||F||``.
 
-    The root of the bound exceeds ``sup ||F||`` by at most a fraction ``tolerance``.
-
-    Args:
-        values: kernels of all groups.
-        peak, squared: the frequency that the search found, and the largest eigenvalue of G there.
-        finer: True tries smaller tolerances first, where a few cells suffice.
+    ``squared`` is the largest eigenvalue of G at the ``peak``; ``finer`` tries smaller tolerances first.
     """
     symbol = GramSymbol(values)
     sample = peak.sample.double()
@@ -230,3 +214,77 @@ def on_grid(
         return torch.stack(norms).amax()
 
     return scaled_bound(kernel, groups, bound)
+
+
+def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None, iterations: int = 6) -> Tensor:
+    r"""Differentiable upper bound of the spectral norm of a convolution, by Gram iteration at each frequency.
+
+    .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
+
+    Args:
+        kernel, groups: ``(cout, cin / groups, kh, kw)``; the bound is the maximum over the groups.
+        size: (h, w) of a circular image, whose frequencies are used. By default a grid of 8 (k - 1) points per axis,
+            with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
+        iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
+            number of channels.
+
+    Guarantee:
+        Upper bound, including rounding, for any number of iterations. Without ``size``: for the convolutions of
+        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size; for
+        zero-padded ones, with any stride, on n x n images with p rows and columns of padding in total, if
+        ``size >= n + p`` and the kernel fits into ``size``; for no others.
+
+    Cost:
+        t + 1 matrix products of the smaller side at each frequency.
+
+    Raises:
+        ShapeError, OptionError: a wrong kernel shape, groups, size or iterations.
+
+    >>> 1.0 <= float(gram(torch.full((1, 1, 3, 3), 1 / 9), size=(6, 6))) < 1.0 + 1e-6
+    True
+
+    References:
+        Delattre, Barthelemy, Araujo & Allauzen, ICML 2023.
+    """
+    every = grid(kernel, lambda k: 8 * (k - 1))
+    check_integer("iterations", iterations, 0)
+    whole = isinstance(size, tuple | list) and all(hasattr(n, "__index__") and n >= 1 for n in size)  # not floats
+    if size is not None and not (whole and len(size) == 2):
+        raise ShapeError(f"size: expected (height, width), integers of at least 1, got {size}")
+    return on_grid(kernel, groups, size or every, partial(_gram_norm, iterations), every_size=size is None)
+
+
+def _gram_norm(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
+    each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)  # bytes per frequency
+    step = max(1, _CHUNK_BYTES // each)
+    with torch.no_grad():
+        parts = zip(f1.split(step), f2.split(step), strict=True)
+        norms = torch.cat([_gram_norms(symbol_at(kernel, a, b, h, w), iterations) for a, b in parts])
+    best = int(norms.argmax())
+    if not differentiated(kernel):
+        return norms[best]
+    if not float(norms[best]) > 0:
+        return norms[best] + 0 * kernel.sum()
+    one = symbol_at(kernel, f1[best, None], f2[best, None], h, w)[0]
+    near_one = one / torch.linalg.vector_norm(one.detach())
+    return scale_to(norms[best], schatten_bound(gram_matrix(near_one), iterations).sqrt())
+
+
+def _gram_norms(a: Tensor, iterations: int) -> Tensor:
+    """Upper bounds ``(F,)`` of the spectral norms of matrices ``(F, m, n)``, all rounding included."""
+    side, inner = min(a.shape[-2:]), max(a.shape[-2:])
+    frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)
+    g, norms = gram_matrix(a), []
+    for t in range(iterations + 1):
+        norm = torch.linalg.vector_norm(g, dim=(-2, -1)).clamp_min(1e-300)
+        norms.append(norm)
+        if t < iterations:
+            g = g / norm[:, None, None]
+            g = g @ g
+    # Backwards: ||N_t||^2 <= ||G_{t+1}|| + eps and ||G_t|| <= norm_t (||N_t|| + 4 u), N_t of Frobenius norm about 1.
+    slack = 1.5 * gamma(2 * side + 16)
+    bound = torch.full_like(norms[-1], 1 + gamma(side * side + 16), dtype=torch.float64)
+    for norm in reversed(norms[1:]):
+        bound = up((norm * (bound + 8 * UNIT) + slack).sqrt(), 4)
+    squared = norms[0] * (bound + 8 * UNIT) + 1.5 * gamma(2 * inner + 4) * frobenius
+    return torch.where(frobenius > 0, up(squared.sqrt(), 4), 0)

@@ -5,8 +5,7 @@ from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.dense_outputs import DenseCertificate, dense
 from lipkit.certificates.gains import gain_matrix, local_gain, tight
 from lipkit.certificates.measurement import Proof, prove
-from lipkit.certificates.monotonicity import monotone
-from lipkit.certificates.properties import Answer, verify_property
+from lipkit.certificates.properties import Answer, monotone, verify_property
 from lipkit.certificates.ranking import AurocCertificate, auroc
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
 from lipkit.certificates.vnnlib import read_vnnlib

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates import margins, sound
+from lipkit.certificates import margins
 from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
 from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.local import Bounds
@@ -21,8 +21,6 @@ from lipkit.errors import OptionError, check_choice, check_labels
 from lipkit.files import write_atomic
 from lipkit.shown import Shown, Told, axes, upper
 from lipkit.text import csv_text, format_radius, table
-
-METHODS = ("global", "local", "best")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -232,11 +230,11 @@ def certify(
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
     "Accuracy and Stability of Numerical Algorithms", 2nd ed., Secs. 3.1 and 3.5 (inner products).
     """
-    check_choice("method", method, METHODS)
+    check_choice("method", method, ("global", "local", "best"))
     if method != "global" and evaluator == "integer":
         raise OptionError(f"method: expected 'global' for an integer program, got {method!r}")
     x, y = as_tensor(x), as_tensor(y)  # y may be missing so that certify(loader) gets a clear error
-    seen = check_inputs(network, x, batch_size)
+    seen = check_inputs(network, x)
     check_labels(y, len(x))
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
@@ -248,7 +246,7 @@ def certify(
     if measured.logits is None:
         radius = ignored = margins.radii(outputs, labels, constants)
     else:
-        radius, ignored = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
+        radius, ignored = margins.sound_radii(measured.logits, labels, constants, rows, proof.arithmetic)
     name = "global" if proof.body_constant is None else "last layer"
     if method != "global":
         # The search differentiates the network, so its tensors must not be made in inference mode.

@@ -131,9 +131,8 @@ def _worded(value: Any) -> Any:
 # Limits of what is read, in bytes: lipkit writes lines of a few hundred, and headers of some thousand.
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-_PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
-_KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "input_shape", "input_range", "evaluator", "data"}
-_KNOWN |= {"versions"}
+_PROVED = ("constant", "body_constant", "method", "dtype", "input_shape", "network_sha256", "rounding", "input_range")
+_KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "evaluator", "data", "versions"}
 
 
 def read_certificate(path: str | Path) -> CertificateFile:
@@ -150,14 +149,11 @@ def read_certificate(path: str | Path) -> CertificateFile:
             columns = list(zip(*_rows(path, stream, header["data"]["samples"]), strict=True))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
-    limits = header["input_range"]
     read: dict[str, Any] = dict(zip(COLUMNS, (torch.tensor(c, dtype=torch.float64) for c in columns), strict=True))
     whole = {name: read[name].long() for name in ("label", "prediction")}
     certificate = Certificate(
         **{name: read[name] for name in COLUMNS[1:]} | whole,
         evaluator=_evaluator(path, header.get("evaluator")),
-        input_shape=tuple(header["input_shape"]),
-        input_range=(limits[0], limits[1]) if limits else None,
         **{key: header[key] for key in _PROVED},
     )
     known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
@@ -198,6 +194,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
     _expect(path, named and counted, "data with a name, a sha256 and samples >= 1", data)
     whole = isinstance(shape, list) and len(shape) > 0 and all(type(n) is int and n > 0 for n in shape)
     _expect(path, whole, "input_shape as positive integers", shape)
+    header["input_shape"] = tuple(header["input_shape"])
     for key in ("method", "dtype", "network_sha256", "rounding"):
         _expect(path, isinstance(header.get(key), str), f"{key} as a string", header.get(key))
     _expect(path, header["rounding"] in ("sound", "ignore"), "rounding 'sound' or 'ignore'", header["rounding"])
@@ -206,7 +203,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
         ends: list[Any] = [_WORDS.get(str(value), value) for value in limits] if isinstance(limits, list) else []
         rising = len(ends) == 2 and all(type(value) in (int, float) for value in ends) and ends[0] < ends[1]
         _expect(path, rising, "input_range as two rising numbers", limits)
-        header["input_range"] = [_number(path, "input_range", value) for value in ends]
+        header["input_range"] = tuple(_number(path, "input_range", value) for value in ends)
     for key, kind, empty in (("architecture", list, []), ("versions", dict, {})):
         _expect(path, isinstance(header.setdefault(key, empty), kind), f"{key} as a {kind.__name__}", header[key])
 

@@ -34,7 +34,7 @@ from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, grow
 
 
 class Noise(NamedTuple):
@@ -180,7 +180,25 @@ class Circuit:
 
     def select(self, value: int, index: Tensor) -> int:
         """Add the entries of a value at ``index``, flat and counted from 1, in the shape of ``index``; 0 gives 0."""
-        return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
+        shape, flat = self.shapes[value], index.to(self.device).flatten()
+        size, kept = math.prod(shape), flat[flat > 0] - 1  # 0 is a zero, entries count from 1
+        most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
+        same = len(flat) == size and bool((flat == torch.arange(1, size + 1, device=flat.device)).all())
+        back = torch.zeros(size, dtype=torch.int64, device=flat.device)
+        back[kept] = (flat > 0).nonzero()[:, 0] + 1  # the inverse: where each entry went
+
+        def adjoint(a: Tensor) -> Tensor:
+            if same:
+                return a.reshape(len(a), *shape)
+            if most <= 1:  # each entry is read once at most, so nothing is added
+                return F.pad(a.flatten(1), (1, 0))[:, back].reshape(len(a), *shape)
+            total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))  # column 0 collects what zeros had
+            return total[:, 1:].reshape(len(a), *shape)
+
+        def forward(h: Tensor) -> Tensor:
+            return F.pad(h.flatten(1), (1, 0))[:, flat].reshape(len(h), *index.shape)
+
+        return self.linear(value, Linear(tuple(index.shape), adjoint, forward, most if most > 1 else 0))
 
     def maximum(self, a: int, b: int) -> int:
         """Add the maximum as ``b + relu(a - b)``; the evaluator only compares, so it rounds nothing."""
@@ -223,29 +241,6 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
         return error, peak
 
     return noise
-
-
-def _selection(index: Tensor, shape: Shape) -> Linear:
-    """The linear map from a sample of this shape to its entries at ``index``, see `Circuit.select`."""
-    flat, size = index.flatten(), math.prod(shape)
-    kept = flat[flat > 0] - 1  # 0 is a zero, entries count from 1
-    most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
-    same = len(flat) == size and bool((flat == torch.arange(1, size + 1, device=flat.device)).all())
-    back = torch.zeros(size, dtype=torch.int64, device=flat.device)
-    back[kept] = (flat > 0).nonzero()[:, 0] + 1  # the inverse: where each entry went
-
-    def adjoint(a: Tensor) -> Tensor:
-        if same:
-            return a.reshape(len(a), *shape)
-        if most <= 1:  # each entry is read once at most, so nothing is added
-            return F.pad(a.flatten(1), (1, 0))[:, back].reshape(len(a), *shape)
-        total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))  # column 0 collects what zeros had
-        return total[:, 1:].reshape(len(a), *shape)
-
-    def forward(h: Tensor) -> Tensor:
-        return F.pad(h.flatten(1), (1, 0))[:, flat].reshape(len(h), *index.shape)
-
-    return Linear(tuple(index.shape), adjoint, forward, most if most > 1 else 0)
 
 
 def _positions(shape: Shape) -> Tensor:

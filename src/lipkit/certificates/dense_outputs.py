@@ -25,8 +25,7 @@ from lipkit.certificates.margins import last_layer_constants, row_distances
 from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
-from lipkit.proof.arithmetic import size
-from lipkit.proof.roundoff import gamma, grow, next_down, product, root
+from lipkit.proof.roundoff import gamma, grow, next_down, product, root, size
 from lipkit.shown import Shown
 from lipkit.text import format_radius
 

@@ -1,6 +1,6 @@
 r"""Evaluators: the arithmetic that a certificate holds for, and the settings under which torch keeps to it.
 
-A certificate holds for *every* evaluation in the model of `lipkit.proof.arithmetic`:
+A certificate holds for *every* evaluation in the model of `lipkit.proof.roundoff`:
 IEEE operations in the evaluator's format, inner products in any order, flushing to zero or not. What breaks the model
 (products in TF32 or bfloat16, autocast, algorithms that are not inner products such as Winograd's or a fast Fourier
 transform) is looked for in torch's settings and refused.
@@ -21,7 +21,7 @@ from lipkit.linalg.precision import check_underflow, flushes, product_settings, 
 from lipkit.linalg.transforms import nnpack_enabled
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.dense import BLOCK, blocked
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, arithmetic_of
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, arithmetic_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32, "integer": torch.int32}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, modules.TaylorConv2d)

@@ -16,9 +16,10 @@ Applications 1989.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,7 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
         kinds = ", ".join(sorted({type(m).__name__ for m in network})) or "no module"
         raise NoRuleError(f"expected dense layers with scalar activations between them, got {kinds}")
     (run,) = parts
+    assert run.jacobian is not None
     if not math.isfinite(everywhere):
         return torch.full_like(run.jacobian[0], math.inf)
     gain, multipliers = run.least()
@@ -155,30 +157,77 @@ def _moduli(part: Part) -> Tensor:
     return known(up(part[0].abs() + part[1], 2))
 
 
-class _Run(NamedTuple):
+@dataclasses.dataclass
+class _Run:
     """Consecutive modules: their constant, and, for an LMI, their weights in x and s (see the module docstring).
 
     Attributes:
-        constant: the product of the modules' constants.
         inputs: number of columns of x.
+        constant: the product of the modules' constants.
+        value: the matrix from (x, s) to the last value, or the diagonal of one; None before the first linear module.
+        jacobian: the interval matrix dy / dx of that value, or its diagonal.
+        own: the weight since the last activation, without a bound of its error.
         weights: rows of the nonlinear units, layer by layer, then of y, in the columns x, s_0, s_1, ...; or none.
         layers: the weight before each activation, its rows times the units' largest slopes; then the last weight, for
             the solver's starting point.
         sectors: ``m^2 - a b`` of the nonlinear units, layer by layer, for the starting point; slopes are in [a, b], and
             m is the largest modulus.
-        jacobian: the interval matrix dy / dx.
     """
 
-    constant: float
-    inputs: int = 0
-    weights: Sequence[Part] = ()
-    layers: Sequence[Tensor] = ()
-    sectors: Sequence[Tensor] = ()
-    jacobian: Part = (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
+    inputs: int
+    constant: float = 1.0
+    value: Part | None = None
+    jacobian: Part | None = None
+    own: Tensor | None = None
+    weights: list[Part] = dataclasses.field(default_factory=list)
+    layers: list[Tensor] = dataclasses.field(default_factory=list)
+    sectors: list[Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def units(self) -> int:
         return sum(map(len, self.sectors))
+
+    def linear(self, weight: Tensor) -> None:
+        """Append a linear layer: a matrix, or the diagonal of one."""
+        self.value, self.jacobian = _composed(weight, self.value), _composed(weight, self.jacobian)
+        self.own = _composed(weight, None if self.own is None else (self.own, torch.zeros_like(self.own)))[0]
+
+    def activation(self, low: Tensor, high: Tensor) -> None:
+        """Append an activation whose slopes lie between ``low`` and ``high``, unit by unit."""
+        assert self.value is not None
+        assert self.jacobian is not None
+        assert self.own is not None
+        active = (high > low).nonzero()[:, 0]  # the others are linear on the box
+        width = next_up(high - low)[active]  # the upper slope that is proved is low + width
+        most = torch.maximum(low.abs(), high.abs())
+        self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
+        self.sectors.append((most.square() - low * high)[active])
+        if len(active):
+            self.weights.append((self.value[0][active], self.value[1][active]))
+        fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
+        fresh[active, torch.arange(len(active))] = width  # h = low z + width s
+        value, error = _composed(low, self.value)  # the part that is linear
+        self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
+        middle = (low + high) / 2  # D as an interval: middle and radius
+        radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
+        old = _moduli(self.jacobian)  # moduli of the jacobian so far
+        value, error = _composed(middle, self.jacobian)
+        self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
+        self.own = torch.ones(len(low), dtype=torch.float64)
+
+    def steepest(self) -> Tensor:
+        """Upper bounds of the moduli of dy / dx, entry by entry."""
+        assert self.jacobian is not None
+        moduli = _moduli(self.jacobian)
+        return moduli if moduli.ndim == 2 else torch.diag(moduli)
+
+    def finished(self) -> _Run:
+        """The run, its last value added as y; no more modules can be appended."""
+        if self.value is not None and self.value[0].ndim == 2 and self.own is not None:
+            self.weights.append(self.value)
+            # Without a dense layer after the last activation, the last weight is diagonal.
+            self.layers.append(self.own if self.own.ndim == 2 else torch.diag(self.own))
+        return self
 
     def entry(self, i: int, j: int) -> _Run:
         """The run from input j to output i alone."""
@@ -187,7 +236,7 @@ class _Run(NamedTuple):
         parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])  # y reads output i alone
         layers = [self.layers[0][:, [j]], *self.layers[1:]]
         layers[-1] = layers[-1][[i]]
-        return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
+        return dataclasses.replace(self, constant=math.inf, inputs=1, weights=parts, layers=layers)
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
         """The smaller of `constant` and the gain proved by the LMI, and the multipliers, [] without an LMI."""
@@ -230,67 +279,11 @@ def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
     return weights
 
 
-class _Growing:
-    """Builds a `_Run`: the last value as a matrix in (x, s), and its derivative by x as an interval matrix."""
-
-    def __init__(self, inputs: int) -> None:
-        self.inputs, self.constant, self.units = inputs, 1.0, 0
-        self.value: Part | None = None  # the matrix from (x, s)
-        self.jacobian: Part | None = None
-        self.own: Tensor | None = None  # the weight since the last activation, without a bound of its error
-        self.weights: list[Part] = []
-        self.layers: list[Tensor] = []
-        self.sectors: list[Tensor] = []
-
-    def linear(self, weight: Tensor) -> None:
-        """Append a linear layer: a matrix, or the diagonal of one."""
-        self.value, self.jacobian = _composed(weight, self.value), _composed(weight, self.jacobian)
-        self.own = _composed(weight, None if self.own is None else (self.own, torch.zeros_like(self.own)))[0]
-
-    def activation(self, low: Tensor, high: Tensor) -> None:
-        """Append an activation whose slopes lie between ``low`` and ``high``, unit by unit."""
-        assert self.value is not None
-        assert self.jacobian is not None
-        assert self.own is not None
-        active = (high > low).nonzero()[:, 0]  # the others are linear on the box
-        width = next_up(high - low)[active]  # the upper slope that is proved is low + width
-        most = torch.maximum(low.abs(), high.abs())
-        self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
-        self.sectors.append((most.square() - low * high)[active])
-        self.units += len(active)
-        if len(active):
-            self.weights.append((self.value[0][active], self.value[1][active]))
-        fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
-        fresh[active, torch.arange(len(active))] = width  # h = low z + width s
-        value, error = _composed(low, self.value)  # the part that is linear
-        self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
-        middle = (low + high) / 2  # D as an interval: middle and radius
-        radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)  # moduli of the jacobian so far
-        value, error = _composed(middle, self.jacobian)
-        self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
-        self.own = torch.ones(len(low), dtype=torch.float64)
-
-    def steepest(self) -> Tensor:
-        """Upper bounds of the moduli of dy / dx, entry by entry."""
-        assert self.jacobian is not None
-        moduli = _moduli(self.jacobian)
-        return moduli if moduli.ndim == 2 else torch.diag(moduli)
-
-    def finished(self) -> _Run:
-        if self.value is None or self.value[0].ndim == 1 or self.jacobian is None or self.own is None:
-            return _Run(self.constant)
-        # Without a dense layer after the last activation, the last weight is diagonal.
-        own = self.own if self.own.ndim == 2 else torch.diag(self.own)
-        weights, layers = [*self.weights, self.value], [*self.layers, own]
-        return _Run(self.constant, self.inputs, weights, layers, self.sectors, self.jacobian)
-
-
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     """Split a network into runs of at most ``units`` hidden units (None: any number); other modules are constants."""
     centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
-    run = _Growing(math.prod(shape))
+    run = _Run(math.prod(shape))
     for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
         if run.value is None:  # the box at the input of the run, and the value at its centre
@@ -318,8 +311,8 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             steepest = float(torch.maximum(a.abs(), b.abs()).max())
             count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
             if units is not None and (run.units + count > units or not begun):
-                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by its constant
-                run = _Growing(len(a))
+                found += [run.finished(), _Run(0, steepest)]  # too many units: the activation counts by its constant
+                run = _Run(len(a))
             else:
                 if not begun:
                     run.linear(torch.eye(len(a), dtype=torch.float64))
@@ -328,8 +321,8 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             centre, radius = _around(low, high)
             point = _around(*_slopes(twin, next_down(point[0] - point[1]), next_up(point[0] + point[1]), constant)[1])
         else:
-            found += [run.finished(), _Run(constant)]
-            run = _Growing(math.prod(shape))
+            found += [run.finished(), _Run(0, constant)]
+            run = _Run(math.prod(shape))
             centre = torch.zeros(math.prod(shape), dtype=torch.float64)
             radius = torch.full_like(centre, math.inf)
     if units is None and run.value is not None and run.value[0].ndim == 1:
@@ -338,11 +331,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
 
 
 def box_ends(box: Box, shape: Shape, name: str = "box") -> tuple[Tensor, Tensor]:
-    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``name`` is for messages.
-
-    Raises:
-        OptionError, ShapeError: a box that is empty or does not fit.
-    """
+    """The lowest and the highest input of a box as `local_gain` takes it, float64; ``name`` is for messages."""
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):

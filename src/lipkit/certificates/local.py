@@ -41,8 +41,7 @@ from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import ErrorBound, ProvedModule, advance, prepare, start
 from lipkit.modules.network import Network
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow, size
-from lipkit.proof.roundoff import next_down, next_up
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, grow, next_down, next_up, size
 from lipkit.shown import Told
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
@@ -140,7 +139,8 @@ class Ball:
         else:
             assert isinstance(node, Leaf)
             walk = self.walks[node.position]
-            size = grow(walk.centre.abs() + self.spread(node)[:, None].reshape(-1, *[1] * len(shape)))
+            ball = grow(walk.spread.at + walk.spread.slope * self.radius)  # around the float64 output at the sample
+            size = grow(walk.centre.abs() + ball[:, None].reshape(-1, *[1] * len(shape)))
             error, noise = FLOAT64.gamma(outputs + 4) * walk.centre.abs(), torch.zeros_like(size)
             self.fits &= walk.peak.at + walk.peak.slope * self.radius < (self.circuit.arithmetic or FLOAT64).room
         return grow(size + noise), grow((error + noise) * _UP), grow(_TINY * (lost + outputs + 2) * 4)
@@ -168,11 +168,6 @@ class Ball:
         machine = self.circuit.arithmetic
         if machine is not None:
             self.fits &= (peak.flatten(1) < machine.room).all(1)
-
-    def spread(self, leaf: Leaf) -> Tensor:
-        """The radius (N,) of a leaf's ball: it holds the machine's outputs, around the float64 one at the sample."""
-        spread = self.walks[leaf.position].spread
-        return grow(spread.at + spread.slope * self.radius)
 
     def _range(self, value: int) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds of each entry of a value in the machine; tightens ``sizes``, the bound H of moduli."""

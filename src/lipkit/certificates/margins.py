@@ -1,4 +1,4 @@
-r"""Margins and the radii they certify: pure functions on logits, in float64, every radius rounded down.
+r"""Margins and the radii they certify, of exact logits and of the machine's: in float64, every radius rounded down.
 
 If the difference ``y_t - y_i`` of two logits is ``K_ti``-Lipschitz, no input closer than ``(y_t - y_i) / K_ti`` lets
 class ``i`` reach class ``t``. Two proved values of ``K_ti`` are offered and the smaller one counts, pair by pair:
@@ -7,17 +7,37 @@ class ``i`` reach class ``t``. Two proved values of ``K_ti`` are offered and the
     L_b ||w_t - w_i||      for a last layer with rows w_i after an L_b-Lipschitz body     (`last_layer_constants`)
 
 so ``radius = min_{i != t} (y_t - y_i) / K_ti`` is never below the better of the two classical certificates.
+
+A radius that holds for the machine takes off every rounding error, on the whole ball. With t the label, i another
+class, the machine's logits :math:`\hat y` and the exact ones y,
+
+.. math::
+    \hat y_t(x') - \hat y_i(x') \ge m_{ti} - c_{ti} - e_{ti}(s) - K_{ti} s \qquad\text{for } \|x' - x\| \le s
+
+with the margin :math:`m_{ti}` measured in float64 at the sample, the error :math:`c_{ti}` of that measurement, the
+error :math:`e_{ti}(s) = a_{ti} + b_{ti} s` of the machine anywhere in the ball, and the proved constant
+:math:`K_{ti}` of the exact difference. All are positive and known before s, so that
+
+.. math:: r = \min_i \frac{m_{ti} - c_{ti} - a_{ti}}{K_{ti} + b_{ti}}
+
+certifies the open ball. The radius is cut where a number on the way could overflow.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError, check_labels
-from lipkit.proof.roundoff import next_down, next_up, product, root
+from lipkit.integer.program import Program
+from lipkit.modules.chains import ChainProof
+from lipkit.modules.dense import last_layer, moduli_sizes
+from lipkit.modules.machine import ErrorBound, by_norms, norm_factors, through
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, grow, known, next_down, next_up, product, root, size
 
 
 def predictions(logits: Tensor) -> Tensor:
@@ -139,3 +159,181 @@ def check_constant(constant: float) -> None:
     """Raise unless ``constant`` is a number >= 0 (``inf`` included)."""
     if not constant >= 0:  # not <: NaN is refused, too
         raise OptionError(f"expected a Lipschitz constant >= 0, got {constant}")
+
+
+class Own(NamedTuple):
+    """Errors (N, K) of the last layer: ``at64`` in float64; in the machine ``at + slope d``, its input off by d."""
+
+    at64: Tensor
+    at: Tensor
+    slope: Tensor
+
+
+class Logits(NamedTuple):
+    r"""Outputs at N samples, and the rounding errors around them.
+
+    Attributes:
+        values: (N, K) computed in float64.
+        walk: error bounds before the last dense layer; after the whole network if it does not end in one.
+        own: errors of that last layer itself; None without one.
+        peak: bounds every intermediate number.
+    """
+
+    values: Tensor
+    walk: ErrorBound
+    own: Own | None
+    peak: Line
+
+
+def merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
+    """Merge nested tuples of the same structure, tensor by tensor; other values must be equal in all of them."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return type(first)(*(merged(each, merge) for each in zip(*parts, strict=True)))
+    return merge(parts) if isinstance(first, Tensor) else first
+
+
+class Evaluation:
+    """Outputs of a network with their rounding errors, batch by batch.
+
+    Args:
+        proof: of the network in float64, module by module.
+        arithmetic: of the evaluator.
+        zero: (1, *input_shape) zeros in float64.
+
+    In float64 errors are small against most margins, so `by_norms` bounds them in one pass through the network. For
+    samples where its bounds could cost 2^-30 of the margin, `through` makes better ones in two passes.
+    """
+
+    def __init__(self, proof: ChainProof, arithmetic: Arithmetic, zero: Tensor) -> None:
+        self.steps, self.last = proof.steps, proof.last
+        if self.last is not None:
+            self.machine = last_layer(self.last, arithmetic)
+            self.double = self.machine if arithmetic == FLOAT64 else last_layer(self.last, FLOAT64)
+            self.largest, rows = self.last.weight.abs().amax(), size(self.last.weight)
+            self.norm = float(rows.amax()) if bool(self.largest > 0) else 0.0
+        self.factors = None
+        if arithmetic == FLOAT64 and self.steps:
+            self.factors = norm_factors(self.steps, zero, [moduli_sizes(step.module) for step in self.steps])
+            features = self.factors.origin.centre
+            values = features if self.last is None else self.last(features)
+            self.factors = self.factors if values.ndim == 2 and values.shape[1] > 1 else None
+
+    def __call__(self, x: Tensor) -> Logits:
+        if self.factors is None:
+            found = self._logits(through(self.steps, x))
+        else:
+            walk, far = by_norms(self.steps, self.factors, x, self._spare)
+            found = self._logits(walk)
+            rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]  # also near an overflow
+            if len(rows):
+                near = self._logits(through(self.steps, x[rows]))
+                found = merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
+        outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # frees the features
+        on_cpu: Logits = outputs if x.device.type == "cpu" else merged([outputs], lambda tensors: tensors[0].cpu())
+        return on_cpu
+
+    def _spare(self, features: Tensor) -> Tensor:
+        """(N,) the l2 error of the features that changes the gap of the two largest outputs by 2^-30 of it at most."""
+        values = features if self.last is None else self.last(features)
+        first, second = values.topk(2).values.unbind(1)
+        return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))
+
+    def _logits(self, walk: ErrorBound) -> Logits:
+        if self.last is None:
+            return Logits(walk.centre, walk, None, walk.peak)
+        features = walk.centre
+        measure, slope = self.machine
+        own, numbers = measure(features)
+        biggest = Line(numbers.amax(1) + self.largest, self.norm)  # a weight times a feature that moved
+        peak = walk.peak.most(biggest.below(walk.spread))
+        with torch.no_grad():
+            values = self.last(features)
+        own64 = own if self.double is self.machine else self.double[0](features)[0]
+        return Logits(values, walk, Own(own64, own, slope.expand_as(own)), peak)
+
+
+def integer_logits(program: Program, x: Tensor) -> Logits:
+    """The outputs of an integer program at x; they are exact integers, so no measurement error is added.
+
+    At x and at every other input, the program's outputs differ from the exact network's by at most its proved error.
+    """
+    values = program(x)
+    # Slope 0: whatever the distance of x', the program clamps and rounds it itself.
+    error, zero = flat(values[:, 0], program.body_error), flat(values[:, 0], 0.0)
+    walk = ErrorBound(torch.empty(0), error.at, error, zero, zero)  # the values at x and at x' are both off by it
+    if program.own_error is None:
+        return Logits(values, walk, None, zero)
+    own = program.own_error.expand_as(values)
+    return Logits(values, walk, Own(own, own, torch.zeros_like(own)), zero)
+
+
+def sound_radii(
+    logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Radii (N,) with rounding errors (see the module docstring), and those of `radii`; 0 where nothing is certified.
+
+    ``constants`` and ``rows`` are those of `pair_constants`.
+    """
+    values, constants = logits.values, constants[labels]
+    difference = next_down(values.gather(1, labels[:, None]) - values)  # m, its subtraction rounded down
+    at, slope = margin_errors(logits, labels, rows)
+    gaps, slopes = (next_down(difference - at), difference), (grown(constants + slope), constants)
+    radius, ignored = nearest(torch.cat(gaps), torch.cat(slopes), labels.repeat(2)).chunk(2)
+    room = arithmetic.room - logits.peak.at  # how far numbers may still grow
+    cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
+    finite = values.isfinite().all(dim=1)
+    positive = finite & (room > 0)  # false for NaN, too
+    return torch.where(positive, torch.minimum(radius, cap), 0.0), torch.where(finite, ignored, 0.0)
+
+
+def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Error bounds (N, K) of the label's margin over each class: at the samples, and their growth per distance.
+
+    ``rows`` (K, K) holds the distances between rows of the last layer; None bounds margins by the whole output's error.
+    """
+    values, walk, own = logits.values, logits.walk, logits.own
+    spread = walk.spread
+    if own is None or rows is None:
+        # Two outputs of a vector that is off by E: their difference is off by at most sqrt(2) E.
+        two = grow(math.sqrt(2.0))
+        at = grow(two * (walk.centre_error + walk.error.at))[:, None].expand_as(values)
+        slope = torch.full_like(values, grow(two * walk.error.slope), dtype=torch.float64)
+    else:
+        apart = rows[labels]
+        pair = _both(own.slope, labels)  # by how much both rows' own errors grow
+        at = grow(_both(own.at64, labels) + _both(own.at, labels))
+        at = grow(at + pair * spread.at[:, None])  # the machine's features are off by up to the spread
+        # Features that are off move both logits, by the difference of their rows.
+        at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
+        slope = grown(grown(pair * spread.slope) + grown(apart * walk.error.slope))
+    return at, slope
+
+
+def output_errors(
+    logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Error bounds (N, 1 or K) of the float64 outputs at the samples, and of the machine's within ``distance``.
+
+    ``weight`` is that of the last dense layer, or None.
+    """
+    walk, own = logits.walk, logits.own
+    peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
+    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]  # an infinite error certifies nothing
+    body = grow(walk.error.at + walk.error.slope * distance)[:, None]
+    if own is None or weight is None:  # the error of the whole vector bounds that of each output
+        return known(walk.centre_error[:, None]), known(body + overflow)
+    norms, spread = size(weight), walk.spread
+    centre = grow(own.at64 + norms * walk.centre_error[:, None])
+    reached = grow(spread.at + spread.slope * distance)[:, None]
+    return known(centre), known(grow(own.at + grow(own.slope * reached) + grow(norms * body)) + overflow)
+
+
+def _both(each: Tensor, labels: Tensor) -> Tensor:
+    """``each_t + each_i``, (N, K), for the label t and every class i."""
+    return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
+
+
+def grown(values: Tensor) -> Tensor:
+    """`grow` applied to the positive entries; a 0 stays 0."""
+    return torch.where(values > 0, grow(values), values)

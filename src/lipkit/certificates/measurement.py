@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates import evaluators, margins, sound
+from lipkit.certificates import evaluators, margins
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
@@ -25,8 +25,7 @@ from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
 from lipkit.modules.storage import Contents, contents, describe, rebuilt, same_contents, stored_tensors
-from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import check_readable
+from lipkit.proof.roundoff import Arithmetic, check_readable
 from lipkit.shown import Shown, Told, upper
 
 
@@ -64,7 +63,7 @@ class Proof(Shown):
     pairs: tuple[Tensor, Tensor | None] | None
     device: torch.device
     program: Program | None
-    logits: Callable[[Tensor], sound.Logits] | None
+    logits: Callable[[Tensor], margins.Logits] | None
 
     def describe(self) -> str:
         """The proved constant, and what it was proved for."""
@@ -209,14 +208,14 @@ def prove(
     arithmetic = evaluators.arithmetic(evaluator, network)
     chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
     program: Program | None = None
-    logits: Callable[[Tensor], sound.Logits] | None = None
+    logits: Callable[[Tensor], margins.Logits] | None = None
     if evaluator == "integer":
         with torch.no_grad():
             program = quantise(exact, chain)
-        logits = functools.partial(sound.integer_logits, program)
+        logits = functools.partial(margins.integer_logits, program)
     elif rounding == "sound":
         zero = torch.zeros(1, *network.input_shape, dtype=torch.float64, device=where)
-        logits = sound.Evaluation(chain, arithmetic, zero)
+        logits = margins.Evaluation(chain, arithmetic, zero)
     return Proof(
         constant=chain.constant,
         body_constant=chain.body_constant,
@@ -257,7 +256,7 @@ class Measurement:
 
     proof: Proof
     outputs: Tensor
-    logits: sound.Logits | None
+    logits: margins.Logits | None
     evaluator: Evaluator
 
     def errors(self, distance: float) -> tuple[Tensor, Tensor]:
@@ -267,7 +266,7 @@ class Measurement:
             return zero, zero
         last = self.proof.chain.last
         weight = None if last is None else last.weight.detach().cpu()
-        return sound.output_errors(self.logits, distance, weight, self.proof.arithmetic)
+        return margins.output_errors(self.logits, distance, weight, self.proof.arithmetic)
 
 
 def measure(
@@ -276,9 +275,9 @@ def measure(
     *,
     rounding: str,
     evaluator: str,
-    batch_size: int,
     device: str | torch.device,
     proof: Proof | None,
+    batch_size: int = 128,
     check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:
@@ -286,6 +285,7 @@ def measure(
 
     ``check`` gets the outputs of each batch and may raise; all other arguments are those of `lipkit.certify`.
     """
+    check_integer("batch_size", batch_size, 1)
     if proof is None:
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
         made_for = proof.evaluator
@@ -298,7 +298,7 @@ def measure(
 
 
 def evaluate(
-    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None,
+    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int = 128, check: Callable[[Tensor], None] | None = None,
     progress: Told | None = None,
 ) -> Measurement:  # fmt: skip
     """Evaluate the network of a proof in float64, batch by batch: `measure` without its checks."""
@@ -315,15 +315,15 @@ def evaluate(
                 check(outputs[-1])
             if progress is not None:
                 progress("evaluated", sum(map(len, outputs)), len(x))
-    return Measurement(proof, torch.cat(outputs), sound.merged(logits, torch.cat) if logits else None, made_for)
+    return Measurement(proof, torch.cat(outputs), margins.merged(logits, torch.cat) if logits else None, made_for)
 
 
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:
     """`measure` with the rounding, evaluator and device of a proof; None proves the network with the defaults."""
-    check_inputs(network, x, 1)
+    check_inputs(network, x)
     proof = prove(network) if proof is None else proof
     name, where = proof.evaluator.option, proof.device
-    return measure(network, x, rounding=proof.rounding, evaluator=name, batch_size=128, device=where, proof=proof)
+    return measure(network, x, rounding=proof.rounding, evaluator=name, device=where, proof=proof)
 
 
 Samples = Tensor | np.ndarray[Any, Any]
@@ -371,7 +371,7 @@ def check_network(network: object, verb: str) -> None:
         )
 
 
-def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[float, float]:
+def check_inputs(network: modules.Network, x: Tensor) -> tuple[float, float]:
     """The range of x; raises unless ``network`` is exported and ``x`` holds finite inputs of its shape and range."""
     check_network(network, "certify")
     shape = tuple(network.input_shape)
@@ -395,7 +395,6 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
                 f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:.9g} "
                 f"to {most:.9g}: rescale them (8-bit images: / 255), or set network.input_range = None"
             )
-    check_integer("batch_size", batch_size, 1)
     return least, most
 
 

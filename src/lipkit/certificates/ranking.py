@@ -20,8 +20,6 @@ from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown
 from lipkit.text import format_radius
 
-MOVES = ("both", "positives", "negatives")
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AurocCertificate(Shown):
@@ -88,10 +86,10 @@ def auroc(
     (1.0, 0.75)
     """
     eps = finite("eps", eps, least=0)
-    check_choice("moves", moves, MOVES)
+    check_choice("moves", moves, ("both", "positives", "negatives"))
     given = as_tensor(positives), as_tensor(negatives)
     for x in given:
-        check_inputs(network, x, 1)
+        check_inputs(network, x)
     measured = measure_by(network, torch.cat([x.cpu().double() for x in given]), proof)
     scores, proof = measured.outputs, measured.proof
     if scores[0].numel() != 1 or scores.ndim > 2:

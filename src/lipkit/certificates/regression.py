@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import balance
-from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
+from lipkit.certificates.margins import grown
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
 from lipkit.modules.chains import SlopeRun, slope_runs
-from lipkit.proof.arithmetic import size
-from lipkit.proof.roundoff import grow, known, product, up
+from lipkit.proof.roundoff import grow, known, product, size, up
 from lipkit.shown import Shown, upper
 from lipkit.text import csv_text
 
@@ -87,7 +86,7 @@ class RegressionCertificate(Shown):
     @property
     def output_deviation(self) -> Tensor:
         """(d,) largest deviation of each output alone, in its units: `moved` plus twice the rounding error."""
-        return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
+        return grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
     def error(self) -> Tensor:
@@ -166,7 +165,7 @@ def certify_regression(
     [0.5, 0.1]
     """
     x, y = as_tensor(x), as_tensor(y)
-    check_inputs(network, x, batch_size)
+    check_inputs(network, x)
     sensors = None
     if isinstance(delta, list | tuple) or (isinstance(delta, Tensor | np.ndarray) and delta.ndim):
         try:

@@ -26,7 +26,7 @@ from lipkit.modules.guarding import type_name
 from lipkit.modules.isometric import HalfAbs, LPReLU, NActivation
 from lipkit.modules.machine import local_error
 from lipkit.modules.registry import lipschitz
-from lipkit.proof.arithmetic import FLOAT64, grow
+from lipkit.proof.roundoff import FLOAT64, grow
 
 # Absolute error of a slope in float64: derivatives have size 1, and library functions are off by at most 16 units.
 _SLOPE_ERROR = 2.0**-40

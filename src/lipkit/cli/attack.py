@@ -54,8 +54,7 @@ def command(
     from lipkit.errors import RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
     from lipkit.experiments.build import load_data
-    from lipkit.experiments.outcome import told
-    from lipkit.experiments.run import load_network, read_recipe
+    from lipkit.experiments.run import load_network, read_recipe, told
     from lipkit.report.attack_page import save_attack
     from lipkit.text import printable
     from lipkit.training.devices import device_here

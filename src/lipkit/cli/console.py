@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lipkit.experiments.outcome import Display, duration
+from lipkit.experiments.run import Display, duration
 from lipkit.text import printable
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
     import torch
 
     from lipkit import data
-    from lipkit.data.arrays import read_npy
+    from lipkit.data.reading import read_npy
     from lipkit.data.split import fixed_permutation
     from lipkit.wasserstein.samples import as_samples
 

@@ -4,10 +4,9 @@ Images are uint8 or floating point in [0, 1]; normalisation is a layer of the mo
 raises ``DataError``.
 """
 
-from lipkit.data.augment import random_crop, random_flip
-from lipkit.data.images import ImageFiles
-from lipkit.data.registry import DATASETS, data_root, load
-from lipkit.data.split import Data, Entry, Split, as_data, as_split
+from lipkit.data.images import ImageFiles, random_crop, random_flip
+from lipkit.data.registry import DATASETS, Entry, data_root, load
+from lipkit.data.split import Data, Split, as_data, as_split
 
 __all__ = [
     "DATASETS",

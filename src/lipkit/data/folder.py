@@ -11,7 +11,7 @@ import torch
 
 from lipkit.data.images import ImageFiles, decode
 from lipkit.data.reading import file_size, reading
-from lipkit.data.split import Data, Entry, Split
+from lipkit.data.split import Data, Split
 from lipkit.errors import DataError, OptionError
 from lipkit.files import read_text
 
@@ -103,8 +103,6 @@ def load_imagenet(root: Path) -> Data:
     return load_images(root / "imagenet", 224, name="imagenet", layout=SOURCE)
 
 
-IMAGENET = Entry("RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", load_imagenet, SOURCE)
-
 TINY_SOURCE = (
     "unpack tiny-imagenet-200.zip in the data root ($LIPKIT_DATA or ./data), which gives tiny-imagenet-200/wnids.txt, "
     "train and val; it is at http://cs231n.stanford.edu/tiny-imagenet-200.zip"
@@ -153,10 +151,3 @@ def _lines(path: Path) -> list[str]:
         raise DataError(f"{path}: expected a text of at most {MAX_TEXT} bytes, got {size}")
     with reading(path):
         return [line for line in read_text(path, MAX_TEXT).splitlines() if line.strip()]
-
-
-TINY_IMAGENET = Entry(
-    "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
-    load_tiny_imagenet,
-    TINY_SOURCE,
-)

@@ -7,31 +7,68 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10
-from lipkit.data.arrays import load_npz
-from lipkit.data.folder import load_folder, load_images
-from lipkit.data.mnist import load_idx
-from lipkit.data.split import Data, Entry, as_data, as_split
+from lipkit.data import binary, embedded, folder
+from lipkit.data.reading import load_npz
+from lipkit.data.split import Data, as_data, as_split
 from lipkit.errors import DataError, LipkitError, OptionError
 
 HELD_BYTES = 1 << 31
 """Image files that take at most 2 GiB of memory for each split are decoded once, when they are loaded."""
 
+
+@dataclass(frozen=True)
+class Entry:
+    """One data set of the table `lipkit.data.DATASETS`."""
+
+    description: str  # one line
+    loader: Callable[[Path], Data]  # takes the data root
+    source: str  # where to get it, and where to put it
+
+
 DATASETS: dict[str, Entry] = {
-    "digits": digits.ENTRY,
-    "mnist": mnist.ENTRY,
-    "cifar10": cifar.ENTRY10,
-    "cifar100": cifar.ENTRY100,
-    "tiny_imagenet": folder.TINY_IMAGENET,
-    "stl10": stl10.ENTRY,
-    "imagenet": folder.IMAGENET,
-    "square_wave": square_wave.ENTRY,
+    "digits": Entry(
+        "8 x 8 handwritten digits, 1438 training and 359 test images, comes with scikit-learn",
+        embedded.load_digits,
+        embedded.DIGITS_SOURCE,
+    ),
+    "mnist": Entry(
+        "28 x 28 handwritten digits, 60 000 training and 10 000 test images", binary.load_mnist, binary.MNIST_SOURCE
+    ),
+    "cifar10": Entry(
+        "32 x 32 RGB photographs of ten kinds, 50 000 training and 10 000 test images",
+        partial(binary.load_cifar, variant=binary.CIFAR10),
+        binary.CIFAR10.source,
+    ),
+    "cifar100": Entry(
+        "32 x 32 RGB photographs of a hundred kinds, 50 000 training and 10 000 test images",
+        partial(binary.load_cifar, variant=binary.CIFAR100),
+        binary.CIFAR100.source,
+    ),
+    "tiny_imagenet": Entry(
+        "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
+        folder.load_tiny_imagenet,
+        folder.TINY_SOURCE,
+    ),
+    "stl10": Entry(
+        "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
+        binary.load_stl10,
+        binary.STL10_SOURCE,
+    ),
+    "imagenet": Entry(
+        "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", folder.load_imagenet, folder.SOURCE
+    ),
+    "square_wave": Entry(
+        "a function of one variable that jumps, for regression: 300 training and 200 test points",
+        embedded.load_square_wave,
+        embedded.SQUARE_WAVE_SOURCE,
+    ),
 }
-"""The data sets that :func:`load` knows by name. To add one, write a file with its entry and a line here."""
+"""The data sets that :func:`load` knows by name. To add one, write a file with its loader and an entry here."""
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -69,12 +106,12 @@ def load(
     if spec in DATASETS:
         data = DATASETS[spec].loader(data_root(root))
     elif kind == "folder" and rest:
-        data = load_folder(Path(rest).expanduser())
+        data = folder.load_folder(Path(rest).expanduser())
     elif kind == "images" and re.fullmatch(r"[0-9]{1,5}:.+", rest):
         size, _, path = rest.partition(":")
-        data = load_images(Path(path).expanduser(), int(size))
+        data = folder.load_images(Path(path).expanduser(), int(size))
     elif kind == "idx" and rest:
-        data = load_idx(Path(rest).expanduser())
+        data = binary.load_idx(Path(rest).expanduser())
     elif kind == "npz" and rest:
         data = load_npz(Path(rest).expanduser(), limits)
     elif is_code(spec):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,15 +183,6 @@ class Data:
     def take(self, limit: int) -> Data:
         """The data set with at most `limit` samples in each split: see `Split.take`."""
         return replace(self, train=self.train.take(limit), test=self.test.take(limit))
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One data set of the table `lipkit.data.DATASETS`."""
-
-    description: str  # one line
-    loader: Callable[[Path], Data]  # takes the data root
-    source: str  # where to get it, and where to put it
 
 
 def fixed_permutation(n: int, seed: int) -> np.ndarray:

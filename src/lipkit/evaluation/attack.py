@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.attacks import ATTACKS, run_attack, shrink
-from lipkit.attacks.ascent import Box, clip, like, misclassified
-from lipkit.attacks.balls import ball, norms
+from lipkit.attacks.ascent import Box, ball, clip, like, misclassified, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, as_radii, share
 from lipkit.certificates.measurement import float64_copy

@@ -17,8 +17,7 @@ from lipkit.certificates.measurement import evaluate as measured
 from lipkit.certificates.regression import columns
 from lipkit.data import as_split
 from lipkit.errors import CertificateViolation
-from lipkit.proof.arithmetic import size
-from lipkit.proof.roundoff import grow
+from lipkit.proof.roundoff import grow, size
 from lipkit.shown import Shown, figures
 
 

@@ -15,7 +15,7 @@ from lipkit import data as datasets
 from lipkit import models
 from lipkit.certificates.intervals import check_radii
 from lipkit.data.registry import imported, is_code
-from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
+from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, rewording
 from lipkit.experiments.recipe import Recipe
 from lipkit.lowering import export, lipschitz
 
@@ -68,14 +68,9 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
         torch.manual_seed(recipe.train.seed)
         model = network_of(name, factory, {**accepted, **options}).eval()
         lipschitz(model, data.input_shape)  # raises where a module has no rule
-        try:
-            with torch.no_grad():
-                shape = tuple(export(model, data.input_shape)(torch.zeros(1, *data.input_shape)).shape)
-        except (RuntimeError, IndexError) as error:
-            if isinstance(error, LipkitError) or lacks_memory(error):
-                raise  # its message is clear already
-            expected = f"expected it to take inputs of shape {data.input_shape}"
-            raise ShapeError(f"model {name}: {expected}, got: {first_line(error)}") from error
+        start = f"model {name}: expected it to take inputs of shape {data.input_shape}, got: "
+        with torch.no_grad(), rewording(ShapeError, start, RuntimeError, IndexError):
+            shape = tuple(export(model, data.input_shape)(torch.zeros(1, *data.input_shape)).shape)
     if shape != (1, data.outputs):
         found = ", ".join(map(str, shape[1:]))
         raise ShapeError(f"model {name}: expected outputs of shape (n, {data.outputs}), got (n, {found})")

@@ -93,9 +93,9 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
         content = _merged(content, part)
     named = [".".join((*path, "name")) for path in _NAMED]
     for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() not in named):
-        _override(content, override)  # names before options, which are those of the new name
+        content = _override(content, override)  # names before options, which are those of the new name
     try:
-        return Recipe.model_validate(_merged({}, content), context={"build": build})
+        return Recipe.model_validate(content, context={"build": build})
     except ValidationError as error:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
@@ -199,28 +199,25 @@ def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
     return known[id(node)]
 
 
-def _override(content: dict[str, Any], override: str) -> None:
+def _override(content: dict[str, Any], override: str) -> dict[str, Any]:
+    """The recipe ``content`` changed by one override ``key=value``, whose value replaces a section, too."""
     key, equals, text = override.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         raise RecipeError(f"expected an override key=value such as train.epochs=5, got {override!r}")
-    value = _load(text, f"override {override!r}")
+    above = _load(text, f"override {override!r}")
     place = content
     for depth, part in enumerate(path[:-1], 1):
         inner = place.get(part)
-        if isinstance(inner, str) and path[:depth] in SHORT:
-            inner = {SHORT[path[:depth]]: inner}  # as in model=small model.options.width=2
-        elif inner is None:
-            inner = {}
-        elif not isinstance(inner, dict):
-            raise RecipeError(
-                f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {_short(inner)}"
-            )
-        place[part] = inner
-        place = inner
-    if path[-1] == "name" and path[:-1] in _NAMED and value != place.get("name", _NAMED[path[:-1]]):
-        place.pop("options", None)  # they belong to the other model, loss or schedule
-    place[path[-1]] = value
+        if not isinstance(inner, dict | None):
+            expected = f"expected {'.'.join(path[:depth])} to have keys"
+            raise RecipeError(f"override {override!r}: {expected}, got {_short(inner)}")
+        place = inner or {}
+    if isinstance(place.get(path[-1]), dict):
+        del place[path[-1]]  # `_merged` would keep its keys
+    for part in reversed(path):
+        above = {part: above}
+    return _merged(content, above)
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:

@@ -17,29 +17,66 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import lipkit
 from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RecipeError, RunError, ShapeError
-from lipkit.evaluation import Attack, evaluate
+from lipkit.evaluation import Attack, Evaluation, RegressionEvaluation, evaluate, evaluate_regression, latency
 from lipkit.experiments.build import augment, build_model, load_data
-from lipkit.experiments.outcome import RECIPE, WRITTEN, Display, Outcome, duration, finish
 from lipkit.experiments.recipe import Recipe, differences, load_recipe, to_yaml, unplaced
 from lipkit.files import write_atomic
 from lipkit.lowering import export, lipschitz
-from lipkit.report import read_record, write_report
+from lipkit.report import Record, RegressionRecord, read_record, save_evaluation, write_report
+from lipkit.report.curve import CURVE
+from lipkit.report.examples import EXAMPLES
 from lipkit.report.html import REPORT
-from lipkit.report.record import RECORD, Facts, seen
-from lipkit.report.run_files import NETWORK
+from lipkit.report.record import PREDICTIONS, RECORD, Facts, from_evaluation, from_regression, seen
+from lipkit.report.run_files import CERTIFICATE, NETWORK
+from lipkit.shown import Shown, figures
 from lipkit.training import LipschitzPenalty, PgdAdversary, Progress, TrainOptions, checkpoints, loop
 from lipkit.training.devices import device_here, make_fabric, threads_for
 from lipkit.training.options import chosen
 from lipkit.training.session import Session
+
+RECIPE, AGAIN = "recipe.yaml", "certify"
+CHECKER = "lipkit_check.py"  # a module outside the package; every folder with a certificate gets a copy
+WRITTEN = (RECORD, NETWORK, CERTIFICATE, CHECKER, EXAMPLES, PREDICTIONS, CURVE, REPORT)  # at the end of a run
+
+
+class Display:
+    """Receives the progress of a run. This base class shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+
+    def progress(self, event: Progress) -> None:
+        """Show the progress of training."""
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome(Shown):
+    """Folder, figures and record of a run that has ended.
+
+    Attributes:
+        folder: the run's folder; for a later certification, its folder inside the run's.
+        metrics: figures by name: clean, certified(36/255), pgd(36/255), lipschitz, ... or test_mse, tightness, ...
+        record: the record that holds these figures.
+    """
+
+    folder: Path
+    metrics: Mapping[str, float]
+    record: Record | RegressionRecord
+
+    def describe(self) -> str:
+        """The figures and their folder."""
+        return f"{figures(self.metrics)}\n{self.folder}"
 
 
 def train(
@@ -162,6 +199,55 @@ def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], 
     return TrainOptions.model_construct(**dict(section) | functions)  # its numbers were checked with the recipe
 
 
+def finish(
+    folder: Path, recipe: Recipe, network: modules.Network, data: Data, facts: Facts, display: Display,
+    device: torch.device,
+) -> Outcome:  # fmt: skip
+    """Evaluate an exported network as the recipe says, and write record and report.
+
+    Both go into the run's folder; a later certification gets a subfolder, ``certify-001``, with its recipe. If a
+    certificate is disproved, a CertificateViolation is raised and nothing is written.
+    """
+    facts = {**facts, "latency": latency(network), "recipe": recipe.model_dump(mode="json")}
+    section, split = recipe.certify, data.test
+    search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
+    record: Record | RegressionRecord
+    found: Evaluation | RegressionEvaluation
+    if recipe.task == "regression":
+        display.note(f"certifying {len(split)} test samples, searching for steep secants from {search['restarts']}")
+        found = evaluate_regression(
+            network, split, delta=section.delta, batch_size=section.batch_size, device=device, **search
+        )
+    else:
+        attacked = min(len(split), section.attack_samples or len(split)) if section.attack_eps else 0  # None: all
+        display.note(f"certifying {len(split)} test samples, attacking {attacked}")
+        # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
+        split = Split(*split.batch(slice(None)))
+        attack = Attack(
+            eps=section.attack_eps, steps=section.attack_steps, restarts=section.attack_restarts,
+            samples=section.attack_samples, box=data.input_range, seed=recipe.train.seed,
+        )  # fmt: skip
+        found = evaluate(
+            network, split, method=section.method, eps=section.eps, attack=attack, classes=data.classes,
+            confidence=section.confidence, batch_size=section.batch_size, device=device,
+            large_eps=data.input_range is not None,  # checked when the recipe was read
+            progress=told(display),
+        )  # fmt: skip
+    target, name = folder, folder.name
+    if (folder / RECORD).exists():  # the record is what a certification writes last
+        target = checkpoints.create(folder, AGAIN)
+        name = f"{folder.name}/{target.name}"
+        write_atomic(target / RECIPE, to_yaml(recipe).encode())
+    if isinstance(found, RegressionEvaluation):
+        record = from_regression(found, name=name, data=data.name, search=search, **facts)
+    else:
+        record = from_evaluation(found, name=name, data=data.name, classes=data.classes, **facts)
+        write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
+    save_evaluation(target, found, network, split, record)
+    write_report(target)  # from the files just written, so that anybody can repeat it
+    return Outcome(target, record.metrics(), record)
+
+
 def certify(
     folder: str | Path, recipe: Recipe, *, device: str = "cpu", display: Display | None = None, large_eps: bool = False
 ) -> Outcome:
@@ -252,6 +338,34 @@ def read_recipe(
                 f"{spec.partition(':')[0]}: read that module, then give --allow-code (allow_code=True)"
             )
     return recipe
+
+
+def told(display: Display) -> Callable[[str, int, int], None]:
+    """A ``progress`` for `lipkit.certify` that notes the samples done and the time left, at most every ten seconds."""
+    begun: dict[str, float] = {}
+    noted = called = time.monotonic()
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal noted, called
+        start = begun.setdefault(what, called)
+        if (called := time.monotonic()) - noted >= 10 and done < total:
+            noted, left = called, (called - start) / done * (total - done)
+            display.note(f"{done} of {total} samples {what}, left {duration(left)}")
+
+    return tell
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    >>> duration(7), duration(75), duration(3700), duration(float("nan"))
+    ('0:07', '1:15', '1:01:40', '-:--')
+    """
+    if seconds != seconds:  # NaN
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _ended(folder: Path, display: Display) -> Outcome:

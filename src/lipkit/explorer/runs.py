@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.attacks import pgd
-from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.balls import norms
+from lipkit.attacks.ascent import misclassified, norms
 from lipkit.certificates import Certificate
 from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split

@@ -35,7 +35,7 @@ from lipkit.modules.machine import enlarged
 from lipkit.modules.network import Network
 from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill, row_of
 from lipkit.modules.registry import lipschitz
-from lipkit.proof.arithmetic import grow, size
+from lipkit.proof.roundoff import grow, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
         OptionError: no ``input_range``, or values too large for any fraction in 32 bits.
 
     >>> from lipkit.modules.chains import prove_chain
-    >>> from lipkit.proof.arithmetic import FLOAT64
+    >>> from lipkit.proof.roundoff import FLOAT64
     >>> net = Network([nn.Linear(2, 2, bias=False).double()], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[0.5, 0.25], [-1.0, 0.0]]))
     >>> net.input_range = (0.0, 1.0)

@@ -33,8 +33,8 @@ from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll, Shift2d
-from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import FLOAT64, grow
 
 MAX_PRODUCTS = 1 << 24
 """Most entries of the matrix that a Fourier or Taylor layer is written out as."""

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from lipkit import modules
-from lipkit.certificates import sound
+from lipkit.certificates import margins
 from lipkit.certificates.measurement import pair_constants, prove
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.integer import Program, c_source
 from lipkit.interop.check import Runtime, random_inputs, write_checked
 from lipkit.modules.chains import ChainProof
-from lipkit.proof.arithmetic import FLOAT64
+from lipkit.proof.roundoff import FLOAT64
 
 
 def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
@@ -79,9 +79,9 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     classes = program.operations[-1][0].size
     constants, rows = pair_constants(proof, classes)
     zeros = torch.zeros(classes, *program.input_shape)
-    logits = sound.integer_logits(program, zeros)
-    at, slope = sound.margin_errors(logits, torch.arange(classes), rows)
-    own = sound.output_errors(logits, 0.0, None if proof.last is None else proof.last.weight.cpu(), FLOAT64)[1]
+    logits = margins.integer_logits(program, zeros)
+    at, slope = margins.margin_errors(logits, torch.arange(classes), rows)
+    own = margins.output_errors(logits, 0.0, None if proof.last is None else proof.last.weight.cpu(), FLOAT64)[1]
     errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)  # above 2^40 no margin is left
     # 2^-40 covers one addition and one division in float64; a margin has at most 33 bits.
     exact = 2.0 ** (c_source.RADIUS_FRACTION - program.fraction) / (constants + slope) * (1 - 2.0**-40)

@@ -405,9 +405,10 @@ def _elementary(names: Sequence[str], call: Build, x: Operand) -> int:
     return _steep(call, call.same_format(x).number, names)
 
 
-for _name in ("exp", "log", "sqrt", "rsqrt", "reciprocal"):
+for _one in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal):
+    _name = _one.__name__
     _names = ["sqrt", "reciprocal"] if _name == "rsqrt" else [_name]
-    plain(getattr(torch, _name), _name, f"{_name}_", place=viewed)(partial(_elementary, _names))
+    plain(_one, _name, f"{_name}_", place=viewed)(partial(_elementary, _names))
 
 
 @plain(F.glu, place=along(1, default=-1))

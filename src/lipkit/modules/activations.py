@@ -40,8 +40,7 @@ from lipkit.modules.plain import (
 )
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.views import Shift2d, shift
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow
-from lipkit.proof.roundoff import to_double
+from lipkit.proof.roundoff import Arithmetic, Line, flat, grow, to_double
 
 
 class _MaxMinShift(torch.autograd.Function):

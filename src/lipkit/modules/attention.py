@@ -24,8 +24,7 @@ from lipkit.modules.graph import Add, Graph
 from lipkit.modules.machine import local_error, proportional
 from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Stored, add_plain, submodule, within_one
 from lipkit.modules.registry import export_parts, lipschitz, output_shape
-from lipkit.proof.arithmetic import Arithmetic, grow
-from lipkit.proof.roundoff import to_double, up
+from lipkit.proof.roundoff import Arithmetic, grow, to_double, up
 
 
 class _Distances(torch.autograd.Function):

@@ -26,8 +26,7 @@ from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import INTEGER, Plain, Shape, Stored, add_plain, submodules
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
-from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import gamma, multiply_up, product, to_double, up
+from lipkit.proof.roundoff import Arithmetic, gamma, multiply_up, product, to_double, up
 
 
 class SlopeRun(NamedTuple):

@@ -27,8 +27,7 @@ from lipkit.modules.dense import linear_error, linear_range
 from lipkit.modules.plain import COUNT, Accepts, Plain, RoundingError, Shape, add_plain, either, flag, whole
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
-from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import up
+from lipkit.proof.roundoff import Arithmetic, up
 
 _Conv = nn.Conv2d | nn.ConvTranspose2d
 

@@ -38,9 +38,8 @@ from lipkit.modules.plain import (
     flag,
 )
 from lipkit.modules.registry import output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import product, to_double
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, grow, product, size, to_double
 
 
 class Affine(nn.Module):

@@ -33,9 +33,8 @@ from lipkit.linalg.exponential import check_terms
 from lipkit.modules.machine import proportional
 from lipkit.modules.plain import COUNT, INTEGER, Plain, RoundingError, Shape, add_plain, flag, whole
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow, size
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma, to_double, up
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, flat, gamma, grow, size, to_double, up
 
 # The transform of a side n has n^2 numbers: a small file must not be able to ask for terabytes.
 MAX_SIDE = 4096

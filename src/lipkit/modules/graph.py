@@ -42,7 +42,7 @@ from lipkit.modules.plain import (
 )
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Piece, Reshape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, grow
 
 
 class Join(Shown):

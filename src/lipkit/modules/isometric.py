@@ -13,7 +13,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Shown, add_plain
 from lipkit.modules.views import per_channel
-from lipkit.proof.arithmetic import Arithmetic, grow
+from lipkit.proof.roundoff import Arithmetic, grow
 
 
 class HalfAbs(nn.Module):

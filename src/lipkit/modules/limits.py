@@ -31,8 +31,7 @@ from lipkit.modules.network import Network
 from lipkit.modules.normalization import UnitNorm
 from lipkit.modules.plain import COUNT, Plain, Range, RoundingError, Shape, Shown, add_plain, around, either, row_of
 from lipkit.modules.registry import LATER, lipschitz
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, size
-from lipkit.proof.roundoff import gamma, root, to_double
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, gamma, grow, root, size, to_double
 
 REMEDY = "give the range of the inputs, such as box=(0, 1), which limits its operands to what they can reach"
 

@@ -12,7 +12,7 @@ from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.plain import RoundingBound, RoundingError, Shape, row_of
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, grow, size
 
 
 def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:

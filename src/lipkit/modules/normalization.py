@@ -32,8 +32,7 @@ from lipkit.modules.plain import (
 )
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape, Together, per_channel
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
-from lipkit.proof.roundoff import gamma, multiply_up, reciprocal_up, to_double, up
+from lipkit.proof.roundoff import Arithmetic, Line, flat, gamma, grow, multiply_up, reciprocal_up, size, to_double, up
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 

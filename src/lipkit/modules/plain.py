@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import remember, type_name
-from lipkit.proof.arithmetic import Arithmetic, Line
-from lipkit.proof.roundoff import next_up
+from lipkit.proof.roundoff import Arithmetic, Line, next_up
 
 Shape = tuple[int, ...]
 """The shape of one sample, without the batch."""

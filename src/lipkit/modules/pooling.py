@@ -29,9 +29,8 @@ from lipkit.modules.plain import (
 )
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
 from lipkit.modules.views import EnlargeBilinear, Together, enlarged
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma, root
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, Line, flat, gamma, grow, root, size
 
 
 def overlap(kernel: int, stride: int, dilation: int = 1) -> int:

@@ -45,9 +45,8 @@ from lipkit.modules.plain import (
     whole,
 )
 from lipkit.modules.registry import export_part, lipschitz
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import UNIT, product, to_double, up
+from lipkit.proof.roundoff import FLOAT64, UNIT, Arithmetic, Line, product, to_double, up
 
 
 class Recurrent(nn.Module):

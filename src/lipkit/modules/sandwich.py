@@ -20,9 +20,8 @@ from lipkit.modules.machine import chain_error, local_error
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Stored, add_plain, submodule
 from lipkit.modules.registry import export_parts, output_shape
-from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma, to_double, up
+from lipkit.proof.roundoff import Arithmetic, gamma, to_double, up
 
 _PARTS = ("first", "activation", "second")
 

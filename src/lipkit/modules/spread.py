@@ -28,9 +28,8 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.machine import ProvedModule, prepare, reach, start, through
 from lipkit.modules.plain import COUNT, Plain, RoundingBound, RoundingError, Shape, add_plain, flag, submodule
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma, to_double, up
+from lipkit.proof.roundoff import FLOAT64, Arithmetic, flat, gamma, grow, to_double, up
 
 
 class SpreadConv2d(nn.Module):

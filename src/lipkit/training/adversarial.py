@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks.ascent import Box
-from lipkit.attacks.balls import BALLS
+from lipkit.attacks.ascent import BALLS, Box
 from lipkit.attacks.pgd import LOSSES, pgd
 from lipkit.errors import NoRuleError, OptionError, check_choice, finite, interval
 from lipkit.linalg.matrices import check_positive

@@ -17,14 +17,13 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.shown import Shown, axes
 from lipkit.training import checkpoints, sources
-from lipkit.training.captured import CapturedStep
-from lipkit.training.clocks import Request
 from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.options import TrainOptions
 from lipkit.training.progress import Totals, peak_memory
+from lipkit.training.schedules import Request
 from lipkit.training.session import Session, update
 from lipkit.training.sources import batches, generator, own_random_state, set_random_state, source
-from lipkit.training.step import take_step
+from lipkit.training.step import CapturedStep, take_step
 
 
 @dataclass(frozen=True, repr=False)

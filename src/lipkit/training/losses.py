@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipkit.attacks.ascent import margin_loss
 from lipkit.errors import OptionError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -48,13 +49,7 @@ def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipsch
     Source: Crammer, Singer, JMLR 2001; deel-torchlip's CategoricalHingeLoss with ``min_margin = sqrt(2) L eps0``.
     """
     _check("> 0", eps0=eps0, lipschitz=lipschitz)
-    return F.relu(math.sqrt(2) * lipschitz * eps0 - _margins(outputs, targets)).mean()
-
-
-def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The margins M ``(N,)`` of the samples."""
-    rivals = outputs.scatter(1, targets[:, None], -math.inf).amax(1)
-    return outputs.gather(1, targets[:, None])[:, 0] - rivals
+    return F.relu(math.sqrt(2) * lipschitz * eps0 + margin_loss(outputs, targets)).mean()
 
 
 def offset_cross_entropy(
@@ -114,7 +109,7 @@ def certificate_regularized_cross_entropy(
     """
     _check("> 0", lipschitz=lipschitz)
     _check(">= 0", weight=weight)
-    radius = F.relu(_margins(outputs, targets)) / (math.sqrt(2) * lipschitz)
+    radius = F.relu(-margin_loss(outputs, targets)) / (math.sqrt(2) * lipschitz)
     return F.cross_entropy(outputs, targets) - weight * radius.mean()
 
 

@@ -29,8 +29,8 @@ from lipkit.errors import OptionError, suggestion
 from lipkit.text import printable
 from lipkit.training import losses, schedules
 from lipkit.training.adversarial import Adversary
-from lipkit.training.clocks import parse_budget
 from lipkit.training.progress import Progress
+from lipkit.training.schedules import parse_budget
 from lipkit.training.sources import Augment
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]

@@ -20,10 +20,10 @@ from lipkit.errors import OptionError, RunError
 from lipkit.layers import after_step
 from lipkit.layers.projections import after_step_layers
 from lipkit.training import checkpoints, losses, optim, schedules
-from lipkit.training.clocks import Clock
 from lipkit.training.devices import check_recordable, on_first
 from lipkit.training.options import Precision, TrainOptions
 from lipkit.training.progress import Divergence, Totals, tensorboard
+from lipkit.training.schedules import Clock
 from lipkit.training.sources import Source, own_random_state, random_state
 
 

@@ -1,4 +1,7 @@
-"""Critics: networks with one output and a Lipschitz constant of at most 1, for vectors and for images."""
+r"""Critics: networks f with one output and a Lipschitz constant of at most 1, and how they become high on P, low on Q.
+
+``fx`` and ``fy``, of any shape, are the values of f on samples of P and of Q.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import copy
 import math
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lipkit.errors import OptionError, finite
 from lipkit.layers import families
 from lipkit.models import mlp
 from lipkit.models.frame import Layers
@@ -49,3 +55,66 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
 def instance(given: str | nn.Module | None, input_shape: Shape) -> nn.Module:
     """A critic to train: a copy of a module, or a new critic of the named family (None: "cayley")."""
     return copy.deepcopy(given) if isinstance(given, nn.Module) else critic(input_shape, given or "cayley")
+
+
+def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
+    r"""The dual objective of Kantorovich and Rubinstein, with the sign of a loss.
+
+    .. math:: \mathrm{mean}_j\, f(y_j) - \mathrm{mean}_i\, f(x_i)
+
+    Over all L-Lipschitz f the infimum of its expectation is :math:`-L\, W_1(P, Q)`.
+
+    >>> kr_loss(torch.tensor([2.0, 4.0]), torch.tensor([1.0])).item()
+    -2.0
+
+    References:
+        Arjovsky, Chintala, Bottou, "Wasserstein Generative Adversarial Networks", ICML 2017, equation 2.
+    """
+    return fy.mean() - fx.mean()
+
+
+def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float = 1.0) -> Tensor:
+    r"""The dual objective plus a hinge, which makes the sign of f separate P and Q by a margin.
+
+    .. math:: \mathrm{mean}\, f(y) - \mathrm{mean}\, f(x)
+              + \tfrac\alpha2 \big(\mathrm{mean}\, (m - f(x))_+ + \mathrm{mean}\, (m + f(y))_+\big)
+
+    P and Q have the weight 1/2 each in the hinge, whatever the numbers of samples.
+
+    Raises:
+        OptionError: ``alpha`` (the weight of the hinge) is negative, or ``margin`` (m, in units of f) is not positive.
+
+    >>> hinge_kr_loss(torch.tensor([2.0]), torch.tensor([-0.5]), alpha=10.0).item()
+    0.0
+
+    References:
+        Serrurier et al., "Achieving robustness in classification using optimal transport with hinge regularization",
+        CVPR 2021, section 3.
+    """
+    alpha, margin = finite("alpha", alpha, least=0), finite("margin", margin, positive=True)
+    return kr_loss(fx, fy) + alpha / 2 * (F.relu(margin - fx).mean() + F.relu(margin + fy).mean())
+
+
+def trainable(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that training changes; a model without any is refused."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise OptionError(f"expected a {name} with parameters to train, got {type(model).__name__} without any")
+    return parameters
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
+    """One step of the optimiser on ``loss`` at the learning rate ``lr``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
+def one_output(values: Tensor, count: int) -> Tensor:
+    """The outputs (n, 1) or (n,) of a critic as (n,); others are refused."""
+    got = tuple(values.shape) if isinstance(values, Tensor) else f"of a {type(values).__name__}"
+    if got not in ((count, 1), (count,)):
+        raise OptionError(f"expected a critic of one output, {count} values, got the shape {got}")
+    return values.reshape(count)

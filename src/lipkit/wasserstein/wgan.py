@@ -23,8 +23,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Shape
 from lipkit.training import sources
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.estimate import descend, one_output, trainable
-from lipkit.wasserstein.losses import kr_loss
+from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
 from lipkit.wasserstein.samples import as_samples
 
 HIDDEN = 256

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipkit
 from lipkit.errors import OptionError
-from lipkit.training import captured, optim, session
+from lipkit.training import optim, session, step
 
 
 class Tape(TorchDispatchMode):
@@ -58,8 +58,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     def beside(self: Any, session: Any, x: Tensor, y: Tensor, more: Any) -> Tensor:
         return self.step(session, x, y, **more)
 
-    monkeypatch.setattr(captured, "_recorded", record)
-    monkeypatch.setattr(captured.CapturedStep, "_beside", beside)
+    monkeypatch.setattr(step, "_recorded", record)
+    monkeypatch.setattr(step.CapturedStep, "_beside", beside)
     monkeypatch.setattr(session, "check_recordable", lambda *_: None)
     return found
 
