@@ -91,7 +91,7 @@ def autoattack(
 
 
 class _Rows(Best):
-    """`Best` with a row per start and several starts per sample; once a start succeeds, all of its sample end."""
+    """`Best` with a row per start and several starts per sample; once one succeeds, all starts of its sample end."""
 
     def __init__(self, x: Tensor, y: Tensor, owner: Tensor) -> None:
         super().__init__(x, y)

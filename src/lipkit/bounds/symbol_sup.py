@@ -1,8 +1,8 @@
 r"""Bounds of a convolution by its matrix symbol: at the frequencies of one image size, or at all frequencies.
 
-For a kernel :math:`K` the norm of the convolution with zero padding of any width, of a circular one of any size,
-strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}`, which
-finitely many frequencies prove. Gram iteration bounds the norm at each of them, too:
+With the symbol :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}` of a kernel K, :math:`\sup_w \|F(w)\|_2` bounds the
+norm of its convolution, strided or dilated, with zero padding of any width or circular on images of any size. Finitely
+many frequencies prove a bound of the supremum. Gram iteration bounds the norm at each of them, too:
 :math:`\|F\|^{2^{t+1}} = \|G_t\| \le \|G_t\|_F` with :math:`G_0 = F^*F`, :math:`G_{t+1} = G_t^2`.
 """
 

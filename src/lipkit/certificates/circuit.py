@@ -84,7 +84,7 @@ class Scalar(NamedTuple):
 
 
 class Total(NamedTuple):
-    """``sum_i c_i x_i`` of values of one shape; ``flushed`` if the evaluator only compares them, but may flush."""
+    """``sum_i c_i x_i`` of values of one shape; ``flushed``: the evaluator only compares them, but may flush them."""
 
     factors: tuple[float, ...]
     noise: Noise | None

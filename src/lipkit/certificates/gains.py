@@ -1,14 +1,14 @@
-r"""Gains of networks that were not built for them: by LMIs, on a box of inputs, and for each output and input.
+r"""Gains of networks that were not built for a gain: by LMIs, on a box of inputs, and from each input to each output.
 
-On a box, interval arithmetic (rounding included) encloses the inputs of each activation, and its slopes in [a, b].
-With :math:`c = b - a` it is :math:`\sigma(z) = a z + c\,s(z)` up to a constant, s with slopes in [0, 1]; where a = b it
-is linear. So after k activations
+On a box, interval arithmetic (rounding included) encloses the inputs of each activation, and so its slopes in [a, b].
+With :math:`c = b - a` the activation is :math:`\sigma(z) = a z + c\,s(z)`, where s has slopes in [0, 1]; where a = b it
+is linear, up to a constant. So after k activations
 
 .. math:: h_k = A_k x + \sum_{j < k} B_{kj} s_j,
 
 and the LMI of `lipkit.bounds.lmi` bounds the gain; each of its weights reads x and all earlier s. Weights are products
-in float64; a bound of the error of each entry goes into the proof. One column of x and one row of y in the same LMI
-bound one entry of the derivative; so does the product :math:`W_L D_L \cdots D_1 W_0` with intervals of slopes D.
+in float64; a bound of the error of each entry goes into the proof. An entry dy_i / dx_j of the derivative has two
+bounds: the same LMI for input j and output i alone, and :math:`W_L D_L \cdots D_1 W_0` with intervals of slopes D.
 
 Source: Fazlyab et al., NeurIPS 2019, for the LMI; the matrix of slopes as an interval is Rohn, Linear Algebra and its
 Applications 1989.

@@ -146,7 +146,7 @@ class Ball:
         return grow(size + noise), grow((error + noise) * _UP), grow(_TINY * (lost + outputs + 2) * 4)
 
     def _noise(self, sums: Tensor, noise: Noise | None, given: list[Tensor]) -> Tensor:
-        """Bounds of the evaluator's error in each entry of a linear node, whose terms have moduli of sum ``sums``."""
+        """Bounds of the evaluator's error in each entry of a linear node; ``sums`` adds the moduli of its terms."""
         machine = self.circuit.arithmetic
         if machine is None or noise is None:
             return torch.zeros_like(sums)

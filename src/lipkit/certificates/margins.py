@@ -162,7 +162,7 @@ def check_constant(constant: float) -> None:
 
 
 class Own(NamedTuple):
-    """Errors (N, K) of the last layer: ``at64`` in float64; in the machine ``at + slope d``, its input off by d."""
+    """Errors (N, K) of the last layer: ``at64`` in float64; ``at + slope d`` in the machine, for an input off by d."""
 
     at64: Tensor
     at: Tensor
@@ -234,7 +234,7 @@ class Evaluation:
         return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
-        """(N,) the l2 error of the features that changes the gap of the two largest outputs by 2^-30 of it at most."""
+        """(N,) l2 errors of the features that change the gap of the two largest outputs by at most 2^-30 of it."""
         values = features if self.last is None else self.last(features)
         first, second = values.topk(2).values.unbind(1)
         return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))

@@ -78,7 +78,7 @@ class Answer(Shown):
 
 
 class _Box(Ball):
-    """`Ball` for boxes (N, *input_shape) in place of balls; `below` also stores the rows at the input in ``rows``."""
+    """`Ball` for boxes (N, *input_shape) in place of balls; `below` also keeps, as ``rows``, its rows at the input."""
 
     def __init__(self, bounds: Bounds, low: Tensor, high: Tensor) -> None:
         centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)  # halves first: their sum stays finite

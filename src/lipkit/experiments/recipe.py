@@ -51,8 +51,8 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
             or holds a path separator). Its key ``base`` names a packaged recipe that it changes: keys are merged,
             values replaced. Where it changes the ``name`` of a part (model, loss, train.schedule), the base's
             ``options`` of that part are dropped: they belong to the other name. An override does the same.
-        overrides: ``key=value`` with dotted keys, applied in order after those of a ``name``; values are YAML, and
-            ``36/255`` is a number.
+        overrides: ``key=value`` with dotted keys, applied in order, those that set a ``name`` first; values are YAML,
+            and ``36/255`` is a number.
         build: whether the model must be one that can be built; False for a network whose ``name`` is that of a file.
 
     Raises:

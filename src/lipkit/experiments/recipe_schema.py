@@ -183,7 +183,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits(self, info: ValidationInfo) -> Self:
-        """Check that the options belong to their names, and loss and adversary to the task."""
+        """Check that model, loss and schedule take their options, and that loss and adversary fit the task."""
         sections: dict[str, Any] = {"model": self.model, "loss": self.loss, "train.schedule": self.train.schedule}
         for key, section in sections.items():
             try:

@@ -31,7 +31,7 @@ class Session:
     """All state of a training: network, optimiser, place in the run. The network is changed within `opened` only.
 
     Args:
-        fabric: launched.
+        fabric: a launched Fabric.
         model, data, options: as for `fit`.
 
     Attributes:
@@ -48,7 +48,7 @@ class Session:
         resumed: the state of the checkpoint that the run continues from; emptied when its epoch begins.
 
     Raises:
-        OptionError: all that `fit` refuses, except for its folder and data.
+        OptionError: whatever `fit` refuses, except a wrong folder or wrong data.
     """
 
     wrapped: Any

@@ -245,7 +245,7 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
 
 
 def _evaluate(proof: Proof, x: Tensor, y: Tensor, batch_size: int, constant: float) -> tuple[Tensor, Tensor, float]:
-    """Values of (f - f(x_0)) / constant on both samples, and a bound on the rounding of their difference of means."""
+    """Values of (f - f(x[0])) / constant on x and on y; a bound of the rounding of the difference of their means."""
     measured = evaluate(proof, torch.cat((x, y)), proof.evaluator, max(batch_size, 1024))
     values = one_output(measured.outputs, len(x) + len(y))
     values = (values - values[0]) / constant  # so that an offset costs sums no digits
