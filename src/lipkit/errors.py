@@ -70,7 +70,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def rewording(kind: type[LipkitError], start: str, *caught: type[Exception], end: str = "") -> Iterator[None]:
-    """Turn an error of other code, of a type in ``caught``, into ``kind``: ``start``, its first line, ``end``.
+    """Turn errors of types ``caught`` into a ``kind`` whose message is ``start``, their first line, then ``end``.
 
     lipkit's own errors pass, and those that mean out of memory.
     """

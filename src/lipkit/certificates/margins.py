@@ -8,7 +8,7 @@ class ``i`` reach class ``t``. Two proved values of ``K_ti`` are offered and the
 
 so ``radius = min_{i != t} (y_t - y_i) / K_ti`` is never below the better of the two classical certificates.
 
-A radius that holds for the machine takes off every rounding error, on the whole ball. With t the label, i another
+A radius that holds for the machine subtracts every rounding error possible in the ball. With t the label, i another
 class, the machine's logits :math:`\hat y` and the exact ones y,
 
 .. math::

@@ -1,4 +1,4 @@
-r"""Properties of a network: on boxes of inputs proved, refuted by a point or left open; and outputs that never fall.
+r"""Properties of a network: on boxes of inputs (proved, refuted by a point or left open), and monotone outputs.
 
 A case of a property (`lipkit.certificates.vnnlib`) is a box and half-spaces :math:`b_k y \le c_k` of the outputs; a
 counterexample lies in the box and meets them all. Linear bounds go back through the network as for local certificates,

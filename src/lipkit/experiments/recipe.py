@@ -200,7 +200,7 @@ def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
 
 
 def _override(content: dict[str, Any], override: str) -> dict[str, Any]:
-    """The recipe ``content`` changed by one override ``key=value``, whose value replaces a section, too."""
+    """The recipe ``content`` changed by one override ``key=value``; the value of a section replaces all of it."""
     key, equals, text = override.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):

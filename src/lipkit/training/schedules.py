@@ -1,6 +1,6 @@
 """Learning-rate schedules: pure functions from the fraction of training done, in [0, 1], to a factor.
 
-The clock tells that fraction where training has a budget of time or samples, and the limits of one call.
+With a budget of time or samples, `Clock` gives that fraction; it also limits the time of one call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Critics: networks f with one output and a Lipschitz constant of at most 1, and how they become high on P, low on Q.
+r"""Critics: networks f of one output and Lipschitz constant at most 1; and losses that make f high on P, low on Q.
 
 ``fx`` and ``fy``, of any shape, are the values of f on samples of P and of Q.
 """
