@@ -379,7 +379,7 @@ def cosines(turns, n):
 
 
 class Node:
-    """A module: output shape, Lipschitz constant ``norm``, forward pass, and (a, b) of Theorem 4, b = ``each`` || 1 ||.
+    """A module: output shape, Lipschitz constant ``norm``, forward pass, (a, b) of Theorem 4; b = ``each`` * `ones`.
 
     ``own`` replaces forward, a and each: it maps c to the output and a bound of its rounding error. ``blocks`` belong
     to a linear module: the stack of matrices it is similar to, the error of an entry, the number of rows per channel,

@@ -220,7 +220,7 @@ class Constants:
         return forms[value].scaled(row[1]), row
 
     def _put_off(self, i: int) -> bool:
-        """True if layer i needs no bound without the normalisation after it: the folded bound of both is enough.
+        """True if it is enough to bound layer i together with the normalisation after it, folded into it.
 
         With tight rules (``"auto"``) the folded bound is the smaller one. The layer's own bound is needed if its output
         has a second reader, or if a linear layer follows: the normalisation may be folded into that one instead.

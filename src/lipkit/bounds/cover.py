@@ -42,7 +42,7 @@ class Cover(NamedTuple):
 
 
 def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
-    """Lower bound of ``||G|| / level`` at the centre of a cell where ``||G||`` reaches ``level``; void unless > 0."""
+    """Lower bound of ``||G|| / level`` at the centre of the cell in which ||G|| peaks at ``level``; void unless > 0."""
     phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
     return float(_fractions(np.float64(phi), symbol.curvature / level))
 

@@ -134,7 +134,7 @@ def settings(kind: str) -> dict[str, str]:
 
 
 def violations(name: str, kind: str, found: dict[str, str], network: nn.Module | None = None) -> list[str]:
-    """The `settings` that break the model of arithmetic of this evaluator, each with its remedy; empty if none does."""
+    """Which `settings` break the model of arithmetic of this evaluator, in words; empty if none does."""
     if name in ("float64", "integer"):
         # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
         wrong = [reason for reason in reduced_products(found) if "DOUBLE" in reason]

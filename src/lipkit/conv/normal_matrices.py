@@ -37,7 +37,7 @@ class NormalMatrices(NamedTuple):
 
 
 def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
-    """The matrices N and W_2 of a kernel ``(cout, cin, kh, kw)`` on ``h x w`` images; differentiable."""
+    """The matrices N^T and W_2 of a kernel ``(cout, cin, kh, kw)`` on ``h x w`` images; differentiable."""
     check_kernel(kernel)
     cout, cin = kernel.shape[:2]
     n = min(cout, cin)
@@ -239,7 +239,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 
 
 def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
-    """Fill ``out`` with the adjoint of ``form`` at g, or with 'first adjoint' itself at g; return the solution k."""
+    """Fill ``out`` with the adjoint of ``form`` at g ('first adjoint': that form itself); return its solve with N^*."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     # The conjugates of the rows, because the factors solve N^T and not N^*.

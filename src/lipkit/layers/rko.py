@@ -1,4 +1,4 @@
-"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, is made a contraction, over the root of the tap count."""
+"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, becomes a contraction, divided by the root of its taps."""
 
 from __future__ import annotations
 

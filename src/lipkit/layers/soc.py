@@ -29,9 +29,10 @@ def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
 
     .. math:: \sqrt{k_h k_w}\; \min\big( \|K\|_{c \times c k_h k_w},\; \|K\|_{c k_h \times c k_w} \big)
 
-    The matrix symbol is :math:`F(w) = K (I \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and :math:`(I
-    \otimes a_1)^\top K (I \otimes a_2)` with :math:`\|a_1\| \|a_2\| = \sqrt{k_h k_w}` for the second; for skew kernels
-    the other two of the "Fantastic Four" (Singla & Feizi, ICLR 2021, theorem 1) have the same norms.
+    With the phases :math:`a = a_1 \otimes a_2` of all taps at w, rows and columns, the symbol is :math:`F(w) = K (I
+    \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and :math:`(I \otimes a_1)^\top K (I \otimes a_2)`
+    with :math:`\|a_1\| \|a_2\| = \sqrt{k_h k_w}` for the second. For skew kernels the other two of the "Fantastic Four"
+    (Singla & Feizi, ICLR 2021, theorem 1) have the same norms.
     """
     c, n, kh, kw = kernel.shape
     norm = _norm(kernel.reshape(c, n * kh * kw), proved)

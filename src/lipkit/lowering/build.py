@@ -136,7 +136,7 @@ class Build:
         return counted
 
     def moving(self, *values: Any) -> list[Operand]:
-        """The operands among ``values``. Constants beside them are left out of bounds, and refused in exports."""
+        """The operands in ``values``. Constant tensors among them are skipped if only bounds are made, or refused."""
         return [self.operand(x) for x in values if not (self.bounding and isinstance(x, Tensor))]
 
     def add(self, module: nn.Module, *values: Operand | int) -> int:

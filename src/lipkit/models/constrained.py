@@ -126,8 +126,8 @@ class Converter:
 def inverse_cayley(q: Tensor) -> Tensor | None:
     """A matrix whose Cayley transform (``lipkit.linalg.cayley``) is the semi-orthogonal ``q``, or None.
 
-    For a tall q = [A^T; B^T] it is that of `lipkit.layers.sandwich.free_pair`. None where I + A^T is singular or nearly
-    so: no Cayley transform is close to q (for instance if q is orthogonal with determinant -1).
+    For a tall q = [A^T; B^T] it is [(X - X^T) / 2; Y], with X and Y by `lipkit.layers.sandwich.free_pair`. None where
+    I + A^T is singular or nearly so: no Cayley transform is close to q (if q has determinant -1, for instance).
     """
     m, n = q.shape
     if m < n:

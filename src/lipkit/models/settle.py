@@ -70,10 +70,11 @@ OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
 
 
 def plain_form(module: nn.Module) -> nn.Module | None:
-    """The plain layer that ``module`` claims to compute now; None if it is plain already.
+    """The plain layer that ``module`` claims to compute now; None if it is plain already, or nothing is known of it.
 
     A subclass of a linear layer or convolution of torch, or one with parametrisations or hooks, becomes that layer with
-    the present value of the attribute ``weight``. For a layer of deel-torchlip it is the result of ``vanilla_export``.
+    the present value of the attribute ``weight``. Layers named in `OURS` become their counterparts, other ones of
+    deel-torchlip the result of their ``vanilla_export``.
 
     >>> layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 2))
     >>> type(plain_form(layer)), plain_form(nn.Linear(3, 2))

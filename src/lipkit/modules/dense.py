@@ -49,7 +49,7 @@ class Affine(nn.Module):
         scale, shift: tensors with the first dimensions of a sample, each of its size or 1: ``(C,)`` for each channel.
 
     Raises:
-        ShapeError: other numbers of dimensions, or a sample that they would repeat.
+        ShapeError: other numbers of dimensions, or a sample that broadcasting would enlarge.
 
     >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
     [[1.0, 1.0, 1.0]]

@@ -314,7 +314,7 @@ class TaylorConv2d(nn.Module):
 
 
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
-    """`taylor_norm` for a skew kernel: angles up to the norm of its skew part; the symmetric part counts as error."""
+    """`taylor_norm` of the skew part, whose norm bounds the angle; the norm of the symmetric part counts as error."""
     kernel = to_double(module.kernel)
     mirrored = adjoint(kernel)  # the kernel of A^T
     skew_part, rest = (kernel - mirrored) / 2, (kernel + mirrored) / 2  # rest is 0 but for rounding

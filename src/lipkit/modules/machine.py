@@ -149,7 +149,7 @@ class NormFactors(NamedTuple):
 
 
 def norm_factors(steps: Sequence[ProvedModule], zero: Tensor, sizes: Sequence[Sizes]) -> NormFactors:
-    """The factors of a chain: each module errs by ``own(0) + slope ||h||`` at h, times the gains of later ones."""
+    """The factors of a chain: the error ``own(0) + slope ||h||`` of each module at its input h, times later gains."""
     origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):

@@ -35,12 +35,12 @@ from lipkit.proof.roundoff import FLOAT64, Arithmetic, flat, gamma, grow, to_dou
 class SpreadConv2d(nn.Module):
     r"""A small circular convolution, then a kernel to more channels, minus the input: a Cayley layer with few inputs.
 
-    .. math:: y = F * t - [x;\, 0] + b, \qquad t = T^\top \mathrm{diag}(S_f)\, T x
+    .. math:: y = F * t - [x;\, 0] + b, \qquad t = \mathrm{first}(x)
 
     Args:
-        first: :class:`FourierConv2d` from cin to cin channels, without a bias; it makes t.
+        first: :class:`FourierConv2d` from cin to cin channels, without a bias.
         out_channels: cout >= cin.
-        kernel_size: of F, at most as large as the image.
+        kernel_size: of F, the buffer ``weight``, at most as large as the image.
         bias: whether a bias (cout,) is added.
 
     Buffers ``weight`` (cout, cin, kh, kw) and ``bias`` are zero until they are set.
