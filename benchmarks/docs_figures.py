@@ -25,7 +25,7 @@ from families import SHAPE, trained
 from lipkit.bounds.lmi import lmi_matrix
 from lipkit.conv.block import two_taps
 from lipkit.conv.phases import frequency_map
-from lipkit.conv.transform import to_rows, transform_matrices
+from lipkit.conv.spectrum import to_rows, transform_matrices
 from lipkit.layers.families import FAMILIES
 from lipkit.layers.svcm import project
 from lipkit.linalg import bjorck

@@ -27,7 +27,7 @@ from lipkit.conv.normal_matrices import (
     normal_matrices,
     plain_solve,
 )
-from lipkit.conv.transform import transform_matrices
+from lipkit.conv.spectrum import transform_matrices
 from lipkit.layers.soc import _QuickNorm
 from lipkit.linalg import skew_polynomial
 from lipkit.linalg.cayley import _plain as plain_product

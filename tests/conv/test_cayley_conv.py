@@ -9,9 +9,9 @@ from torch import Tensor
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, cayley_linear, kernel_symbol, spectrum
 from lipkit.conv.cayley_conv import factors_for, solve_form
 from lipkit.conv.normal_matrices import normal_matrices
+from lipkit.conv.spectrum import transform_matrices
 from lipkit.conv.spread import FEW, normal_kernel, spread_cayley, spread_pays
 from lipkit.conv.symbol import symbol
-from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg import cayley
 from lipkit.linalg.cayley import factorize, solve_rows

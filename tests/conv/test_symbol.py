@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from lipkit.conv import apply_symbol, downsample, fold, kernel_symbol, symbol, symbol_at
-from lipkit.conv.spectrum import Spectrum, analyse, as_complex, multiply, outer, synthesise
+from lipkit.conv.spectrum import (
+    Spectrum,
+    analyse,
+    as_complex,
+    frequencies,
+    multiply,
+    outer,
+    synthesise,
+    to_rows,
+    transform_matrices,
+)
 from lipkit.conv.symbol import symbol_parts
-from lipkit.conv.transform import frequencies, to_rows, transform_matrices
 from lipkit.errors import OptionError, ShapeError
 
 SIZES = [(1, 1), (1, 2), (2, 2), (1, 5), (3, 3), (4, 4), (5, 7), (6, 5), (8, 8), (7, 10), (9, 9), (12, 8)]
@@ -101,7 +110,7 @@ def test_transform_is_orthonormal_and_inverts(
     size: tuple[int, int], dense_pixels: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dense_pixels is not None:
-        monkeypatch.setattr("lipkit.conv.transform.DENSE_PIXELS", dense_pixels)
+        monkeypatch.setattr("lipkit.conv.spectrum.DENSE_PIXELS", dense_pixels)
     h, w = size
     matrices = transform_matrices(h, w, dtype=torch.float64)
     assert len(matrices) == {None: 1 if h * w <= 64 else 2, 0: 2, 10**6: 1}[dense_pixels]
@@ -128,7 +137,7 @@ def test_dense_and_separable_coefficients_agree(size: tuple[int, int], monkeypat
         return found
 
     dense = coefficients()
-    monkeypatch.setattr("lipkit.conv.transform.DENSE_PIXELS", 0)
+    monkeypatch.setattr("lipkit.conv.spectrum.DENSE_PIXELS", 0)
     separable = coefficients()
     assert dense.keys() == separable.keys() == {(a, b) for a in range(h) for b in range(w)}
     for frequency, one in dense.items():
@@ -141,7 +150,7 @@ def test_dense_and_separable_coefficients_agree(size: tuple[int, int], monkeypat
 def test_one_matrix_in_half_precision_has_the_rows_of_separable_products(
     size: tuple[int, int], tiles: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lipkit.conv.transform.HAS_TILES", tiles)
+    monkeypatch.setattr("lipkit.conv.spectrum.HAS_TILES", tiles)
     x = random(2, 3, *size)
     half = transform_matrices(*size, dtype=torch.bfloat16)
     assert len(half) == count

@@ -31,10 +31,9 @@ from lipkit.conv.normal_matrices import (
     plain_solve,
     second_half,
 )
-from lipkit.conv.spectrum import Symbol, apply_symbol
+from lipkit.conv.spectrum import Symbol, apply_symbol, count_real, to_images, to_rows, transform_matrices
 from lipkit.conv.spread import spread_cayley, spread_pays
 from lipkit.conv.symbol import check_images, check_kernel
-from lipkit.conv.transform import count_real, to_images, to_rows, transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.cayley import Factors, factorize
 from lipkit.linalg.matrices import at_least_float32

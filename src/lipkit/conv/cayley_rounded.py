@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.normal_matrices import Form, gradients
-from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows
-from lipkit.conv.transform import to_images, to_rows, transform_matrices
+from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows, to_images, to_rows, transform_matrices
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import transformed
 

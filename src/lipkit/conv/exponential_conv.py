@@ -19,9 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d
-from lipkit.conv.spectrum import Spectrum, analyse, apply_symbol, as_complex, as_pair, kernel_symbol, synthesise
+from lipkit.conv.spectrum import (
+    Spectrum,
+    analyse,
+    apply_symbol,
+    as_complex,
+    as_pair,
+    kernel_symbol,
+    synthesise,
+    transform_matrices,
+)
 from lipkit.conv.symbol import check_images, check_kernel, fold
-from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range
 from lipkit.linalg.matrices import at_least_float32

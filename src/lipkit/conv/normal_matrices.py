@@ -16,9 +16,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.conv.spectrum import Spectrum, Symbol, analyse, as_complex, as_pair, synthesise
+from lipkit.conv.spectrum import (
+    Spectrum,
+    Symbol,
+    analyse,
+    as_complex,
+    as_pair,
+    frequencies,
+    synthesise,
+    transform_matrices,
+)
 from lipkit.conv.symbol import centred, check_kernel, wave_table
-from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.linalg.cayley import Factors, solve_rows
 from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import without_autocast

@@ -22,9 +22,17 @@ from torch import Tensor
 
 from lipkit.conv.circular import circular_pad, circular_pads
 from lipkit.conv.patches import Size
-from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
+from lipkit.conv.spectrum import (
+    Spectrum,
+    Symbol,
+    analyse,
+    count_real,
+    frequencies,
+    multiply,
+    synthesise,
+    transform_matrices,
+)
 from lipkit.conv.symbol import angles, check_kernel
-from lipkit.conv.transform import count_real, frequencies, transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d, circular_pads
-from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
+from lipkit.conv.spectrum import Symbol, apply_symbol, is_dense, kernel_symbol
 from lipkit.conv.symbol import centred, check_kernel, taps_of
-from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed

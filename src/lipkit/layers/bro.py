@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.circular import circular_pads
-from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise
-from lipkit.conv.transform import transform_matrices
+from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise, transform_matrices
 from lipkit.errors import OptionError
 from lipkit.layers import base, definitions
 from lipkit.layers.base import Family

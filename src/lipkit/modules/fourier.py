@@ -27,7 +27,7 @@ from lipkit.bounds.symbol_sup import symbol_sup
 from lipkit.conv import Symbol, apply_symbol
 from lipkit.conv.exponential_conv import adjoint, taylor_features, taylor_norm
 from lipkit.conv.phases import apply_phases, check_fits, distinct_frequencies
-from lipkit.conv.transform import is_dense, transform_matrices
+from lipkit.conv.spectrum import is_dense, transform_matrices
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
 from lipkit.modules.machine import proportional

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lipkit.bounds import circular
 from lipkit.bounds.symbol_sup import symbol_error
 from lipkit.conv.circular import circular_conv2d, circular_pads
+from lipkit.conv.spectrum import frequencies, transform_matrices
 from lipkit.conv.symbol import symbol_at
-from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import transformed
 from lipkit.modules.dense import inner_products
