@@ -239,7 +239,7 @@ def test_the_transform_stays_orthogonal_in_float32_for_small_and_for_huge_weight
     w = scale * torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) / shape[0] ** 0.5
     values = np.linalg.svd(cayley(w).double().numpy(), compute_uv=False)
     skew = np.linalg.norm((w[:, :64, :64] - w[:, :64, :64].mT).double().numpy(), 2, (1, 2)).max()
-    assert np.abs(values - 1).max() <= 20 * torch.finfo(torch.float32).eps * (1 + skew) ** (2 if scale <= 1 else 1)
+    assert np.abs(values - 1).max() <= 32 * torch.finfo(torch.float32).eps * (1 + skew) ** (2 if scale <= 1 else 1)
 
 
 @pytest.mark.parametrize("rows", [15, 16, 40, 48, 49])
