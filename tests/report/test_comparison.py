@@ -64,6 +64,12 @@ def test_runs_of_one_seed_are_said(runs: Path) -> None:
     assert said.endswith("over the runs of a row; runs that repeat a seed of their row: 1")
 
 
+def test_runs_without_a_seed_repeat_none(runs: Path) -> None:
+    for path in runs.glob(f"a-*/{RECORD}"):  # networks from elsewhere
+        write_record(read_record(path.parent).model_copy(update={"seed": None}), path)
+    assert comparison.to_text(comparison.settings([runs])).endswith("over the runs of a row")
+
+
 def test_one_setting_and_many_keys_go_by_the_names_of_runs(runs: Path, tmp_path: Path) -> None:
     assert comparison.settings([runs / "a-000", runs / "a-001"])[0].keys == {"run": "a"}
     many = [_run(tmp_path / "many", f"c-00{i}", 0.5, **dict.fromkeys("pqrst", i)) for i in (1, 2)]

@@ -105,13 +105,13 @@ def _cell(name: str, values: Sequence[float]) -> str:
 def to_text(found: Sequence[Setting]) -> str:
     """The table in aligned columns."""
     header, body = rows(found)
-    note = (
-        "\n\nmean ± standard deviation (n - 1) over the runs of a row"
-        if any(len(one.runs) > 1 for one in found)
-        else ""
-    )
-    repeated = sum(len(one.runs) - len({record.seed for record in one.records}) for one in found)
-    return table(header, body) + note + (f"; runs that repeat a seed of their row: {repeated}" if repeated else "")
+    text = table(header, body)
+    if any(len(one.runs) > 1 for one in found):
+        text += "\n\nmean ± standard deviation (n - 1) over the runs of a row"
+    # Networks from elsewhere have no seed.
+    seeds = [[record.seed for record in one.records if record.seed is not None] for one in found]
+    repeated = sum(len(row) - len(set(row)) for row in seeds)
+    return text + (f"; runs that repeat a seed of their row: {repeated}" if repeated else "")
 
 
 def to_csv(found: Sequence[Setting]) -> str:
