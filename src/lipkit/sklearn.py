@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove
 from lipkit.certificates.margins import margin_errors
-from lipkit.certificates.measurement import float64_copy, measure_by
+from lipkit.certificates.measurement import measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
 from lipkit.interop import write_onnx
@@ -32,6 +32,7 @@ from lipkit.layers.aol import aol_matrix
 from lipkit.layers.export import filled
 from lipkit.lowering import lipschitz
 from lipkit.modules import Affine, MaxMin, Network
+from lipkit.modules.storage import float64_copy
 from lipkit.proof.roundoff import UNIT, grow, next_down, next_up
 from lipkit.shown import axes
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
-from lipkit.certificates.measurement import check_network, exact_copy
+from lipkit.certificates.measurement import check_network
 from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
@@ -37,6 +37,7 @@ from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _composed, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
 from lipkit.modules.registry import LATER, Shape, output_shape
+from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, product, up
 
 Box = tuple[Any, Any]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lipkit.certificates.evaluators import Evaluator, arithmetic, machine, settings, violations
 from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
-from lipkit.certificates.measurement import check_network, exact_copy
+from lipkit.certificates.measurement import check_network
 from lipkit.certificates.vnnlib import Case
 from lipkit.errors import NoRuleError, OptionError, finite
 from lipkit.linalg.matrices import all_finite, check_integer
@@ -41,6 +41,7 @@ from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import type_name
+from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import FLOAT64, grow, next_down, next_up, up
 from lipkit.shown import Shown
 

@@ -10,7 +10,8 @@ import torch
 
 from lipkit import modules
 from lipkit.certificates import margins
-from lipkit.certificates.measurement import pair_constants, prove
+from lipkit.certificates.margins import pair_constants
+from lipkit.certificates.measurement import prove
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.integer import Program, c_source
 from lipkit.interop.check import Runtime, random_inputs, write_checked

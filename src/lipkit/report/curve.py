@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
+from lipkit.modules.storage import float64_copy
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
 from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
