@@ -196,7 +196,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         `spread_pays`, only the few inputs are transformed, and one plain convolution makes the outputs.
 
     Raises:
-        ShapeError: the kernel has no four dimensions, or x other ones.
+        ShapeError: the kernel does not have four dimensions, or x does not fit it.
 
     >>> x = torch.arange(24.0).reshape(1, 2, 3, 4)
     >>> y = cayley_conv2d(torch.ones(2, 2, 1, 1), x)

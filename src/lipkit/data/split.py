@@ -177,7 +177,7 @@ class Data:
         return len(self.classes) if self.task == "classification" else int(self.train.y.shape[1])
 
     def held(self, limit: int) -> Data:
-        """The data set with image files decoded into memory if each split's fit in `limit` bytes."""
+        """The data set; the image files of a split are decoded into memory if they take at most `limit` bytes there."""
         return replace(self, train=self.train.held(limit), test=self.test.held(limit))
 
     def take(self, limit: int) -> Data:

@@ -172,11 +172,12 @@ class Builder:
         reads: Sequence[int] | None = None,
         entry: float = math.inf,
     ) -> IntValue:
-        """The value from sums of fraction ``places``, rounded to the largest fraction that fits into 32 bits.
+        """Append an operation and return its value, rounded to the largest fraction that fits into 32 bits.
 
         Args:
             own: error that the operation adds before it rounds.
-            operation: of any shift; it gets the right one here.
+            sums: what the operation sums at the centre of the box, integers of the fraction ``places``.
+            operation: its ``shift`` is set here.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre

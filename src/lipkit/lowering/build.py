@@ -197,7 +197,7 @@ class Build:
         return self.add(Affine(*full), given)
 
     def named(self, limited: ToLimit) -> ToLimit:
-        """``limited``, named in messages by this call. Refused while bounding: without limits it has no bound."""
+        """Give ``limited`` this call's name for messages. Refused while bounding: without a box it has no bound."""
         if self.bounding:
             bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
             raise self.refuse(f"{limited.needs}; {bounds}")

@@ -85,7 +85,7 @@ class Operand:
         """Where the batch is: (axis, inner, rank). (0, 1, n): the first of n dimensions, nothing merged into it."""
         return self.axis, self.inner, self.rank
 
-    def plain(self, dim: int) -> int:
+    def moved(self, dim: int) -> int:
         """Index of dimension ``dim`` after the batch has been moved to the front."""
         return dim + 1 if dim < self.axis or self.inner > 1 else dim
 

@@ -82,7 +82,7 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is already plain. Options without a rule raise the errors of `lipschitz`."""
+    """A copy of a module that is already plain. Options for which `lipschitz` has no rule raise its errors."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):  # the proof of a matrix's norm takes long and is made where it is needed
         lipschitz(module, input_shape)

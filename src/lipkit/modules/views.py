@@ -321,7 +321,7 @@ class Shift2d(Shown):
     """:func:`shift` as a module, for inputs with ``channels`` channels: 1-Lipschitz.
 
     Raises:
-        OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.
+        OptionError: fewer than 4 ``moved`` channels. ShapeError: a wrong number of channels, or no image.
 
     >>> Shift2d(16, 2)(torch.zeros(1, 16, 4, 4)).shape
     torch.Size([1, 16, 4, 4])
