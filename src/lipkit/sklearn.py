@@ -373,7 +373,7 @@ class _Trained(nn.Module):
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """The matrices W_1 D, W_2, ..., L W_K of f (top of the file) and the biases.
 
-        For two classes the single output m becomes the logits -m and m over the root of 2.
+        For two classes the single output m becomes the logits -m / sqrt(2) and m / sqrt(2).
         """
         weights, biases = list[Tensor](), [*self.bias]
         for i, free in enumerate(self.free):

@@ -117,7 +117,7 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
         Upper bound, as for `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.
 
     Raises:
-        NoRuleError: another network. OptionError, ShapeError: a box that does not fit, or is empty.
+        NoRuleError: a network of other modules. OptionError, ShapeError: a box that does not fit, or is empty.
 
     >>> net = Network([nn.Linear(2, 1, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, -4.0]]))

@@ -101,13 +101,12 @@ class Data:
         train: samples to train on.
         test: held-out samples, of the same shape and dtype.
         classes: the name of each class, in label order; empty for regression.
-        limits: (low, high) that every entry must keep to, infinite for no limit. None: (0, 1) for samples of shape
-            (C, H, W), which are taken to be images (normalisation is a layer of the model); no limit for others.
+        limits: (low, high) that every entry must keep to, infinite for no limit. None: no limit, but (0, 1) for samples
+            (C, H, W), which are taken to be images: normalisation is a layer of the model, radii are in pixel units.
 
     Raises:
         ShapeError: if the splits differ in the shape of a sample or of a target.
-        DataError: if the splits differ in dtype, a label has no class name, or samples leave the limits
-            (normalisation is a layer of the model, so that radii are in pixel units).
+        DataError: if the splits differ in dtype, a label has no class name, or samples leave the limits.
     """
 
     name: str

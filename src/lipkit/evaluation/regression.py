@@ -48,7 +48,7 @@ class RegressionEvaluation(Shown):
 
     @property
     def tightness(self) -> float:
-        """Lower over upper bound, at most 1; NaN for a constant network."""
+        """Lower bound divided by upper bound, at most 1; NaN for a constant network."""
         upper = self.certificate.constant
         return self.lower / upper if upper > 0 else float("nan")
 

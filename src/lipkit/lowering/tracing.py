@@ -288,7 +288,7 @@ class _Proxy(fx.Proxy):
     tracer: _Tracer
 
     def _shape(self) -> tuple[int, ...] | None:
-        """Shape for the sample batch; None if the value is no tensor, or if its rank may depend on the batch."""
+        """Shape for the sample batch; None if the value is not a tensor, or if its rank may depend on the batch."""
         value = self.tracer.value(self.node)
         return value.shape if isinstance(value, Tensor) and self.tracer.how.get(self.node) != BATCH else None
 

@@ -230,8 +230,8 @@ def sllnet(
     last_layer_normalization: bool = False,
     **options: Any,
 ) -> list[nn.Module]:
-    """``depth`` SLL convolutions on the image with channels of zeros added, sums of 4 x 4 pixels over 4, SLL dense
-    layers, classes.
+    """``depth`` SLL convolutions on the image and added channels of zeros, sums of 4 x 4 pixels divided by 4, SLL
+    dense layers, classes.
 
     Every layer is a residual one of constant width. ``size`` sets channels, convolutions and dense layers (of 2048
     inner units): small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the parameters

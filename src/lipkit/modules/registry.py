@@ -139,8 +139,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Of the export,
-        whose batch normalisations are folded into the layers before them, the bound can be several times smaller.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. An export, whose
+        batch normalisations are folded into the layers before them, can have a several times smaller bound.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
@@ -196,7 +196,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     Raises:
         NoRuleError: as :func:`lipschitz`.
         ShapeError: the module does not accept ``input_shape``.
-        OptionError: a ``box`` that is no interval, or parameters so large that a constrained weight becomes singular.
+        OptionError: a ``box`` that is not an interval, or parameters so large that a constrained weight is singular.
 
     >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
     Network(
