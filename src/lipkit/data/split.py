@@ -86,7 +86,7 @@ class Split:
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
-        """The split with image files decoded into memory if they take at most `limit` bytes there."""
+        """The split with image files decoded into memory if they then take at most `limit` bytes."""
         if not isinstance(self.x, ImageFiles) or self.x.nbytes > limit:
             return self
         return Split(self.x[:], self.y)
@@ -176,7 +176,7 @@ class Data:
         return len(self.classes) if self.task == "classification" else int(self.train.y.shape[1])
 
     def held(self, limit: int) -> Data:
-        """The data set; the image files of a split are decoded into memory if they take at most `limit` bytes there."""
+        """The data set; image files of a split are decoded into memory if they then take at most `limit` bytes."""
         return replace(self, train=self.train.held(limit), test=self.test.held(limit))
 
     def take(self, limit: int) -> Data:

@@ -13,7 +13,7 @@ half diagonal R. With the exact function h of the first modules, its proved cons
 
 bound every value, and by Cauchy and Schwarz every partial sum (`docs/rounding.md`). A linear map W with stored weights
 :math:`\hat W` and n outputs adds :math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}` to E; a
-module of constant L multiplies what came before by L. None of it depends on the sample.
+module of constant L multiplies the E before it by L. No bound depends on the sample.
 """
 
 from __future__ import annotations

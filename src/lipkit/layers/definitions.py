@@ -150,8 +150,8 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     """The product of two-tap factors P_i + (I - P_i) z and of H at each frequency of an image, with P_i = V_i V_i^T.
 
     z is the wave of a shift by one pixel along the factor's axis; axes alternate, and the longer side of the ``kernel``
-    takes the rest. Along each axis, the first, third, ... factor exchanges P_i and I - P_i. ``centre`` is the tap that
-    multiplies the pixel itself.
+    takes the last ones. Along each axis, the first, third, ... factor exchanges P_i and I - P_i. ``centre`` is the tap
+    that multiplies the pixel itself.
     """
     if h.shape[0] < h.shape[1]:
         return projector_product(h.mT, v, image, kernel, centre).mT  # the factors act on the larger side

@@ -2,7 +2,7 @@
 
 The nodes of a graph stand for values, but an in-place call changes every tensor that shares its memory. Two runs with
 batches of different size show these calls, whatever their name: they raise the version counters of tensors.
-What runs is an independent copy with constant weights (`lipkit.lowering.copies`).
+The network that runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 
 from __future__ import annotations

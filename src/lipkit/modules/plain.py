@@ -188,7 +188,7 @@ class Shown(nn.Module):
 
 
 class Plain(NamedTuple):
-    """One row of the table of modules. What needs an entry that is missing is refused; the message names the module.
+    """One row of the table of modules. Uses that need a missing entry are refused; the message names the module.
 
     Attributes:
         kind: the type of the module, matched exactly.

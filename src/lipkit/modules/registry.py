@@ -132,7 +132,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
             (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
         tight: bound runs of dense layers by LipSDP (`lipkit.certificates.tight`; seconds to minutes). A module that is
-            not exported is exported first, in float64: narrower formats would round what is folded.
+            not exported is exported first, in float64: narrower formats would round the folded weights.
 
     Returns:
         0-d float64, differentiable (a learnable gain has a gradient) unless ``tight``.
@@ -185,9 +185,9 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`).
         input_shape: shape of one input without the batch. The result accepts no other.
         box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
-            values, such as those of attention, have a Lipschitz constant there only: the result limits their factors
-            to what such inputs can reach (`lipkit.modules.limits`), so that it has a constant everywhere, and is the
-            function of ``module`` for inputs in the box.
+            values, such as those of attention, have a Lipschitz constant only in a box: the result limits the factors
+            to the values that they have for inputs in it (`lipkit.modules.limits`), so that the result has a constant
+            everywhere, and is the function of ``module`` for inputs in the box.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
