@@ -43,7 +43,7 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
+"""Most hidden units in one LMI by default, and in a network that `analyze` bounds by LMIs with ``tight=None``."""
 
 # Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100

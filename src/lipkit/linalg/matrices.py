@@ -43,7 +43,7 @@ def at_least_float32(a: Tensor) -> Tensor:
 
 
 def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Decorator for a function of tall matrices: checks w, widens it to float32, and transforms a wide w as w^*."""
+    """Decorator for a function of tall matrices: checks w, widens it to float32, and takes a wide w by its adjoint."""
 
     @functools.wraps(function)
     def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:

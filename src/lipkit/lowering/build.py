@@ -157,11 +157,11 @@ class Build:
         return replace(self.results[0], number=number)
 
     def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> int:
-        """A map of Lipschitz constant ``factor`` that has no plain form."""
+        """Add a map of Lipschitz constant ``factor`` that has no plain form; return the number of its output."""
         return self.add(Bounded(factor, method), x)
 
     def keep(self, x: Operand) -> int:
-        """A map of constant 1 that keeps the dtype and has no plain form."""
+        """Add a map of constant 1 that keeps the dtype and has no plain form; return the number of its output."""
         return self.scale(self.same_format(x), 1.0)
 
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:
