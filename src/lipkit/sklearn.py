@@ -209,8 +209,9 @@ class _LipschitzEstimator(BaseEstimator):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
-    r"""A classifier whose logits are L-Lipschitz in the scaled features: log-odds move by at most
-    :math:`\sqrt2 L \|\Delta z\|`.
+    r"""A classifier whose logits are L-Lipschitz in the scaled features z.
+
+    Log-odds move by at most :math:`\sqrt2 L \|\Delta z\|`.
 
     Args:
         hidden_layer_sizes: even numbers of units; () for a linear model.

@@ -119,8 +119,7 @@ class Powers(NamedTuple):
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded, lest the entries of a column compete
-    for few cache lines (padding halves the time of a transposed sum)."""
+    """Empty matrices ``(*batch, c, c)``; rows of a multiple of 1 KiB are padded, lest columns use few cache lines."""
     fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
