@@ -132,7 +132,7 @@ def eco(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def soc(layer: Any, h: int, w: int) -> Tensor:
-    """Singla & Feizi, ICML 2021, algorithm 1: the exponential of a skew kernel divided by its norm's bound."""
+    """Singla & Feizi, ICML 2021, algorithm 1: the exponential of a skew kernel, scaled to norm at most 1."""
     powers = exponential(symbol(layer.generator(), h, w), layer.terms)
     return powers[..., : layer.out_channels, : layer.inner_channels]
 

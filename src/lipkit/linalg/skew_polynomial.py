@@ -119,7 +119,7 @@ class Powers(NamedTuple):
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``; rows of a multiple of 1 KiB are padded, lest columns use few cache lines."""
+    """Empty matrices ``(*batch, c, c)``, rows of a multiple of 1 KiB padded: else a column shares few cache lines."""
     fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
