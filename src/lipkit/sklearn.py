@@ -210,8 +210,9 @@ class _LipschitzEstimator(BaseEstimator):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
-    r"""A classifier whose logits are L-Lipschitz in the scaled features: log-odds move by at most
-    :math:`\sqrt2 L \|\Delta z\|`.
+    r"""A classifier whose logits are L-Lipschitz in the scaled features z.
+
+    Log-odds move by at most :math:`\sqrt2 L \|\Delta z\|`.
 
     Args:
         hidden_layer_sizes: even numbers of units; () for a linear model.
@@ -374,7 +375,7 @@ class _Trained(nn.Module):
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """The matrices W_1 D, W_2, ..., L W_K of f (top of the file) and the biases.
 
-        For two classes the single output m becomes the logits -m and m over the root of 2.
+        For two classes the single output m becomes the logits -m / sqrt(2) and m / sqrt(2).
         """
         weights, biases = list[Tensor](), [*self.bias]
         for i, free in enumerate(self.free):

@@ -44,7 +44,7 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
+"""Most hidden units in one LMI by default, and in a network that `analyze` bounds by LMIs with ``tight=None``."""
 
 # Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
@@ -118,7 +118,7 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
         Upper bound, as for `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.
 
     Raises:
-        NoRuleError: another network. OptionError, ShapeError: a box that does not fit, or is empty.
+        NoRuleError: a network of other modules. OptionError, ShapeError: a box that does not fit, or is empty.
 
     >>> net = Network([nn.Linear(2, 1, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, -4.0]]))

@@ -323,7 +323,7 @@ def read_recipe(
         build: whether the caller will build the model; if not, its name may be code, or the path of a file.
 
     Raises:
-        RunError: the folder has no run, or its recipe names code; the message has the module.
+        RunError: the folder has no run, or its recipe names code; the message says which.
     """
     path = Path(folder) / RECIPE
     if not path.is_file():

@@ -49,7 +49,7 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
 
     Raises:
         NoRuleError: a module that no integer program can compute.
-        OptionError: no ``input_range``, nothing to compute, a prefix that is no C name, or a path without ``.c``.
+        OptionError: no ``input_range``, nothing to compute, a prefix that is not a C name, or a path without ``.c``.
         CertificateViolation: compiled, it gives other bits for random inputs; no file is left.
     """
     if not (prefix.isascii() and prefix.isidentifier()):

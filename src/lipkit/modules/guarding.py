@@ -147,7 +147,7 @@ _WRAPPERS = {
 
 
 def refuse_wrapper(module: object, function: str) -> None:
-    """Refuse a module that only wraps a network, naming the attribute that holds it, or whose weights are unknown."""
+    """Refuse a module whose weights are unknown, or a wrapper: the message names the attribute with the network."""
     if isinstance(module, LazyModuleMixin):
         got = f"{type_name(type(module))} before its first batch"
         raise NoRuleError(f"{function}: expected known weights, got {got}: run the network once")

@@ -62,8 +62,8 @@ class Recurrent(nn.Module):
         multiplier: diagonal of Lambda ``(nv,)``.
         phi: a module on ``(B, nv)``: an activation or, if all units are one block, any plain network.
         states, units, block: nx, (nv, nw), and how many units are computed at once.
-        gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
-            wherever they are used, never trusted.
+        gain, rate: the bounds that P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims,
+            checked wherever they are used, never trusted.
 
     Raises:
         ShapeError: sizes that do not fit.

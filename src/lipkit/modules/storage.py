@@ -116,7 +116,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
     """The configuration of one plain module, as JSON values.
 
     Raises:
-        OptionError: the module is not plain, or an argument is neither a number of Python nor a word.
+        OptionError: the module is not plain, or an argument is a value that JSON cannot hold.
 
     >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
     ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))

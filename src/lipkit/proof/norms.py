@@ -182,7 +182,7 @@ class Quick(NamedTuple):
         bound: 0-d float64.
         u, v: unit vectors with ``u^T A v`` within 5 % of the norm; its singular vectors if the largest singular value
             is simple and the steps have converged. float64 if proved.
-        ratio: bound over ``u^T A v``; 0 for matrices that are zero or not finite.
+        ratio: ``bound / (u^T A v)``; 0 for matrices that are zero or not finite.
     """
 
     bound: Tensor

@@ -47,7 +47,7 @@ class Curve:
 
 
 def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: Split) -> Curve | None:
-    """The graph of a network with inputs of shape (1,), sampled in float64; None for others."""
+    """The graph of a network with inputs of shape (1,), sampled in float64; None for other networks."""
     if tuple(network.input_shape) != (1,):
         return None
     sample_x = split.batch(torch.arange(len(split)))[0].cpu().double()[:, 0]
