@@ -15,7 +15,7 @@ from scipy.linalg import lapack
 from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags
-from lipkit.conv.symbol import angles
+from lipkit.conv.spectrum import angles
 from lipkit.proof.roundoff import UNIT, gamma
 
 # Size of the matrices formed at once.

@@ -26,13 +26,14 @@ from lipkit.conv.spectrum import (
     Spectrum,
     Symbol,
     analyse,
+    angles,
     count_real,
     frequencies,
     multiply,
     synthesise,
     transform_matrices,
 )
-from lipkit.conv.symbol import angles, check_kernel
+from lipkit.conv.symbol import check_kernel
 from lipkit.errors import ShapeError
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype, without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
