@@ -31,11 +31,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from scipy import linalg
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.proof.norms import power_of_two, spectral_norm
+from lipkit.proof.norms import largest_eigenpair, power_of_two, spectral_norm
 from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
 # A diagonal between this and its inverse keeps the effect of underflow in products under 1e-60.
@@ -196,8 +195,7 @@ class _Blocks:
         some = scale[-count:, None] * torch.cat(ends, 1)[order[-count:]]
         half = torch.linalg.solve_triangular(lower[-count:, -count:], some, upper=False)
         half = half.mT if some.shape[1] > count else half  # the smaller of two Gram matrices
-        values = linalg.eigh((half.mT @ half).cpu().numpy(), eigvals_only=True, subset_by_index=[half.shape[1] - 1] * 2)
-        return float(values[0])
+        return float(largest_eigenpair(half.mT @ half)[0])
 
     def proves(self, gain: float) -> bool:
         if not (math.isfinite(gain) and gain > 0):

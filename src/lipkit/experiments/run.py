@@ -219,7 +219,7 @@ def finish(
             network, split, delta=section.delta, batch_size=section.batch_size, device=device, **search
         )
     else:
-        attacked = min(len(split), section.attack_samples or len(split)) if section.attack_eps else 0  # None: all
+        attacked = 0 if section.attack_eps == () else min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
         # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
         split = Split(*split.batch(slice(None)))
