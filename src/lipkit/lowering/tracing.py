@@ -153,7 +153,7 @@ class Path:
 
     def __init__(self, root: nn.Module) -> None:
         homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
-        self._own = {name for name in homes if not _foreign(name)}
+        self._own = {name for name in map(str, homes) if not _foreign(name)}  # None in code of ``exec``
         self._taken: dict[CodeType, list[int]] = {}
         self.paused = False  # True: nothing is recorded
 

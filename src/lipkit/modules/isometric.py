@@ -12,7 +12,7 @@ from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Shown, add_plain
-from lipkit.modules.views import per_channel
+from lipkit.modules.views import channels_of, per_channel
 from lipkit.proof.roundoff import Arithmetic, grow
 
 
@@ -29,7 +29,7 @@ class HalfAbs(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1] // 2  # rounded down
+        n = channels_of(x, "HalfAbs") // 2  # rounded down
         return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
 
 

@@ -49,6 +49,13 @@ def per_channel(module: Any, values: Tensor, x: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (x.ndim - 2))
 
 
+def channels_of(x: Tensor, name: str) -> int:
+    """The size of dimension 1; ``ShapeError`` for a sample without its batch."""
+    if x.ndim < 2:
+        raise ShapeError(f"{name}: expected a batch (N, C, ...), got shape {tuple(x.shape)}: one sample is x[None]")
+    return x.shape[1]
+
+
 def reshaped(shape: Shape) -> nn.Module:
     """The module that gives samples this shape."""
     return nn.Flatten() if len(shape) == 1 else Reshape(*shape)
