@@ -1022,20 +1022,20 @@ def average_pool(config, get, shape):
             o = n if o is None else o
             spend(16 * o * n, f"an output size of {o}")
             cuts = np.arange(o + 1) * n
-            windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))
+            windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))  # -(-): rounded up
     else:
         for n, k, p, _, starts in _axes(config, shape):
             spend(16 * len(starts) * n, "pooling windows")
             windows.append((n, starts, np.minimum(starts + k, n + p), config["count_include_pad"]))
     made = []
-    for n, starts, ends, padding in windows:
-        inside = np.maximum(starts, 0), np.minimum(ends, n)
-        counts = ends - starts if padding else inside[1] - inside[0]
+    for n, starts, ends, padding_counts in windows:
+        first, stop = np.maximum(starts, 0), np.minimum(ends, n)
+        counts = ends - starts if padding_counts else stop - first
         if divisor is not None:
-            counts = np.full(len(starts), 1 if made else divisor)
-        need(counts.all() and (inside[0] < inside[1]).all(), "pooling windows that are not empty")
+            counts = np.full(len(starts), 1 if made else divisor)  # of the window: divided by once, on the first axis
+        need(counts.all() and (first < stop).all(), "pooling windows that are not empty")
         table = np.zeros((len(starts), n), object)
-        for row, a, b, count in zip(table, *inside, counts.tolist(), strict=True):
+        for row, a, b, count in zip(table, first, stop, counts.tolist(), strict=True):
             row[a:b] = (1 << 62) // count  # a floor: less than one unit off
         made.append(ops.table(table))
     (tall, tau), (wide, _) = made
@@ -1552,7 +1552,7 @@ class Network:
 
 def lmi(layers, multipliers, target):
     """Theorem 8: a proved gain of a run of dense layers, a little above ``target``; None if no proof succeeds."""
-    w, given = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
+    w, errors = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
     values = [ops.of(m)[0] for m in multipliers]
     if not all((v > 0).all() for v in values):
         return None
@@ -1578,12 +1578,13 @@ def lmi(layers, multipliers, target):
         error = max(error, lost)
         if k:
             before = slice(ends[k - 1], ends[k])
-            block, lost = scaled(w[k], given[k], value[:, None], s[:, None], d[k - 1])
+            block, lost = scaled(w[k], errors[k], value[:, None], s[:, None], d[k - 1])
             h[here, before], h[before, here] = -block, -block.T
             error += lost * (ends[k + 1] - ends[k - 1])
-    first, (last, off) = scaled(w[0], given[0], values[0][:, None], d[0][:, None]), scaled(w[-1], given[-1], d[-1])
-    grams = []
-    for a, lost in (first, (np.ascontiguousarray(last.T), off)):
+    last, lost = scaled(w[-1], errors[-1], d[-1])
+    ends_scaled = scaled(w[0], errors[0], values[0][:, None], d[0][:, None]), (np.ascontiguousarray(last.T), lost)
+    grams = []  # (A A^T, and a bound of its error) of the first block of rows, then of the last
+    for a, lost in ends_scaled:
         size = ops.rowsum(a) * ops.rowsum(a.T)
         off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
         grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))

@@ -145,12 +145,13 @@ def least_gain(system: System) -> Dissipation:
     system = system._replace(matrix=system.matrix.cpu())  # many small steps: the CPU is faster
     barrier = _Barrier(system)
     z, rate = barrier.start()
-    weight, left = barrier.size / float(z[0]), _MOST_STEPS
-    while left > 0:
-        # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to their limit.
-        z, used = newton(_Barrier(system, rate), z, weight, left)
-        left -= used
-        lower = barrier.lowest(z, rate)
+    weight, steps_left = barrier.size / float(z[0]), _MOST_STEPS
+    while steps_left > 0:
+        z, used = newton(_Barrier(system, rate), z, weight, steps_left)
+        steps_left -= used
+        # First the rate: its centre is feasible for smaller ones, too. When they gain little, the gain: size / weight
+        # is the distance of a centre's gain from the least one.
+        lower = barrier.lower_rate(z, rate)
         if lower < rate * 0.997 or lower == 1 < rate:
             rate = lower
         elif barrier.size / weight > _ACCURACY * float(z[0]):
@@ -216,8 +217,8 @@ class _Barrier:
                 return z, rate
         raise OptionError("expected a system with finite numbers near 1, got one for which no gain was found")
 
-    def lowest(self, z: Tensor, rate: float) -> float:
-        """Nearly the smallest rate in [1, ``rate``] for which z is strictly feasible."""
+    def lower_rate(self, z: Tensor, rate: float) -> float:
+        """1 if z is strictly feasible for that; else nine tenths of the way from ``rate`` to the smallest such rate."""
         if math.isfinite(_Barrier(self.system).value(z)):
             return 1.0
         low, high = 1.0, rate

@@ -51,8 +51,10 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     if not bool(lmi_matrix(weights, multipliers, 0.0).isfinite().all()):
         return 1.0
     source, target = couplings(weights, multipliers)
+    if not source.shape[1] or not bool((source.square().sum() + target.square().sum()).isfinite()):
+        return 1.0  # no coupling, or one whose Gram matrices overflow
     if source.shape[0] > source.shape[1]:
-        source = torch.linalg.qr(source, mode="r").R if source.shape[1] else source[:1]
+        source = torch.linalg.qr(source, mode="r").R  # smaller, with the same eigenvalues of G
     a, b, c = source @ source.mT, target @ target.mT, source @ target.mT
 
     def gain(exponent: float) -> float:
@@ -60,8 +62,8 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
         joint = torch.cat((torch.cat((t * a, c), dim=1), torch.cat((c.mT, b / t), dim=1)))
         return float(torch.linalg.eigvalsh(joint)[-1])
 
-    top_a, top_b = (float(torch.linalg.matrix_norm(m, 2)) if m.numel() else 0.0 for m in (a, b))
-    if not (top_a > 0 and top_b > 0 and math.isfinite(top_a) and math.isfinite(top_b)):
+    top_a, top_b = (float(torch.linalg.matrix_norm(m, 2)) for m in (a, b))
+    if not (top_a > 0 and top_b > 0):
         return 1.0
     # Start at equal norms of both diagonal blocks: the eigenvalue is convex in log t, and the coupling moves it little.
     centre = 0.5 * math.log2(top_b / top_a)

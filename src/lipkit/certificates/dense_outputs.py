@@ -141,12 +141,12 @@ def dense(
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
     budgets = _budgets(measured, dim % outputs.ndim, eps)
     outputs = outputs.movedim(dim, 1)
-    several = labels.ndim == outputs.ndim
-    labels = labels.movedim(dim, 1) if several else labels
+    multi_label = labels.ndim == outputs.ndim
+    labels = labels.movedim(dim, 1) if multi_label else labels
     _check_labels(outputs, labels, ignore_index)
-    decide = _signs if several else _classes
+    decide = _signs if multi_label else _classes
     outputs = outputs.reshape(*outputs.shape[:2], -1)
-    labels = labels.reshape(outputs.shape if several else (len(outputs), -1))
+    labels = labels.reshape(outputs.shape if multi_label else (len(outputs), -1))
     found = [decide(outputs, labels, ignore_index, b) for b in budgets]
     first = found[0]
 
