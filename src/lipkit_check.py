@@ -890,19 +890,19 @@ def layer_norm(config, get, shape):
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
     need(eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
-    affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
-    b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
+    weight = get("weight", size) if config["elementwise_affine"] else np.ones(())
+    bias = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
     n = math.prod(size)
-    norm = root(largest(affected) ** 2 / eps)
+    norm = root(largest(weight) ** 2 / eps)
 
     def forward(c):
         c = c.reshape(len(c), -1, n)
         c = c - c.mean(2, keepdims=True)
         c = c / np.sqrt((c * c).mean(2, keepdims=True) + float(config["eps"]))
-        return c.reshape(-1, *shape) * affected + b
+        return c.reshape(-1, *shape) * weight + bias
 
-    lost = norm * (3 * gamma(n + 4) + gamma(n + 16))
-    return Node(shape, norm, forward, lost, gamma(8) * largest(b))
+    lost = norm * (3 * gamma(n + 4) + gamma(n + 16))  # centring moves c; the quotient is at most ``norm`` times |c|
+    return Node(shape, norm, forward, lost, gamma(8) * largest(bias))
 
 
 def _two(value):
@@ -1225,14 +1225,14 @@ def settled(rows, known, whole=False):
         key = max(s[:2] for s in sources)  # the last value that was cut: its own form has pieces of earlier ones
         pieces = sorted(s for s in sources if s[:2] == key)
         rows = [{**row} for row in rows]
-        own = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]
-        most = max(map(max, own)) or Fraction(1)
-        norm = root(sum(a * a for row in own for a in row))
-        if len(own) * len(pieces) <= 1 << 12:  # entries rounded up: the norm only grows
-            above = [[math.nextafter(float(a / most), 2) for a in row] for row in own]
+        columns = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]  # (G_p)_p of Theorem 10
+        most = max(map(max, columns)) or Fraction(1)
+        norm = root(sum(a * a for row in columns for a in row))
+        if len(columns) * len(pieces) <= 1 << 12:  # entries rounded up: the norm only grows
+            above = [[math.nextafter(float(a / most), 2) for a in row] for row in columns]
             norm = min(norm, most * spectral(*ops.of([above])))
         moved = {s: up(norm * a) for s, a in known[key[0]].items()}
-        if any(row and any(mine) for row, mine in zip(rows, own, strict=True)):
+        if any(row and any(cut) for row, cut in zip(rows, columns, strict=True)):  # a row with other columns, too
             rest = {s: root(sum(row.get(s, 0) ** 2 for row in rows)) for s in set().union(*rows)}
             rows = [{s: rest.get(s, 0) + moved.get(s, 0) for s in {*rest, *moved}}]
         else:
@@ -1661,7 +1661,7 @@ def safetensors(content):
     tensors, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         need(set(entry) == {"dtype", "shape", "data_offsets"} and entry["dtype"] in TYPES, f"safetensors: {name}")
-        code, kind = TYPES[entry["dtype"]]
+        code, kind = TYPES[entry["dtype"]]  # code[2]: the bytes of a number
         (start, stop), shape = entry["data_offsets"], entry["shape"]
         sane = len(shape) <= 8 and all(type(n) is int and 0 <= n <= 1 << 40 for n in (*shape, start, stop))
         need(sane, f"{name}: sizes")
@@ -1781,11 +1781,8 @@ def load_samples(spec, root_folder):
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
-    """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
-    global ops
-    ops = Integers() if exact else Floats()
-    folder = Path(folder)
+def load_run(folder, spec, root_folder):
+    """Header, rows, configuration, tensors, hash of the network, samples and labels of a run; refuses any mismatch."""
     header, rows = load_certificate(folder)
     places = (folder / "network", folder, folder.parent / "network")
     home = next((place for place in places if (place / "config.json").exists()), None)
@@ -1810,9 +1807,16 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     sane = isinstance(bounds, list) and len(bounds) == 2 and all(type(b) in (int, float) for b in bounds)
     need(sane and bounds[0] < bounds[1], f"input_range: two numbers, got {bounds!r:.80}")
     need(bounds[0] <= x.min() and x.max() <= bounds[1], f"samples outside {bounds}")
-
     for key in ("constant", "body_constant"):
         need(type(header.get(key)) in (int, float, type(None)), f"certificate: {key} {header.get(key)!r:.80}")
+    return header, rows, config, tensors, digest, x, y
+
+
+def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
+    """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
+    global ops
+    ops = Integers() if exact else Floats()
+    header, rows, config, tensors, digest, x, y = load_run(Path(folder), spec, root_folder)
     claimed = Fraction(header["constant"])
     network = Network(config["network"], tensors, claimed)
     least = [("constant", claimed, network.gain)]

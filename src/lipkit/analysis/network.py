@@ -91,14 +91,14 @@ class NetworkBound(Shown):
             low, high = self.box
             head += "  for inputs in " + ("a box" if isinstance(low, Tensor) else f"[{low:g}, {high:g}]")
         tight = f"tight {self.how}" if self.tight is None else f"tight {upper(self.tight)} ({self.how})"
-        beside = [f"product of the layers {upper(self.product)}", *([tight] if self.how else [])]
+        figures = [f"product of the layers {upper(self.product)}", *([tight] if self.how else [])]
         if self.lower:
-            beside.append(f"found {self.lower:.6g}")
+            figures.append(f"found {self.lower:.6g}")
         left = len(layers) - len(shown)
-        end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
-        bill = ["", table([], rows), *end, ""] if layers else []
+        omitted = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
+        lines = ["", table([], rows), *omitted, ""] if layers else []
         words, following = self.verdict
-        return "\n".join([head, " | ".join(beside), *bill, words, f"next: {following}"])
+        return "\n".join([head, " | ".join(figures), *lines, words, f"next: {following}"])
 
     def to_json(self) -> str:
         """Every figure as JSON; null where a number is not finite."""

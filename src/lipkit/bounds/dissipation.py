@@ -190,7 +190,7 @@ class _Barrier:
         self.u, self.c = (x, ends + s, s), (rate * rate, 1.0, -1.0)
         self.units = places[:, : self.nv]
         self.q = self.units - torch.nn.functional.pad(v, (0, self.n - before)).mT
-        self.free = torch.ones(self.n, dtype=torch.float64)
+        self.free = torch.ones(self.n, dtype=torch.float64)  # the diagonal of E: rows whose diagonal holds gamma
         self.free[: self.nv + nx] = 0
         self.free[before : before + nx] = 0
 
@@ -252,8 +252,8 @@ class _Barrier:
             both = (full + full.mT) / 2
             return twice * both[..., self.rows, self.columns]
 
-        pairs = list(zip(self.c, self.u, strict=True))
-        in_trace = sum(c * u @ g @ u.mT for c, u in pairs)
+        terms = list(zip(self.c, self.u, strict=True))  # (c_k, U_k): H holds the sum of c_k U_k^T P U_k
+        in_trace = sum(c * u @ g @ u.mT for c, u in terms)
         gradient = -torch.cat(
             ((g.diagonal() @ self.free)[None], in_p(in_trace + inverse), 2 * (self.units * gq).sum(0))
         )
@@ -264,17 +264,17 @@ class _Barrier:
             upper, lower = block[i].mT.contiguous(), block[j].mT.contiguous()
             return (upper[i] * lower[j] + upper[j] * lower[i]).mT
 
-        second = in_pp(inverse) + sum(c * d * in_pp(u @ g @ w.mT) for c, u in pairs for d, w in pairs)
+        second = in_pp(inverse) + sum(c * d * in_pp(u @ g @ w.mT) for c, u in terms for d, w in terms)
         hessian, inner = z.new_zeros(len(z), len(z)), slice(1, 1 + len(self.rows))
         hessian[inner, inner] = twice[:, None] * second * twice / 2
         hessian[0, 0] = self.free @ g.square() @ self.free
-        hessian[0, inner] = in_p(sum(c * (u @ g * self.free) @ g @ u.mT for c, u in pairs))
+        hessian[0, inner] = in_p(sum(c * (u @ g * self.free) @ g @ u.mT for c, u in terms))
         last = slice(1 + len(self.rows), None)
         hessian[0, last] = 2 * self.free @ (ge * gq)
         hessian[last, last] = 2 * (
             (self.units.mT @ ge) * (self.q.mT @ gq) + (self.units.mT @ gq) * (self.units.mT @ gq).mT
         )
-        hessian[last, inner] = sum(2 * c * in_p(torch.einsum("ik,jk->kij", u @ ge, u @ gq)) for c, u in pairs)
+        hessian[last, inner] = sum(2 * c * in_p(torch.einsum("ik,jk->kij", u @ ge, u @ gq)) for c, u in terms)
         hessian[inner, 0], hessian[inner, last] = hessian[0, inner], hessian[last, inner].mT
         hessian[last, 0] = hessian[0, last]
         return gradient, hessian

@@ -251,13 +251,14 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
         return bound, ones, 0
     # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
-    barrier = GainProgram(_reduced(unit))
-    x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)
+    program = GainProgram(_reduced(unit))
+    x = torch.ones(1 + sum(program.widths), dtype=torch.float64)
     x[0] = 1.1
-    x, steps = barrier.minimum(x)
-    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s.
-    back = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
-    safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]
-    found = [m * t for m, t in zip(x[1:].split(barrier.widths), back, strict=True)]
+    x, steps = program.minimum(x)
+    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s. Times them,
+    # the multipliers of the unit weights are those of the weights.
+    scalars = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
+    safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, scalars, strict=False)]
+    found = [m * t for m, t in zip(x[1:].split(program.widths), scalars, strict=True)]
     gain, proved = repaired(weights, found, safe, [e.cpu() for e in errors])
     return (gain, proved, steps) if gain <= bound else (bound, safe, steps)

@@ -211,20 +211,20 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     if measured.logits is not None:
         centre, machine = measured.errors(eps)
         error = grow(size(centre) + size(machine))  # of all outputs of a sample together
-    both = torch.full((classes, classes), root(2), dtype=torch.float64)  # two logits that move towards each other
-    one = torch.ones(classes, dtype=torch.float64)
+    pairs = torch.full((classes, classes), root(2), dtype=torch.float64)  # two logits that move towards each other
+    single = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)
-    found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
+    found = [_Budget(grow(moved * moved), pairs, single, torch.zeros_like(error), False)]
     last: Any = proof.network[-1] if len(proof.network) else None
     pointwise = type(last) is nn.Conv2d and {*last.weight.shape[2:], last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
-    made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
-    if dim == made and last.weight.shape[0] == classes:
+    last_dim = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
+    if dim == last_dim and last.weight.shape[0] == classes:
         rows = last.weight.detach().cpu().flatten(1)
         reach = torch.full_like(error, product(chain.prefixes[-2] * chain.slack, eps), dtype=torch.float64)
         # Distances from a row of zeros are the norms of the rows.
-        alone = last_layer_constants(row_distances(torch.cat((rows, torch.zeros_like(rows[:1])))), 1.0)
-        found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error, True))
+        distances = last_layer_constants(row_distances(torch.cat((rows, torch.zeros_like(rows[:1])))), 1.0)
+        found.append(_Budget(grow(reach * reach), distances[:-1, :-1], distances[-1, :-1], error, True))
     return found
 
 
