@@ -1106,7 +1106,7 @@ def _moves(config, shape):
         sizes = config["padding"]
         need(len(sizes) % 2 == 0 and len(sizes) <= 2 * n, f"{kind} of {shape} by {sizes}")
         edges = [(0, 0)] * (n - len(sizes) // 2) + [*zip(sizes[::2], sizes[1::2], strict=True)][::-1]
-        for of in (min, max):
+        for of in (min, max):  # only cropped, then only padded: no side may vanish, and the largest shape is paid for
             grown(*(m + of(a, 0) + of(b, 0) for m, (a, b) in zip(shape, edges, strict=True)))
         return lambda c: _padded(c, edges)
     channels, moved = config["channels"], config["moved"]  # of a Shift2d
@@ -1240,29 +1240,34 @@ def settled(rows, known, whole=False):
     return {s: root(sum(row.get(s, 0) ** 2 for row in rows)) for s in sources}
 
 
-def wired(shape, parts, sources):
-    """A graph as one node (Theorem 10): value 0 is the input, part i maps values ``sources[i]`` to value i + 1."""
-    cuts, last = {}, {}
-    sizes = [math.prod(shape), *(math.prod(part.shape) for part in parts)]
+def partitions(parts, sources):
+    """The piece (value, dim, start, stop, step) that part i cuts, {i: piece}, if no other piece of it overlaps."""
+    cuts, together = {}, {}
     for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
-        last |= dict.fromkeys(read, i)
         if getattr(part, "kind", "") == "Piece":
             dim, *taken = (part.config[k] for k in ("dim", "start", "stop", "step"))
-            part.cut = (read[0], dim, taken[0], range(*taken)[-1] + 1, taken[2])
-            cuts.setdefault(part.cut[:2], set()).add(part.cut)
-    live = [sum(sizes[j] for j in range(i + 1) if last.get(j, -1) >= i) + part.room for i, part in enumerate(parts)]
-    for key, pieces in list(cuts.items()):
+            cuts[i] = (read[0], dim, taken[0], range(*taken)[-1] + 1, taken[2])
+            together.setdefault(cuts[i][:2], set()).add(cuts[i])
+    for key, pieces in together.items():
         counts = np.zeros(max(stop for *_, stop, _ in pieces), np.int32)
         for *_, start, stop, step in pieces:
             counts[start:stop:step] += 1
         if counts.max() > 1:  # pieces that share entries are no partition
-            del cuts[key]
-    known = [{(): Fraction(1)}]
-    for part, read in zip(parts, sources, strict=True):
+            cuts = {i: cut for i, cut in cuts.items() if cut[:2] != key}
+    return cuts
+
+
+def wired(shape, parts, sources):
+    """A graph as one node (Theorem 10): value 0 is the input, part i maps values ``sources[i]`` to value i + 1."""
+    last = {value: i for i, read in enumerate(sources) for value in read}
+    sizes = [math.prod(shape), *(math.prod(part.shape) for part in parts)]
+    live = [sum(sizes[j] for j in range(i + 1) if last.get(j, -1) >= i) + part.room for i, part in enumerate(parts)]
+    cuts, known = partitions(parts, sources), [{(): Fraction(1)}]
+    for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
         if isinstance(part, Join):
-            known.append(part.form([known[i] for i in read], known))
-        elif getattr(part, "cut", ())[:2] in cuts:
-            known.append({part.cut: Fraction(1)})
+            known.append(part.form([known[j] for j in read], known))
+        elif i in cuts:
+            known.append({cuts[i]: Fraction(1)})
         else:
             known.append({s: up(part.gain * a) for s, a in known[read[0]].items()})
     norm = settled([known[-1]], known, whole=True)[()]

@@ -243,7 +243,8 @@ class Constants:
         linear, norm = (i, before) if norm_first else (before, i)
         if not self._foldable(linear, norm):
             return None
-        layer, shape, methods = self._modules[linear], self._shape(self._sources[linear][0]), list[str]()
+        layer, shape = self._modules[linear], self._shape(self._sources[linear][0])
+        methods: list[str] = []  # how the one folded layer was bounded: `folded_bound` passes on its bound alone
 
         def bound(folded: nn.Module) -> Tensor:
             value, method = layer_bound(folded, shape, self._method, self._tolerance.get(id(layer)))

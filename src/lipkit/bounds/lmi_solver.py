@@ -144,6 +144,7 @@ class GainProgram:
             if gap < accuracy * float(x[0]):
                 return x, step
             centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)  # G V and X V
+            # M of the module docstring for lambda, and the row and column of gamma.
             system, half = x.new_empty(len(x), len(x)), xv[units] * gv[units].mT
             system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
             system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
@@ -157,9 +158,9 @@ class GainProgram:
                 return x, step
             right = centre * torch.cat((g.diagonal()[ends].sum()[None], 2 * gv[units].diagonal()))
             right[0] -= 1  # the objective is gamma
-            change, direction = torch.zeros_like(h), x
-            for second in (x.new_zeros(()), None):
-                if second is None:  # second-order term: the changes of both matrices in the first direction
+            change, direction, second = torch.zeros_like(h), x, x.new_zeros(())
+            for corrects in (False, True):
+                if corrects:  # second-order term: the changes of both matrices in the first direction
                     second = self.changed(change, self.differences(change), direction)
                     right[0] -= (second[ends] * g[ends]).sum()
                     right[1:] -= (second[units] * gv.mT + self.differences(second.mT).mT * g[units]).sum(1)

@@ -145,7 +145,7 @@ def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
     total: dict[Any, Any] = Counter()
     for i, part in enumerate(parts):
         for key, f in part.items():
-            total[key] += f if head == "+" or (i == 0 and len(parts) > 1) else -f
+            total[key] += f if head == "+" or (i == 0 and len(parts) > 1) else -f  # (- a b) is a - b, (- a) is -a
     return total
 
 
