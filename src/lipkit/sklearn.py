@@ -129,22 +129,23 @@ class _LipschitzEstimator(BaseEstimator):
         best, waited, kept = math.inf, 0, network.state_dict()
         self.loss_curve_: list[float] = []
         for _ in range(self.max_iter):
-            total = 0.0
+            mean_loss = 0.0
             for batch in torch.randperm(len(data[0]), generator=random).chunk(steps):
                 optimizer.zero_grad()
                 loss = network.loss(*(a[batch] for a in data))
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                total += float(loss.detach()) / steps
-            self.loss_curve_.append(total)
+                mean_loss += float(loss.detach()) / steps
+            self.loss_curve_.append(mean_loss)
+            watched = mean_loss
             if held is not None:
                 with torch.no_grad():
-                    total = float(network.loss(*held))
-                if total < best:  # keep any improvement; tol only decides when to stop
+                    watched = float(network.loss(*held))
+                if watched < best:  # keep any improvement; tol only decides when to stop
                     kept = {name: value.clone() for name, value in network.state_dict().items()}
-            waited = 0 if total < best - self.tol else waited + 1
-            best = min(best, total)  # after `waited`, which compares with the best before
+            waited = 0 if watched < best - self.tol else waited + 1
+            best = min(best, watched)  # after `waited`, which compares with the best before
             if waited >= self.n_iter_no_change:
                 break
         self.n_iter_ = len(self.loss_curve_)

@@ -161,16 +161,16 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     scale = (aim / norms(point, centre).clamp_min(1e-30)).clamp_max(1.0)
     result = torch.addcmul(centre, step, like(scale, step))
     if box is not None and bool((scale < 1).any()):
-        square, size, squares = scale.square(), aim.square(), step.square()
+        scale_square, aim_square, step_squares = scale.square(), aim.square(), step.square()
         for _ in range(12):  # two or three usually suffice
             clipped = result.clamp(*box)
-            missing = size - norms(clipped, centre).square()
-            if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
+            missing = aim_square - norms(clipped, centre).square()
+            if not bool(((missing > 1e-6 * aim_square) & (scale_square < 1)).any()):
                 break
             held = result != clipped  # entries at the box's faces: they cannot grow
-            slope = squares.masked_fill(held, 0).flatten(1).sum(dim=1).clamp_min(1e-30)
-            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step in s^2, from below
-            result = torch.addcmul(centre, step, like(square.sqrt(), step))
+            slope = step_squares.masked_fill(held, 0).flatten(1).sum(dim=1).clamp_min(1e-30)
+            scale_square = (scale_square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step, from below
+            result = torch.addcmul(centre, step, like(scale_square.sqrt(), step))
     return clip(result, box)
 
 

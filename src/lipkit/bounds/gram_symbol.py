@@ -124,10 +124,10 @@ class GramSymbol:
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
             return self._test(cells, periods, level, self._table)
-        done = self._test(cells, periods, level, self.single_table)
-        if loss > 0.05 * room and not bool(done.all()):
-            done[~done] = self._test(cells[~done], periods, level, self._table)
-        return done
+        proved = self._test(cells, periods, level, self.single_table)
+        if loss > 0.05 * room and not bool(proved.all()):
+            proved[~proved] = self._test(cells[~proved], periods, level, self._table)
+        return proved
 
     @cached_property
     def single_table(self) -> Tensor:
@@ -136,13 +136,13 @@ class GramSymbol:
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
         """`below`, computed in the dtype of the coefficients ``table``: its rounding is subtracted from the level."""
         single = table.dtype == torch.float32
-        unit = UNIT_SINGLE if single else UNIT
-        # In float32, each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds.
-        error = self.error + (self.spread * 4 * (table.shape[1] + 8) * unit + 4 * unit * level + 1e-25 if single else 0)
+        unit, error = UNIT_SINGLE if single else UNIT, self.error
+        if single:  # each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds
+            error += self.spread * 4 * (table.shape[1] + 8) * unit + 4 * unit * level + 1e-25
         level = (level - error) * (1 - 16 * UNIT)
-        done = torch.zeros(len(cells), dtype=torch.bool, device=cells.device)
+        proved = torch.zeros(len(cells), dtype=torch.bool, device=cells.device)
         if not level > 0:
-            return done
+            return proved
         each = table.element_size() * table.shape[2]
         if self.groups > 1 and self.side <= _SMALL:
             each *= table.shape[1]
@@ -157,8 +157,8 @@ class GramSymbol:
             on_diagonal = level + h[:, diagonal].real.double()
             shift = level - (on_diagonal.abs() + 8 * unit * level) @ weights
             h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)  # h is -G: level I - G, less the allowance
-            done[rows] = cholesky_succeeds(h, self.side) & (shift > 0)
-        return done
+            proved[rows] = cholesky_succeeds(h, self.side) & (shift > 0)
+        return proved
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:

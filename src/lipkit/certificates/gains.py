@@ -253,8 +253,8 @@ class _Run:
         # The gain is divided by the product of the norms, which must be a normal number.
         if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
             return self.constant, []
-        # The start: terms mu_k (m^2 z^2 - h^2), for |h| <= m |z|, prove the product of the norms, and their factor of
-        # s (z - s) is (2 m^2 - 2 a b) mu_k.
+        # The start: as |h| <= m |z|, terms mu_k (m^2 z^2 - h^2) prove the product of the norms. They are at least
+        # 2 (m^2 - a b) mu_k s (z - s), as h = a z + (b - a) s, so the multipliers (m^2 - a b) mu_k serve.
         slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
         for norm, sector in zip(reversed(norms[:-1]), reversed(self.sectors), strict=True):
             mu *= slack  # a little inside, so that the start is strictly feasible

@@ -265,9 +265,9 @@ def _adjoint_rows(form: Form, group: Group, g: Tensor, out: Tensor) -> Tensor:
 
 
 def backward_rows(
-    form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
+    form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, for_symbol: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill ``out`` with the gradient of the input; if ``symbol``, return the gradients of N^T and of W_2.
+    """Fill ``out`` with the gradient of the input; if ``for_symbol``, return the gradients of N^T and of W_2.
 
     Args:
         h, x2: the results of :func:`forward_rows`.
@@ -275,9 +275,9 @@ def backward_rows(
     """
     if form == "first adjoint":  # the adjoint of A* is A, the square transform
         k = forward_rows("wide", group, g, out)[0]
-        return (product(k.mT, h, -2) if symbol else None), None
+        return (product(k.mT, h, -2) if for_symbol else None), None
     k = _adjoint_rows(form, group, g, out)
-    if not symbol:
+    if not for_symbol:
         return None, None
     for_rest = None
     if form == "tall" and group.rest is not None:

@@ -281,13 +281,13 @@ def quantise(network: Network, proof: ChainProof) -> Program:
     low, high = interval("input_range", network.input_range)
     shape, n = network.input_shape, math.prod(network.input_shape)
     fraction = _places(max(-low, high) * (1 + 2.0**-30))
-    program = Program(shape, (low, high), fraction, 0, (), 0.0, None)
+    empty = Program(shape, (low, high), fraction, 0, (), 0.0, None)  # says how inputs become integers
     middle = (low + high) / 2
     builder = Builder(n)
     half = grow(math.sqrt(n) * max(high - middle, middle - low))
-    largest = grow(max(map(abs, program.ends)) * 2.0**-fraction)
+    largest = grow(max(map(abs, empty.ends)) * 2.0**-fraction)
     error = grow(math.sqrt(n) * 2.0 ** -(fraction + 1))
-    centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
+    centre = empty.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
     value = _bounded(IntValue(0, shape, fraction, centre, error, half, largest))
     body = list(network)[: len(network) - (proof.last is not None)]
     try:
@@ -299,5 +299,6 @@ def quantise(network: Network, proof: ChainProof) -> Program:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
     wiring = builder.wiring
     kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
-    operations, own = tuple(zip(kept, map(tuple, read), strict=True)), None if proof.last is None else builder.rows
-    return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
+    operations = tuple(zip(kept, map(tuple, read), strict=True))
+    own_error = None if proof.last is None else builder.rows
+    return replace(empty, fraction=value.fraction, operations=operations, body_error=error, own_error=own_error)

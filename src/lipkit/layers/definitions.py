@@ -160,15 +160,15 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     axes = [0, 1] * shared + [0 if kernel[0] > kernel[1] else 1] * abs(kernel[0] - kernel[1])
     z = [waves(n, 2, 0)[:, 1] for n in image]
     # Taps count from the centre: z^-c moves it to the origin.
-    shift = [step**-c for step, c in zip(z, centre, strict=True)]
+    shift = [wave**-c for wave, c in zip(z, centre, strict=True)]
     total = torch.einsum("h,w,oi->hwoi", *shift, h.to(torch.complex128))
     eye, seen = torch.eye(max(h.shape), dtype=torch.complex128), [0, 0]
-    for one, axis in zip(v, axes, strict=True):
-        near = (one @ one.mT).to(torch.complex128)
-        near = eye - near if seen[axis] % 2 == 0 else near  # keeps the kernel centred if there are no projectors
+    on_grid = z[0][:, None, None, None], z[1][:, None, None]  # shapes that broadcast to (h, w, n, n)
+    for vectors, axis in zip(v, axes, strict=True):
+        p = (vectors @ vectors.mT).to(torch.complex128)
+        p = eye - p if seen[axis] % 2 == 0 else p  # alternate, so that the taps stay centred even where V_i is empty
         seen[axis] += 1
-        step = z[axis][:, None, None, None] if axis == 0 else z[axis][:, None, None]  # for (h, w, n, n)
-        total = (near + (eye - near) * step) @ total
+        total = (p + (eye - p) * on_grid[axis]) @ total
     return total
 
 

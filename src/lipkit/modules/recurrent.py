@@ -265,14 +265,14 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
     gain, rate, n = _gain(module), module.rate, _numbers(module)
     rows, b = torch.cat(module.system()[0].rows()), module.bias
 
-    def rules(arithmetic: Arithmetic) -> list[RoundingError]:
-        arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
-        none = exact(module, input_shape, arithmetic)
-        found = [
-            local_error(linear(m, c), (rows.shape[1],), arithmetic) if len(c) else none
+    def rules(machine: Arithmetic) -> list[RoundingError]:
+        machine = dataclasses.replace(machine, block=None)  # evaluators in blocks leave this module as it is
+        none = exact(module, input_shape, machine)
+        v, s, o = (
+            local_error(linear(m, c), (rows.shape[1],), machine) if len(c) else none
             for m, c in zip(rows.split(parts), b.split(parts), strict=True)
-        ]
-        return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else none, *found[1:]]
+        )
+        return [v, local_error(module.phi, (nv,), machine) if nv else none, s, o]
 
     machine, double = rules(arithmetic), rules(FLOAT64)
     root = up(math.sqrt(gain), 4)
