@@ -134,6 +134,17 @@ def test_attached_multipliers_bound_the_network_and_wrong_ones_do_no_harm() -> N
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_no_gain_is_verified_of_a_bias_that_is_not_finite(number: float, layer: int) -> None:
+    network = mlp([3, 4, 2])
+    gain, ones = 1.01 * float(lipschitz(lipsdp.attach(network, {1: torch.ones(4)}))), [torch.ones(4)]
+    assert lipsdp.verify(network, gain, ones)
+    with torch.no_grad():
+        network[layer].bias[0] = number
+    assert not lipsdp.verify(network, gain, ones)
+
+
 def test_scaling_around_the_run_counts() -> None:
     network = mlp([4, 12, 3])
     proof = lipsdp.solve(network)

@@ -106,7 +106,8 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
         return bool(lipschitz(proved) <= gamma)
     factors = [float(c) for c in constants(proved, proved.input_shape)]
     run, rest = runs[0], whole(factors[: runs[0].start] + factors[runs[0].stop :])
-    found = rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
+    finite = max(factors) < torch.inf  # else a number that no weight shows, such as a bias, is not
+    found = finite and rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
     return found or whole(factors) <= gamma
 
 
