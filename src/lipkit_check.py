@@ -1787,7 +1787,7 @@ def load_samples(spec, root_folder):
 
 def check_gain(config, tensors, digest, gain, say):
     """Check the claim that the network has this gain: returns (claims confirmed, claims not confirmed)."""
-    need(0 < gain < math.inf, f"a gain above 0, got {gain}")
+    need(0 <= gain < math.inf, f"a finite gain, got {gain}")
     own = Network(config["network"], tensors, Fraction(gain), classes=False).gain
     good = own <= Fraction(gain) * (1 + TOLERANCE)
     word = "confirmed" if good else "REFUSED"

@@ -166,7 +166,6 @@ int64_t {p}radius(const int32_t *logits, int label);
 #ifdef __cplusplus
 }}
 #endif
-
 #endif
 """
 

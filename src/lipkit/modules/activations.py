@@ -385,7 +385,7 @@ for _row in (
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
     Activation(nn.Sigmoid, 0.25, (1.0, LIBRARY + 4), {}, True,
                (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_")),
-    # (x + 3) / 6 inside (-3, 3), at most 1
+    # (x + 3) / 6 inside (-3, 3), at most 1, and its product by x
     Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), lambda m, *at: pointwise(4.0, 8.0, _SIXTH, *at), {}, True,
                (F.hardsigmoid,)),
     Activation(nn.Softplus, _softplus, _softplus_error, {"beta": real, "threshold": real},
@@ -417,9 +417,8 @@ for _row in (
     Activation(nn.SiLU, 1.0998393202, (LIBRARY + 8, 0.0), functions=(F.silu,)),
     # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
     Activation(nn.Mish, 1.0884981618, (4 * LIBRARY + 8, 0.0), functions=(F.mish,)),
-    # its product by x
-    Activation(nn.Hardswish, 1.5, lambda m, shape, arithmetic: pointwise(
-        16.0 + _SIXTH / arithmetic.unit, 0.0, 0.0, shape, arithmetic), functions=(F.hardswish,)),
+    Activation(nn.Hardswish, 1.5, lambda m, shape, a: pointwise(16.0 + _SIXTH / a.unit, 0.0, 0.0, shape, a),
+               functions=(F.hardswish,)),
     Activation(Sine, 1.0, (0.0, LIBRARY), functions=(torch.sin, torch.sin_, "sin", "sin_"), largest=1.0),
     Activation(Cosine, 1.0, (0.0, LIBRARY), functions=(torch.cos, torch.cos_, "cos", "cos_"), largest=1.0),
 ):  # fmt: skip
