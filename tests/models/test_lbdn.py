@@ -162,12 +162,12 @@ def test_an_export_without_a_proof_is_refused() -> None:
     network = LBDN([2, 3, 1])
     with torch.no_grad():
         network.hidden[0].y_scale.fill_(math.nan)
-    with pytest.raises(OptionError, match=r"proof of gain 1\.0, got none .* largest parameter is nan"):
+    with pytest.raises(OptionError, match=r"proof of gain 1\.0, got none .* the largest is nan"):
         export(network, (2,))
     network = LBDN([6, 1, 3, 5], dtype=torch.float64)
     with torch.no_grad():
-        network.hidden[1].x_scale.fill_(1e100)
-    with pytest.raises(OptionError, match=r"got none .* largest parameter is 1e\+100"):
+        network.output.y_scale.fill_(1e256)
+    with pytest.raises(OptionError, match=r"got none .* the largest is 1e\+256"):
         export(network, (6,))
     with pytest.raises(ShapeError, match=r"expected input of shape \(\.\.\., 2\), got \(3,\)"):
         export(LBDN([2, 3, 1]), (3,))
@@ -337,10 +337,14 @@ def test_networks_that_cannot_be_imported() -> None:
     linear = nn.Linear(2, 2)
     with pytest.raises(OptionError, match=r"expected a lipkit\.modules\.Network or nn\.Sequential, got .*Linear"):
         from_network(linear)
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    hooked[1].register_forward_hook(lambda module, given, output: 3 * output)
+    with pytest.raises(NoRuleError, match="forward hooks"):
+        from_network(hooked, None, [torch.ones(2)])
     chain = nn.Sequential(linear, nn.GELU(), linear)
     with pytest.raises(OptionError, match=r"expected Linear, activation .* got Linear, GELU, Linear"):
         from_network(chain, 1.0, [torch.ones(2)])
-    with pytest.raises(OptionError, match=r"one for each of 1 activations, as lipsdp\.solve finds them, got 0"):
+    with pytest.raises(OptionError, match=r"one for each of 1 activations \(lipsdp\.solve\), got 0"):
         from_network(nn.Sequential(linear, nn.ReLU(), linear), 1.0)
     with pytest.raises(ShapeError, match="multiplier 0: expected shape"):
         from_network(nn.Sequential(linear, nn.ReLU(), linear), 1.0, [torch.ones(3)])

@@ -21,7 +21,7 @@ from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
-from lipkit.modules import Graph, Network
+from lipkit.modules import Graph, Network, guard
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
 from lipkit.modules.plain import Shape
@@ -185,6 +185,7 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
     """
     if type(network) is not Network:
         raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
+    guard(network)  # its modules are looked at where they are bounded
     modules, shape = list[nn.Module](), network.input_shape
     for module in network:
         modules.append(_chained(module, shape) if type(module) is Graph else module)

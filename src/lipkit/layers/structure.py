@@ -111,8 +111,7 @@ class Scale(nn.Module):
         super().__init__()
         check_dtype(dtype)
         gamma = finite("gamma", gamma, positive=True)
-        held = torch.tensor(gamma, dtype=dtype)
-        if not 0 < float(held) < math.inf:
+        if not 0 < float(held := torch.tensor(gamma, dtype=dtype)) < math.inf:
             raise OptionError(f"gamma: expected a positive number within the range of {held.dtype}, got {gamma}")
         self.learnable = learnable
         if learnable:

@@ -35,8 +35,9 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
 from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
-from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
+from lipkit.modules import Network, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.guarding import parts
 from lipkit.modules.registry import export_part
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
@@ -320,6 +321,7 @@ def _taken_apart(
     """The parts of a chain, in order: a Flatten in front (or None), linear layers, activations, multipliers."""
     if type(network) not in (Network, nn.Sequential):
         raise OptionError(f"expected a lipkit.modules.Network or nn.Sequential, got {type(network).__qualname__}")
+    guard(*(part for _, part in parts(network)))
     # A copy, because Network changes the modes and requires_grad of its modules.
     chain = Network([copy.deepcopy(network)], getattr(network, "input_shape", (1,)))
     modules = list(chain)
@@ -331,9 +333,8 @@ def _taken_apart(
         raise OptionError(f"expected Linear, activation with slope in [0, 1], Linear, ..., Linear, got {kinds}")
     given = chain.multipliers() if multipliers is None else multipliers
     ordered = [given[i] for i in sorted(given)] if isinstance(given, Mapping) else list(given)
-    if len(ordered) != len(activations):
-        wanted = f"one for each of {len(activations)} activations, as lipsdp.solve finds them"
-        raise OptionError(f"multipliers: expected {wanted}, got {len(ordered)}")
+    if len(ordered) != (n := len(activations)):
+        raise OptionError(f"multipliers: expected one for each of {n} activations (lipsdp.solve), got {len(ordered)}")
     return modules[0] if start else None, linears, activations, ordered  # type: ignore[return-value]
 
 

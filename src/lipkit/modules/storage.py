@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
 from lipkit.files import parse_json, read_bytes, read_text, write_atomic
-from lipkit.modules.guarding import parts, type_name
+from lipkit.modules.guarding import guard, parts, type_name
 from lipkit.modules.network import Network
 from lipkit.modules.plain import Stored, row_of, stored_type, stored_types, submodule, submodules
 from lipkit.modules.registry import check_samples_apart
@@ -221,10 +221,11 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 
     Raises:
         OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
-            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16.
+            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16. NoRuleError: hooks.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
+    guard(*(part for _, part in parts(network)))
     if bits not in (None, *BITS):
         raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
