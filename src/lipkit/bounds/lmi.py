@@ -73,7 +73,7 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
         if tuple(m.shape) != (weights[k].shape[0],):
             raise ShapeError(f"multiplier {k}: expected shape ({weights[k].shape[0]},), got {tuple(m.shape)}")
         if not bool((torch.isfinite(m) & (m > 0)).all()):
-            raise OptionError(f"multiplier {k}: expected positive finite entries, got a minimum of {float(m.min())}")
+            raise OptionError(f"multiplier {k}: expected positive finite entries, got {m.min():g} to {m.max():g}")
     return [to_double(w.detach()) for w in weights], [to_double(m.detach()) for m in multipliers]
 
 
@@ -268,7 +268,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
         if not bool(joint.isfinite().all()):
             return math.inf
         guess = float(torch.linalg.eigvalsh(joint)[-1])
-    guess = max(guess, 1e-300)
+    guess = max(guess, 1e-240)  # a diagonal below `_SMALL` proves nothing
     width = sum(len(m) for m in multipliers) + (0 if blocks.eliminated else weights[0].shape[1] + len(weights[-1]))
     # A factorisation needs an allowance of gamma_2n times the trace: smaller slacks are hopeless.
     for exponent in range(max(-13, math.ceil(math.log10(2 * UNIT * width**2))), 1):

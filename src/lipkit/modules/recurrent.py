@@ -183,6 +183,8 @@ def contraction(module: Recurrent) -> float:
     >>> contraction(Recurrent(half, half[0], torch.eye(1), half[0, :0], nn.Identity(), 1, (0, 0), 1, 9.0, 0.75))
     0.75
     """
+    if not isinstance(module, Recurrent):
+        raise NoRuleError(f"contraction: expected a Recurrent of an exported network, got {type(module).__name__}")
     return module.rate if math.isfinite(_gain(module)) else math.inf
 
 

@@ -155,7 +155,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         if "tight" not in LATER:
             raise OptionError("tight=True: expected lipkit.lipschitz, or lipkit.certificates to be imported")
         if type(module) is not Network:
-            module = export(LATER["constant"](module).double(), checked_shape(input_shape or ()))
+            if input_shape is None:
+                raise ShapeError("tight=True: expected an input_shape, such as (12,), or an exported network, got none")
+            module = export(LATER["constant"](module).double(), checked_shape(input_shape))
         module = LATER["tight"](module)
     with without_autocast():
         module = settled(module)

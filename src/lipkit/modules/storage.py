@@ -318,10 +318,11 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 
     Raises:
         OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
-            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16.
+            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16. NoRuleError: hooks.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
+    guard(*(part for _, part in parts(network)))
     if bits not in (None, *BITS):
         raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
