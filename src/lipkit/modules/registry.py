@@ -187,7 +187,8 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
             values, such as those of attention, have a Lipschitz constant there only: the result limits their factors
             to what such inputs can reach (`lipkit.modules.limits`), so that it has a constant everywhere, and is the
-            function of ``module`` for inputs in the box.
+            function of ``module`` for inputs in the box. None: no limits, and the range of a ``module`` that is
+            exported already.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
@@ -210,6 +211,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         output_shape(network, network.input_shape)  # a rule may not have run what it made
     if limits is None:
         LATER["refused"](network)
+        network.input_range = module.input_range if isinstance(module, Network) else None
         return network
     limited: Network = LATER["limited"](network, limits)
     return limited
