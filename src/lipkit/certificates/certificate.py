@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import os
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,13 @@ class Certificate(Shown):
         Raises:
             OptionError: a negative eps, or a sound radius asked of a certificate that ignored rounding.
         """
-        try:
-            radius = math.nan if isinstance(eps, str) else float(eps)
-        except (TypeError, ValueError, RuntimeError):
-            radius = math.nan  # refused below: comparisons with NaN are false
-        if not radius >= 0:
+        given: Any = eps
+        if not ((isinstance(given, Real) or getattr(given, "ndim", None) == 0) and given >= 0):
             raise OptionError(f"expected one radius >= 0, such as 36 / 255, got {eps!r}")
         wanted = self.rounding if rounding is None else check_rounding(rounding)
         if wanted == "sound" and self.rounding != "sound":
             raise OptionError("expected a certificate with rounding='sound', got one with rounding='ignore'")
-        return self.correct & ((self.radius_ignored if wanted == "ignore" else self.radius) > radius)
+        return self.correct & ((self.radius_ignored if wanted == "ignore" else self.radius) > eps)
 
     def accuracy(self, eps: float, *, rounding: str | None = None, large_eps: bool = False) -> float:
         """Certified accuracy: fraction of samples that are correct with a radius above ``eps`` (units of the input).
