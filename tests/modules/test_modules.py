@@ -241,6 +241,14 @@ def test_a_copy_of_a_network_is_a_network() -> None:
     assert copy.deepcopy(net).double()(x.double()).dtype == torch.float64
 
 
+def test_an_export_of_a_network_keeps_its_range() -> None:
+    network = Network([nn.Linear(2, 2)], (2,))
+    network.input_range = (0.0, 255.0)
+    assert lipkit.export(network, (2,)).input_range == (0.0, 255.0)
+    assert lipkit.export(network, (2,), box=(0.0, 1.0)).input_range == (0.0, 1.0)
+    assert lipkit.export(nn.Sequential(nn.Linear(2, 2), network), (2,)).input_range is None  # of the hidden units
+
+
 def test_multipliers_travel_with_their_module() -> None:
     values = torch.tensor([1.0, 2.0])
     net = Network([nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)], (3,), {1: values})

@@ -379,11 +379,11 @@ def test_precision_is_fabrics():
         (
             {"evaluate": lambda model: {"epoch": 7}},
             OptionError,
-            "than accuracy.* got 'epoch': .*'test_epoch'",
+            "names beside accuracy.* got 'epoch': .*'test_epoch'",
         ),
         ({"evaluate": lambda model: {"seconds": 1}}, OptionError, "evaluate: expected names .*, got 'seconds'"),
         ({"evaluate": lambda model: {3: 1.0}}, OptionError, "evaluate: expected names .*, got 3"),
-        ({"evaluate": lambda model: {"a": torch.ones(2)}}, OptionError, "expected a number as 'a', got tensor"),
+        ({"evaluate": lambda model: {"a": torch.ones(2)}}, OptionError, "expected numbers, got {'a': tensor"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(16, 1), nn.Flatten(0))},
             DataError,

@@ -147,6 +147,11 @@ class Data:
             low, high = 0.0, 1.0  # of uint8, which is divided by 255
             if isinstance(x, Tensor) and x.is_floating_point():
                 low, high = (float(v) for v in torch.aminmax(x))
+            elif (least, most) != (0, 1):
+                raise DataError(
+                    f"{self.name}: expected limits 0 and 1 for uint8, which is divided by 255, got {least:g} and "
+                    f"{most:g}: floating point keeps its values"
+                )
             if low < least or high > most:
                 raise DataError(
                     f"{self.name}: expected {part} samples in [{least:g}, {most:g}], got values from {low:g} to "

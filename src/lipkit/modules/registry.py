@@ -189,7 +189,8 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
             values, such as those of attention, have a Lipschitz constant only in a box: the result limits the factors
             to the values that they have for inputs in it (`lipkit.modules.limits`), so that the result has a constant
-            everywhere, and is the function of ``module`` for inputs in the box.
+            everywhere, and is the function of ``module`` for inputs in the box. None: no
+            limits, and the range of a ``module`` that is exported already.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
@@ -212,6 +213,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         output_shape(network, network.input_shape)  # a rule may not have run what it made
     if limits is None:
         LATER["refused"](network)
+        network.input_range = module.input_range if isinstance(module, Network) else None
         return network
     limited: Network = LATER["limited"](network, limits)
     return limited

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, rewording
 from lipkit.shown import Shown, axes
 from lipkit.text import printable
 from lipkit.training import checkpoints, sources
@@ -235,21 +235,15 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
                 found = evaluate(measured)
                 if not isinstance(found, Mapping):
                     raise OptionError(f"evaluate: expected numbers by name, a dict, got {type(found).__name__}")
-                return {name: _added(name, value, own) for name, value in found.items()}
+                if taken := [name for name in found if not isinstance(name, str) or name in own]:
+                    kept, name = ", ".join(sorted(own)), taken[0]
+                    raise OptionError(f"evaluate: expected names beside {kept}, got {name!r}: call it 'test_{name}'")
+                got = f"evaluate: expected numbers, got {printable(repr(dict(found)), 80)}: "
+                with rewording(OptionError, got, TypeError, ValueError, RuntimeError):
+                    return {name: float(value) for name, value in found.items()}
 
         row |= on_first(fabric, values)
     row["seconds"] = round(totals.state()["seconds"], 3)
     row["samples_per_second"] = round(pace, 1)
     memory = peak_memory(fabric.device)
     return row if memory is None else row | {"memory_mib": round(memory)}
-
-
-def _added(name: Any, value: Any, own: set[str]) -> float:
-    """A number that ``evaluate`` adds to the line of metrics, whose ``own`` names it must not take."""
-    if not isinstance(name, str) or name in own:
-        kept = ", ".join(sorted(own))
-        raise OptionError(f"evaluate: expected names other than {kept}, got {name!r}: call it 'test_{name}'")
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"evaluate: expected a number as {name!r}, got {printable(repr(value), 80)}") from None
