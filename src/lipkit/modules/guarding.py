@@ -32,6 +32,8 @@ def type_name(kind: type) -> str:
 
 def remember(kind: type[nn.Module]) -> None:
     """Record the methods of a class and its bases as the ones that its rule covers. Only the first call counts."""
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise NoRuleError(f"expected rules for types of modules, as by @lipschitz_rule(Layer), got {kind!r}")
     for base in kind.__mro__[:-1]:
         _METHODS.setdefault(base, methods(base))
 

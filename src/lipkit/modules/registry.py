@@ -167,9 +167,12 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         shape = None if input_shape is None else checked_shape(input_shape)
         check_samples_apart(module, shape)
         value = rule(module, shape)
-    bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    try:
+        bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    except (TypeError, ValueError, RuntimeError):  # no number, or several
+        bound = torch.tensor(-1.0)
     if bool(bound < 0):  # NaN passes, see below
-        raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
+        raise NoRuleError(f"the rule of {type_name(type(module))} gave {value!r}, expected one number >= 0")
     # Comparisons with NaN are all false, so NaN must not leave this function: it becomes an infinite bound.
     # A module with children is bounded through them. Its own buffers may be mere claims, which need not be finite.
     own = () if module._modules else (*module.parameters(), *module.buffers())
@@ -230,7 +233,12 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
         try:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
-            network = _generalised(Network([rule(module, shape)], shape), type(module))
+            if not isinstance(made := rule(module, shape), nn.Module):
+                raise NoRuleError(f"the export rule of {type_name(type(module))} gave {made!r}, expected a module")
+            own, parts = ({*map(id, (*m.modules(), *m.parameters(), *m.buffers()))} for m in (module, made))
+            # A copy of shared parts: a network takes gradients and training mode from what it holds.
+            made = made if own.isdisjoint(parts) else copy.deepcopy(made)
+            network = _generalised(Network([made], shape), type(module))
             buffers = {b.dtype for b in network.buffers() if b.is_floating_point()} - {torch.float64}  # as multipliers
             formats = buffers | {p.dtype for p in network.parameters()}
             if len(formats) > 1:  # constrained weights of a network of halves are float32: one format for all parts

@@ -51,9 +51,9 @@ def per_channel(module: Any, values: Tensor, x: Tensor) -> Tensor:
 
 def channels_of(x: Tensor, name: str) -> int:
     """The size of dimension 1; ``ShapeError`` for a sample without its batch."""
-    if x.ndim < 2:
-        raise ShapeError(f"{name}: expected a batch (N, C, ...), got shape {tuple(x.shape)}: one sample is x[None]")
-    return x.shape[1]
+    if x.ndim > 1:
+        return x.shape[1]
+    raise ShapeError(f"{name}: expected a batch (N, C, ...), got shape {tuple(x.shape)}: one sample is x[None]")
 
 
 def reshaped(shape: Shape) -> nn.Module:
