@@ -314,19 +314,19 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         # How many decisions the rest can add.
         joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
         joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)  # an infinite price is never paid
-        left, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
+        leaving, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
         inside, union = decisions.intersection[:, k], decisions.union[:, k]
-        possible = (away <= square[:, None]) & (left <= inside[:, None])  # only what is in can leave
+        possible = (away <= square[:, None]) & (leaving <= inside[:, None])  # only what is in can leave
         if int(union.sum() + joined[possible].sum()) == 0:  # no label or prediction has this class
             found.append(math.nan)
             continue
         best, value = math.inf, 1.0
         while value < best:  # the quotient falls to the smallest one in a few steps
             best = value
-            # For each sample the attack with the least inside - left - best * (union + joined).
-            gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)
-            top = int((inside - left.gather(1, gain)[:, 0]).sum())
-            bottom = int((union + joined.gather(1, gain)[:, 0]).sum())
+            # For each sample the attack with the least inside - leaving - best * (union + joined).
+            attack = torch.where(possible, leaving + best * joined, -1.0).argmax(1, keepdim=True)
+            top = int((inside - leaving.gather(1, attack)[:, 0]).sum())
+            bottom = int((union + joined.gather(1, attack)[:, 0]).sum())
             value = min(best, top / bottom) if bottom else best
         found.append(best * (1 - 2.0**-40))  # the quotients were rounded
     return torch.tensor(found, dtype=torch.float64)

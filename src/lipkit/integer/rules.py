@@ -197,7 +197,7 @@ def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> Int
     else:
         if isinstance(module, Mean) and sorted(module.dims) != [2, 3]:
             raise _refuse(module, "the mean over rows and columns of images", module)
-        sides = [*zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
+        sides = [*zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]  # 1, 1: a mean drops both
         if any(n % m for n, m in sides):
             raise _refuse(module, "windows that do not overlap", module)
         kernel = stride = [n // m for n, m in sides]

@@ -138,14 +138,14 @@ def convert(
         raise OptionError(f"skip: expected a list of names, got {skip!r}")
     if unknown := sorted(set(skip) - {name for name, _ in model.named_modules()}):
         raise OptionError(f"skip: expected names of modules of the model, got {unknown}")
-    new = forward == "rebuild"
-    if input_shape is None and (new or layer is None):
+    rebuild = forward == "rebuild"
+    if input_shape is None and (rebuild or layer is None):
         raise OptionError("input_shape: expected the shape of one input, to run the model on, got None")
-    if layer is None and (new or options):
+    if layer is None and (rebuild or options):
         raise OptionError(f"layer: expected a family for forward={forward!r} and {dict(options)}, got None")
-    if activation is not None and not new:
+    if activation is not None and not rebuild:
         raise OptionError(f"activation: expected None where the forward pass is kept, got {activation!r}")
-    if skip and new:
+    if skip and rebuild:
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
 
     def skipped(name: str) -> bool:
@@ -159,7 +159,7 @@ def convert(
         if errors:  # with a family the report names these layers
             raise errors[0]
         return Conversion(plain.eval(), tuple(rows), ())
-    if new and input_shape is not None:
+    if rebuild and input_shape is not None:
         builder = Builder(families.get(layer), options, activation)
         made = builder.network(export(plain, input_shape))
         return Conversion(made, tuple(builder.converted), tuple(builder.kept))

@@ -30,9 +30,9 @@ def settled(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         return module  # type: ignore[unreachable]  # a user's, which the look-up of its rule refuses by name
-    for key, hook in module._forward_pre_hooks.items():
+    for hook in module._forward_pre_hooks.values():
         if type(hook) in (SpectralNorm, WeightNorm):
-            return settled(_without_hook(module, key, hook))  # there may be others
+            return settled(_without_hook(module, hook))  # there may be others
     options = options_of_python(module)
     if not parametrize.is_parametrized(module):
         if not options:
@@ -68,7 +68,7 @@ def _parameter(value: Tensor) -> Tensor:
     return value if value.requires_grad else nn.Parameter(value, requires_grad=False)
 
 
-def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
+def _without_hook(module: nn.Module, hook: Any) -> nn.Module:
     """The module without this hook, with the weight that the hook computes in evaluation mode as a parameter."""
     ends: tuple[str, ...]
     if type(hook) is WeightNorm:
