@@ -249,8 +249,7 @@ class _Barrier:
         twice = torch.where(self.rows == self.columns, 1.0, 2.0).double()
 
         def in_p(full: Tensor) -> Tensor:
-            both = (full + full.mT) / 2
-            return twice * both[..., self.rows, self.columns]
+            return twice * ((full + full.mT) / 2)[..., self.rows, self.columns]
 
         terms = list(zip(self.c, self.u, strict=True))  # (c_k, U_k): H holds the sum of c_k U_k^T P U_k
         in_trace = sum(c * u @ g @ u.mT for c, u in terms)

@@ -225,8 +225,7 @@ def is_positive_within(h: Tensor, error: Tensor) -> bool:
     if not bool(((diagonal > _SMALL) & (diagonal < 1 / _SMALL)).all()):
         return False  # products off the diagonal may have underflowed
     _, exponent = torch.frexp(diagonal)
-    half = -torch.div(exponent, 2, rounding_mode="floor")
-    scale = power_of_two(half)
+    scale = power_of_two(-torch.div(exponent, 2, rounding_mode="floor"))
     h = (scale[:, None] * h).mul_(scale)
     size = float(torch.linalg.matrix_norm((scale[:, None] * error).mul_(scale)))
     size = size * (1 + gamma(h.shape[0] ** 2 + 8)) + 1e-60

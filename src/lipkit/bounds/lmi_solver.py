@@ -248,16 +248,14 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
     bound = product(*norms)
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
-        ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
-        return bound, ones, 0
+        return bound, [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]], 0
     # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
     program = GainProgram(_reduced(unit))
     x = torch.ones(1 + sum(program.widths), dtype=torch.float64)
     x[0] = 1.1
     x, steps = program.minimum(x)
-    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s. Times them,
-    # the multipliers of the unit weights are those of the weights.
+    # The scalars prod_j s_j / prod_{j <= k} s_j^2 turn multipliers of unit weights into those of weights of norms s_k.
     scalars = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
     safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, scalars, strict=False)]
     found = [m * t for m, t in zip(x[1:].split(program.widths), scalars, strict=True)]

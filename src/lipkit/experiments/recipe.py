@@ -222,26 +222,26 @@ def _override(content: dict[str, Any], override: str) -> dict[str, Any]:
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:
     """The message about the first wrong value and all missing keys."""
-    known, missing, wrong, whole = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
+    known, missing, wrong, section_lacks = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
     for error in errors:
         path = tuple(map(str, error["loc"]))
         key = ".".join(path)
         if error["type"] == "missing":  # of a missing section, name its required keys
             inner = [".".join(k) for k, field in known.items() if k[:-1] == path and field.is_required()]
             missing += [key] if path in SHORT else inner or [key]
-            whole = whole or len(path) == 1
+            section_lacks = section_lacks or len(path) == 1
         elif error["type"] == "extra_forbidden":
             wrong.append(f"unknown key {key!r}{_key_hint(path)}")
         else:
             while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
                 path = path[:-1]
             key, got = ".".join(path), error["input"]
-            kind = error["type"] in ("model_type", "dict_type")
+            section = error["type"] in ("model_type", "dict_type")
             wrong.append(
-                f"{key}: expected keys and values, got {_short(got)}" if kind else worded(key, error["msg"], got)
+                f"{key}: expected keys and values, got {_short(got)}" if section else worded(key, error["msg"], got)
             )
     wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-    remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
+    remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if section_lacks else ""
     return "; ".join([*wrong[:1], *([f"expected {wanted}, got none{remedy}"] if missing else [])])
 
 

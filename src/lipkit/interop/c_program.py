@@ -78,8 +78,7 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     """The errors and rates, as integers, from which the C program computes its radii."""
     classes = program.operations[-1][0].size
     constants, rows = pair_constants(proof, classes)
-    zeros = torch.zeros(classes, *program.input_shape)
-    logits = margins.integer_logits(program, zeros)
+    logits = margins.integer_logits(program, torch.zeros(classes, *program.input_shape))
     last_weight = None if proof.last is None else proof.last.weight.cpu()
     error = float(margins.output_errors(logits, 0.0, last_weight, FLOAT64)[1].max()) * 2.0**program.fraction
     if not math.isfinite(error):

@@ -35,9 +35,7 @@ def settled(module: nn.Module) -> nn.Module:
             return settled(_without_hook(module, hook))  # there may be others
     options = options_of_python(module)
     if not parametrize.is_parametrized(module):
-        if not options:
-            return module
-        return alike(module, **options)
+        return alike(module, **options) if options else module
     kind, lists = type(module), module._modules["parametrizations"]
     assert isinstance(lists, nn.ModuleDict)
     base: type[nn.Module] = kind.__bases__[0]  # torch derives a class from it
