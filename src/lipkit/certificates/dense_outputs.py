@@ -245,16 +245,15 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     classes = outputs.shape[1]
     predicted = outputs.argmax(1)
-    one = torch.nn.functional.one_hot
-    labelled = one(labels, classes).movedim(2, 1).bool() & counts[:, None]
-    chosen = one(predicted, classes).movedim(2, 1).bool() & counts[:, None]
+    one_hot = torch.nn.functional.one_hot
+    labelled = one_hot(labels, classes).movedim(2, 1).bool() & counts[:, None]
+    chosen = one_hot(predicted, classes).movedim(2, 1).bool() & counts[:, None]
 
     def over(reference: Tensor) -> Tensor:
         """Energy (N, K, P) with which each class can reach the class ``reference``."""
         margin = next_down(outputs.gather(1, reference[:, None]) - outputs)
         norm = budget.pairs[reference].movedim(2, 1)
-        energy = _energy(margin, budget.error[:, None, None], norm)
-        return torch.where(known[:, None], energy, 0.0)
+        return torch.where(known[:, None], _energy(margin, budget.error[:, None, None], norm), 0.0)
 
     turn = over(labels).scatter(1, labels[:, None], math.inf).amin(1)  # the cheapest rival
     margin = outputs.gather(1, labels[:, None])[:, 0] - outputs.scatter(1, labels[:, None], -math.inf).amax(1)

@@ -180,8 +180,7 @@ def _responses(module: Any, impulses: Tensor) -> tuple[Tensor, Tensor]:
     """The linear part's response to each impulse in float64, and a bound of its distance from the exact one."""
     twin = copy.deepcopy(module)
     twin.bias = None
-    error = local_error(twin, tuple(impulses.shape[1:]), FLOAT64)(impulses).error.at
-    return twin(impulses), error
+    return twin(impulses), local_error(twin, tuple(impulses.shape[1:]), FLOAT64)(impulses).error.at
 
 
 @integer_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
