@@ -147,7 +147,7 @@ def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[li
     reads = [k for k, place in enumerate(places[:-1]) if place]
     first = torch.cat([multipliers[k][:, None] * weights[k][:, : places[k]] for k in reads])
     from_x, to_y = torch.cat([units[starts[k] : starts[k + 1]] for k in reads]), units[-middle[-1].shape[1] :]
-    return [*middle[:-1], middle[-1][:0]], direct, ((from_x, first), (to_y, middle[-1].mT))
+    return [*middle[:-1], middle[-1][:0]], direct, ((from_x, first), (to_y, middle[-1].mT))  # [:0]: no rows of y
 
 
 class _Blocks:
