@@ -255,8 +255,7 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
         return bound, [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]], 0
     # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
-    unit = [w / s for w, s in zip(weights, norms, strict=True)]
-    program = GainProgram(_reduced(unit))
+    program = GainProgram(_reduced([w / s for w, s in zip(weights, norms, strict=True)]))
     x = torch.ones(1 + sum(program.widths), dtype=torch.float64)
     x[0] = 1.1
     x, steps = program.minimum(x)

@@ -123,8 +123,8 @@ class RoundedSolve(torch.autograd.Function):
             for_kept = _times(rest, k, h, w, adjoint=True).neg_()
             out = for_kept if form == "second" else torch.cat((out, for_kept), -1)
         # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory -conj(h k^*).
-        factors = (k, solved) if adjoint else (solved, k)
-        for_normal = _outer(*factors, h, w, -1, conjugate=True)
+        left, right = (k, solved) if adjoint else (solved, k)
+        for_normal = _outer(left, right, h, w, -1, conjugate=True)
         scaled = scale is not None and adjoint  # "first adjoint" scales x, "second" its outputs, see above
         if needed[0] or scaled:
             for_x = to_images(out, h, w, matrices)

@@ -90,7 +90,7 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     moving = rates[rates.isfinite() & (rates > 0)]
     fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
     stored_rates = torch.where(rates.isinf(), -1.0, (rates * 2.0**fraction).floor().clamp_max(2.0**29))
-    tables = (t.long().flatten().tolist() for t in (errors, stored_rates))
+    tables = errors.long().flatten().tolist(), stored_rates.long().flatten().tolist()
     return c_source.Radii(classes, *tables, fraction, math.ceil(error))
 
 
