@@ -515,7 +515,7 @@ def convolution(config, get, shape):
     else:
         circle, strides = list(sides), list(stride)
         for i in range(2):
-            if mode != "circular":
+            if mode != "circular":  # padding that repeats inputs stays in front of the circle's zeros
                 circle[i] = -(-((padded if repeated > 1 else sides)[i] + spans[i]) // stride[i]) * stride[i]
             else:
                 repeated *= -(-((out[i] - 1) * stride[i] + 1) // sides[i])
@@ -1375,8 +1375,7 @@ def spread(config, get, shape):
     need(m >= n and len(kernel) == 2 and 1 <= kernel[0] <= h and 1 <= kernel[1] <= w, "a kernel")
     plain = PLAIN | {"in_channels": n, "out_channels": m, "kernel_size": kernel}
     second = convolution(plain | {"padding_mode": "circular", "bias": config["bias"]}, get, shape)
-    widths = [(0, 0), (0, m - n), (0, 0), (0, 0)]
-    embedded = Node(second.shape, 1, lambda c: np.pad(c, widths))
+    embedded = Node(second.shape, 1, lambda c: np.pad(c, [(0, 0), (0, m - n), (0, 0), (0, 0)]))
     node = wired(shape, [chain([first, second]), embedded, added([second.shape] * 2, [1, -1])], [[0], [0], [1, 2]])
     if not second.blocks or second.blocks[3] != ("rows first", h, w):
         return node

@@ -88,6 +88,18 @@ def test_it_trains_and_its_weights_are_learnt() -> None:
     assert bool((certify(plain, x, plain(x).argmax(1)).radius > 0).any())
 
 
+@pytest.mark.parametrize(("pool", "side"), [
+    (nn.AvgPool2d(2), 2), (nn.AvgPool2d(2, stride=(2, 2)), 2), (nn.AvgPool2d((4, 4)), 4), (nn.AdaptiveAvgPool2d(4), 2),
+    (nn.AvgPool2d(3), None), (nn.AvgPool2d((2, 4)), None), (nn.AvgPool2d(2, stride=4), None),
+    (nn.AvgPool2d(2, padding=1), None), (nn.AdaptiveAvgPool2d(3), None),
+])  # fmt: skip
+def test_averages_get_norm_one_if_their_windows_tile_the_image(pool: nn.Module, side: int | None) -> None:
+    result = convert(nn.Sequential(pool, nn.Flatten()).eval(), "cayley", input_shape=(2, 8, 8), forward="rebuild")
+    x = torch.randn(3, 2, 8, 8)
+    assert isinstance(result.model[0], ScaledAvgPool2d) == (side is not None)
+    assert torch.allclose(result.model(x), (side or 1) * pool(x).flatten(1), atol=1e-6)
+
+
 def test_concatenations_are_divided_by_the_root_of_their_number() -> None:
     class Wide(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -212,9 +212,8 @@ def analyze(
             "rule is wrong"
         )
     lower = min(lower, bound)  # where both meet, rounding may put the secant above the bound
-    # A box with the same ends in every entry is its hull: two numbers.
-    known = hull if ends is None or all(bool((end == end.flatten()[0]).all()) for end in ends) else ends
-    return NetworkBound(bound, lower, product, tight_bound, how, layers, input_shape, known)
+    same = ends is None or all(bool((end == end.flatten()[0]).all()) for end in ends)  # in every entry: two numbers
+    return NetworkBound(bound, lower, product, tight_bound, how, layers, input_shape, hull if same else ends)
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:

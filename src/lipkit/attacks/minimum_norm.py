@@ -158,12 +158,11 @@ def fab(
     if targets is not None:
         check_positive(targets=targets)
     generator = seeded(generator)
-    x = x.detach()
-    best = x.clone()
-    index, logits = correct_samples(model, x, y)
+    best = x.detach().clone()
+    index, logits = correct_samples(model, best, y)
     if not len(index):
         return best
-    centre, label = x[index], y[index]
+    centre, label = best[index], y[index]
     order = rivals(logits, label, targets)
     distance = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
 
@@ -275,12 +274,11 @@ def carlini_wagner(
     check_positive(searches=searches, targets=targets)
     rate, weight = finite("rate", rate, positive=True), finite("weight", weight, positive=True)
     confidence = finite("confidence", confidence, least=0)
-    x = x.detach()
-    best = x.clone()
-    index, logits = correct_samples(model, x, y)
+    best = x.detach().clone()
+    index, logits = correct_samples(model, best, y)
     if not len(index):
         return best
-    centre, label = x[index], y[index]
+    centre, label = best[index], y[index]
     order = nearest_rivals(model, centre, label, logits)
     near, distance = centre, torch.full((len(index),), torch.inf, dtype=torch.float64, device=x.device)
     for target in order[:, :targets].unbind(dim=1):

@@ -81,10 +81,13 @@ def dissipation_matrix(
     lower, lam = to_double(metric.detach()).tril(), to_double(multiplier.detach())
     p, before = lower + lower.tril(-1).mT, v.shape[1]  # `before`: the side of K, whose rows are w, x, u
     units = lam if nv == nw else lam[:1].expand(nw)
-    lines, ends = [p @ s, o], [p, torch.eye(len(o), dtype=p.dtype, device=p.device) * gain]
+    # The rows of N, bounds of their errors (relative ones come below), and the blocks of the diagonal beside N.
+    rows, ends = [p @ s, o], [p, torch.eye(len(o), dtype=p.dtype, device=p.device) * gain]
+    lost = [gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070, torch.zeros_like(o)]
     if system.lipschitz is not None:
-        lines, ends = [*lines, system.lipschitz * lam[:, None] * v], [*ends, lam.diag()]
-    n = torch.cat(lines)
+        rows, ends = [*rows, system.lipschitz * lam[:, None] * v], [*ends, lam.diag()]
+        lost.append(2.0**-1070 * v.abs())  # the first of two products, below the normal range
+    n, off = torch.cat(rows), torch.cat(lost)
     h = torch.block_diag(units.diag() * (1 if system.lipschitz is not None else 2), rate * rate * p)
     h = torch.block_diag(h, torch.eye(before - nw - nx, dtype=p.dtype, device=p.device) * gain, *ends)
     h[before:, :before], h[:before, before:] = n, n.mT
@@ -92,10 +95,7 @@ def dissipation_matrix(
         pulled = lam[:, None] * v
         h[:nw, :before] -= pulled
         h[:before, :nw] -= pulled.mT
-    # Relative errors of products of at most three numbers; P S, and the first of two products below the normal range.
-    lost = [gamma(nx + 4) * (p.abs() @ s.abs()) + nx * 2.0**-1070, torch.zeros_like(o), 2.0**-1070 * v.abs()]
-    off = torch.cat(lost[: len(lines)])
-    error = 4 * UNIT * h.abs()
+    error = 4 * UNIT * h.abs()  # products of at most three numbers
     error[nw : nw + nx, nw : nw + nx] += 2.0**-1070 * p.abs()
     error[before:, :before] += off
     error[:before, before:] += off.mT
@@ -249,8 +249,7 @@ class _Barrier:
         twice = torch.where(self.rows == self.columns, 1.0, 2.0).double()
 
         def in_p(full: Tensor) -> Tensor:
-            both = (full + full.mT) / 2
-            return twice * both[..., self.rows, self.columns]
+            return twice * ((full + full.mT) / 2)[..., self.rows, self.columns]
 
         terms = list(zip(self.c, self.u, strict=True))  # (c_k, U_k): H holds the sum of c_k U_k^T P U_k
         in_trace = sum(c * u @ g @ u.mT for c, u in terms)

@@ -55,9 +55,9 @@ class GramSymbol:
         self.spread = float((size + size.mT).sum(-1).amax()) * (1 + gamma(4 * cin * len(self.lags)))
         # A = || sum_s |K_s| ||_F: A^2 bounds the norm of the sum of |A[delta]|, hence all roundings of the
         # coefficients (inner products of cout kh kw terms), of the cosines (angles below 2 pi) and of the sums.
-        absolute = float(kernels.abs().sum((-2, -1)).square().sum((-2, -1)).amax())
-        absolute *= 1 + gamma(kernels[0].numel() + 8)
-        self.error = absolute * gamma(2 * (cout * kh * kw + len(self.lags)) + 128)
+        a_squared = float(kernels.abs().sum((-2, -1)).square().sum((-2, -1)).amax())
+        a_squared *= 1 + gamma(kernels[0].numel() + 8)
+        self.error = a_squared * gamma(2 * (cout * kh * kw + len(self.lags)) + 128)
         self.curvature = self._curvature(half) + 4 * self.error
 
     def _interleaved(self, half: Tensor) -> Tensor:

@@ -163,8 +163,7 @@ def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
     # Inner products over channels, sums over taps and lags, cosines: all errors are relative to sums of moduli.
     absolute = up(rows.detach().abs().sum((-3, -2, -1)).square().sum(-1), kh * kw + cin + 4)
     error = absolute * gamma(2 * (cin + (kh * kw) ** 2 + len(lags)) + 64)
-    total = (largest + error).unflatten(0, (groups, cout)).sum(1)
-    return up(total, cout)
+    return up((largest + error).unflatten(0, (groups, cout)).sum(1), cout)
 
 
 def _better_side(kernels: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:

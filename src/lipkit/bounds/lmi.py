@@ -146,7 +146,7 @@ def _parts(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[li
     reads = [k for k, place in enumerate(places[:-1]) if place]
     first = torch.cat([multipliers[k][:, None] * weights[k][:, : places[k]] for k in reads])
     from_x, to_y = torch.cat([units[starts[k] : starts[k + 1]] for k in reads]), units[-middle[-1].shape[1] :]
-    return [*middle[:-1], middle[-1][:0]], direct, ((from_x, first), (to_y, middle[-1].mT))
+    return [*middle[:-1], middle[-1][:0]], direct, ((from_x, first), (to_y, middle[-1].mT))  # [:0]: no rows of y
 
 
 class _Blocks:
@@ -223,8 +223,7 @@ def is_positive_within(h: Tensor, error: Tensor) -> bool:
     if not bool(((diagonal > _SMALL) & (diagonal < 1 / _SMALL)).all()):
         return False  # products off the diagonal may have underflowed
     _, exponent = torch.frexp(diagonal)
-    half = -torch.div(exponent, 2, rounding_mode="floor")
-    scale = power_of_two(half)
+    scale = power_of_two(-torch.div(exponent, 2, rounding_mode="floor"))
     h = (scale[:, None] * h).mul_(scale)
     size = float(torch.linalg.matrix_norm((scale[:, None] * error).mul_(scale)))
     size = size * (1 + gamma(h.shape[0] ** 2 + 8)) + 1e-60

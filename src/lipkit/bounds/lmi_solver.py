@@ -131,6 +131,17 @@ class GainProgram:
             out[:, seen] -= scaled[:, units] @ w
         return out
 
+    def newton_matrix(self, dual: Tensor, g: Tensor, xv: Tensor, gv: Tensor) -> Tensor:
+        """M of the module docstring, after a row and a column for gamma, from X, G, ``X V`` and ``G V``."""
+        units, ends, half = self.units, self.ends, xv[self.units] * gv[self.units].mT
+        system = g.new_empty(len(half) + 1, len(half) + 1)
+        system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
+        system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
+        system[0, 0] = (dual[ends][:, ends] * g[ends][:, ends]).sum()
+        system[0, 1:] = (dual[ends][:, units] * gv[ends] + xv[ends] * g[ends][:, units]).sum(0)
+        system[1:, 0] = system[0, 1:]
+        return system
+
     def minimum(self, x: Tensor, accuracy: float = 1e-5, max_steps: int = 300) -> tuple[Tensor, int]:
         """Minimise gamma to a relative ``accuracy`` from a strictly feasible x; returns the point and the steps."""
         units, ends = self.units, self.ends
@@ -144,13 +155,7 @@ class GainProgram:
             if gap < accuracy * float(x[0]):
                 return x, step
             centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)  # G V and X V
-            # M of the module docstring for lambda, and the row and column of gamma.
-            system, half = x.new_empty(len(x), len(x)), xv[units] * gv[units].mT
-            system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
-            system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
-            system[0, 0] = (dual[ends][:, ends] * g[ends][:, ends]).sum()
-            system[0, 1:] = (dual[ends][:, units] * gv[ends] + xv[ends] * g[ends][:, units]).sum(0)
-            system[1:, 0] = system[0, 1:]
+            system = self.newton_matrix(dual, g, xv, gv)
             # Jacobi scaling: multipliers may differ by many orders of magnitude.
             scale = system.diagonal().clamp_min(1e-300).rsqrt()
             factor, info = torch.linalg.cholesky_ex(scale[:, None] * system * scale)
@@ -248,16 +253,13 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
     bound = product(*norms)
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
-        ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
-        return bound, ones, 0
+        return bound, [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]], 0
     # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
-    unit = [w / s for w, s in zip(weights, norms, strict=True)]
-    program = GainProgram(_reduced(unit))
+    program = GainProgram(_reduced([w / s for w, s in zip(weights, norms, strict=True)]))
     x = torch.ones(1 + sum(program.widths), dtype=torch.float64)
     x[0] = 1.1
     x, steps = program.minimum(x)
-    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s. Times them,
-    # the multipliers of the unit weights are those of the weights.
+    # The scalars prod_j s_j / prod_{j <= k} s_j^2 turn multipliers of unit weights into those of weights of norms s_k.
     scalars = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
     safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, scalars, strict=False)]
     found = [m * t for m, t in zip(x[1:].split(program.widths), scalars, strict=True)]

@@ -71,22 +71,22 @@ class _Symbols:
         waves = self.waves(w)
         conjugate = waves.conj_physical()
         v = v / _dot(v, v).sqrt().clamp_min(1e-30)
-        basis, diagonal, beside = [v], list[Tensor](), list[Tensor]()
+        basis, diagonal, off_diagonal = [v], list[Tensor](), list[Tensor]()
         for _ in range(min(steps, v.shape[1]) - 1):
             image = self.gram(v, waves, conjugate)
             diagonal.append(_dot(v, image))
             image -= diagonal[-1] * v  # three terms: F^*F is Hermitian
-            if beside:
-                image -= beside[-1] * basis[-2]
+            if off_diagonal:
+                image -= off_diagonal[-1] * basis[-2]
             size = _dot(image, image).sqrt()
-            beside.append(size)
+            off_diagonal.append(size)
             v = image / size.clamp_min(1e-30)
             basis.append(v)
         diagonal.append(_dot(v, self.gram(v, waves, conjugate)))
         small = torch.diag_embed(torch.cat(diagonal, 1).mT)
-        if beside:
-            off = torch.cat(beside, 1).mT
-            small = small + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+        if off_diagonal:
+            sides = torch.cat(off_diagonal, 1).mT
+            small = small + torch.diag_embed(sides, 1) + torch.diag_embed(sides, -1)
         values, vectors = torch.linalg.eigh(small)
         weights = vectors[..., -1].mT[:, :, None]
         return (torch.stack(basis, 1) * weights).sum(1), values[..., -1]

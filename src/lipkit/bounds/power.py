@@ -162,8 +162,7 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
     """The frequency (f1, f2) of the largest norm of the symbol, and its right singular vector there."""
     f1, f2 = (f.to(taps.device) for f in half_grid(h, w))
     symbols = symbol_at(taps, f1, f2, h, w)
-    values = torch.linalg.eigvalsh(gram_matrix(symbols))
-    best = values[:, -1].argmax().reshape(1)
+    best = torch.linalg.eigvalsh(gram_matrix(symbols))[:, -1].argmax().reshape(1)
     vectors = thin_svd(symbols[best])[2][0]
     return f1[best], f2[best], vectors[0].conj().resolve_conj()
 

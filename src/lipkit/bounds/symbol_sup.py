@@ -281,7 +281,7 @@ def _gram_norms(a: Tensor, iterations: int) -> Tensor:
         if t < iterations:
             g = g / norm[:, None, None]
             g = g @ g
-    # Backwards: ||N_t||^2 <= ||G_{t+1}|| + eps and ||G_t|| <= norm_t (||N_t|| + 4 u), N_t of Frobenius norm about 1.
+    # Backwards, with G_t = norm_t N_t and G_{t+1} = N_t^2 but for rounding: ||N_t||^2 <= ||G_{t+1}|| + slack.
     slack = 1.5 * gamma(2 * side + 16)
     bound = torch.full_like(norms[-1], 1 + gamma(side * side + 16), dtype=torch.float64)
     for norm in reversed(norms[1:]):

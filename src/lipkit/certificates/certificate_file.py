@@ -345,14 +345,14 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
 def _check_claims(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
     """Raise if a file claims smaller constants than were proved, or another method, evaluator or architecture."""
     claimed = file.certificate
-    for name, told, found in (
+    for name, bound, least in (
         ("a Lipschitz constant", claimed.constant, proved.constant),
         ("a body_constant", claimed.body_constant, proved.body_constant),
     ):
-        if (told is None) != (found is None):
-            raise CertificateViolation(f"expected {name} of {found}, got {told}")
-        if told is not None and found is not None and not told >= found * (1 - TOLERANCE):
-            raise CertificateViolation(f"expected {name} of at least {found:.12g}, got {told:.12g}")
+        if (bound is None) != (least is None):
+            raise CertificateViolation(f"expected {name} of {least}, got {bound}")
+        if bound is not None and least is not None and not bound >= least * (1 - TOLERANCE):
+            raise CertificateViolation(f"expected {name} of at least {least:.12g}, got {bound:.12g}")
     # Local radii hold in the range that was known, and an integer program is made for one.
     if (claimed.method == "local" or claimed.input_range is not None) and claimed.input_range != network.input_range:
         raise CertificateViolation(f"expected input_range {network.input_range}, got {claimed.input_range}")

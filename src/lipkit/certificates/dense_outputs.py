@@ -245,16 +245,15 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     classes = outputs.shape[1]
     predicted = outputs.argmax(1)
-    one = torch.nn.functional.one_hot
-    labelled = one(labels, classes).movedim(2, 1).bool() & counts[:, None]
-    chosen = one(predicted, classes).movedim(2, 1).bool() & counts[:, None]
+    one_hot = torch.nn.functional.one_hot
+    labelled = one_hot(labels, classes).movedim(2, 1).bool() & counts[:, None]
+    chosen = one_hot(predicted, classes).movedim(2, 1).bool() & counts[:, None]
 
     def over(reference: Tensor) -> Tensor:
         """Energy (N, K, P) with which each class can reach the class ``reference``."""
         margin = next_down(outputs.gather(1, reference[:, None]) - outputs)
         norm = budget.pairs[reference].movedim(2, 1)
-        energy = _energy(margin, budget.error[:, None, None], norm)
-        return torch.where(known[:, None], energy, 0.0)
+        return torch.where(known[:, None], _energy(margin, budget.error[:, None, None], norm), 0.0)
 
     turn = over(labels).scatter(1, labels[:, None], math.inf).amin(1)  # the cheapest rival
     margin = outputs.gather(1, labels[:, None])[:, 0] - outputs.scatter(1, labels[:, None], -math.inf).amax(1)
@@ -314,19 +313,19 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         # How many decisions the rest can add.
         joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
         joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)  # an infinite price is never paid
-        left, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
+        leaving, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
         inside, union = decisions.intersection[:, k], decisions.union[:, k]
-        possible = (away <= square[:, None]) & (left <= inside[:, None])  # only what is in can leave
+        possible = (away <= square[:, None]) & (leaving <= inside[:, None])  # only what is in can leave
         if int(union.sum() + joined[possible].sum()) == 0:  # no label or prediction has this class
             found.append(math.nan)
             continue
         best, value = math.inf, 1.0
         while value < best:  # the quotient falls to the smallest one in a few steps
             best = value
-            # For each sample the attack with the least inside - left - best * (union + joined).
-            gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)
-            top = int((inside - left.gather(1, gain)[:, 0]).sum())
-            bottom = int((union + joined.gather(1, gain)[:, 0]).sum())
+            # For each sample the attack with the least inside - leaving - best * (union + joined).
+            attack = torch.where(possible, leaving + best * joined, -1.0).argmax(1, keepdim=True)
+            top = int((inside - leaving.gather(1, attack)[:, 0]).sum())
+            bottom = int((union + joined.gather(1, attack)[:, 0]).sum())
             value = min(best, top / bottom) if bottom else best
         found.append(best * (1 - 2.0**-40))  # the quotients were rounded
     return torch.tensor(found, dtype=torch.float64)

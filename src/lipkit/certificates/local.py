@@ -272,9 +272,9 @@ class Ball:
         best, worst = -radius * norm, torch.zeros_like(radius * norm)  # the split P = A: the ball alone
         chosen = norm.expand(len(self.x), -1)
         steep = (norm / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
-        tries = 4 if rows.shape[1] <= _FEW else 1
-        for left in range(tries, -1 if tries > 1 else 0, -1):
-            p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if left else torch.zeros_like(rows)
+        # Four splits, each from the norm of the last P, then P = 0, the box alone; one split for many rows.
+        for ball in (True, True, True, True, False) if rows.shape[1] <= _FEW else (True,):
+            p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if ball else torch.zeros_like(rows)
             length, q = _norm(p).expand(len(self.x), -1), rows - p
             inside = torch.minimum(q * low, q * high).sum(2)  # the least of Q d, entry by entry
             # Rounding of that sum and of Q = A - P.

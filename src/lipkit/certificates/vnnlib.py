@@ -166,5 +166,5 @@ def _case(clause: list[Atom], inputs: int) -> Case | None:
         if i not in ends[0] or i not in ends[1]:
             raise OptionError(f"expected a lowest and a highest value of each input, got none of X_{i}")
     box = tuple((ends[0][i], ends[1][i]) for i in range(inputs))
-    parts = [tuple(atom for atom in clause if atom.factors and atom.factors[0][0][0] == name) for name in "YX"]
-    return None if any(low > high for low, high in box) else Case(box, *parts)
+    outputs, given = (tuple(a for a in clause if a.factors and a.factors[0][0][0] == name) for name in "YX")
+    return None if any(low > high for low, high in box) else Case(box, outputs, given)

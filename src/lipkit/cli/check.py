@@ -53,8 +53,7 @@ def command(
     loaded = datasets.load(data, root=root, limit=count, limits=stored.input_range)  # the network's range
     check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
-    confirmed = verify(file, stored, x, y)
-    click.echo(report(file, confirmed, loaded.name, radii))
+    click.echo(report(file, verify(file, stored, x, y), loaded.name, radii))
 
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:

@@ -58,8 +58,7 @@ def command(
     import torch
 
     x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
-    check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
-    click.echo(check)
+    click.echo(check_runtime(network, runtime, x, y, eps=recipe.certify.eps))
     if form == "c":
         from lipkit.certificates import certify, certify_regression
         from lipkit.integer.c_source import compiler

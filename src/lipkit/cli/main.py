@@ -110,9 +110,7 @@ class _Lazy(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
-            return None
-        return importlib.import_module(f"lipkit.cli.{name}").command
+        return importlib.import_module(f"lipkit.cli.{name}").command if name in VERBS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

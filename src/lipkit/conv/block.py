@@ -114,8 +114,7 @@ def half_lags(kh: int, kw: int) -> Tensor:
     [[0, 0], [0, 1], [1, -1], [1, 0], [1, 1]]
     """
     # Row 0 holds both signs: its negative lags come first and are dropped.
-    lags = torch.cartesian_prod(torch.arange(kh), torch.arange(1 - kw, kw))
-    return lags[kw - 1 :]
+    return torch.cartesian_prod(torch.arange(kh), torch.arange(1 - kw, kw))[kw - 1 :]
 
 
 def half_autocorrelation(kernels: Tensor) -> Tensor:

@@ -70,20 +70,18 @@ class RoundedSolve(torch.autograd.Function):
         rows = to_rows(x, matrices)
         if adjoint and scale is not None:
             rows.mul_(scale.to(x.dtype))
-        own, kept = rows, None  # kept are the rows that W_2 multiplies
+        x1, kept = rows, rows if form == "second" else None  # kept are the rows that W_2 multiplies
         if form == "wide" and rest is not None:
-            own, kept = rows.tensor_split([inverse.real.shape[1]], -1)
-        if form == "second":
-            kept = rows
-        moved = own
+            x1, kept = rows.tensor_split([inverse.real.shape[1]], -1)
+        source = x1
         if rest is not None and kept is not None:
-            moved = _times(rest, kept, h, w)
-            moved = moved.neg_() if form == "second" else own - moved
-        solved = _times(inverse, moved, h, w, adjoint=adjoint)
+            source = _times(rest, kept, h, w)
+            source = source.neg_() if form == "second" else x1 - source
+        solved = _times(inverse, source, h, w, adjoint=adjoint)
         if form == "second":
             out = solved * (2 if scale is None else (2 * scale).to(x.dtype))
         else:
-            out = torch.lerp(own, solved, 2.0)
+            out = torch.lerp(x1, solved, 2.0)
         if form == "tall" and rest is not None:
             out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
         ctx.form = form
@@ -125,8 +123,8 @@ class RoundedSolve(torch.autograd.Function):
             for_kept = _times(rest, k, h, w, adjoint=True).neg_()
             out = for_kept if form == "second" else torch.cat((out, for_kept), -1)
         # The gradient of N^T is the transpose of -k h^* (first adjoint: -h k^*), in contiguous memory -conj(h k^*).
-        factors = (k, solved) if adjoint else (solved, k)
-        for_normal = _outer(*factors, h, w, -1, conjugate=True)
+        left, right = (k, solved) if adjoint else (solved, k)
+        for_normal = _outer(left, right, h, w, -1, conjugate=True)
         scaled = scale is not None and adjoint  # "first adjoint" scales x, "second" its outputs, see above
         if needed[0] or scaled:
             for_x = to_images(out, h, w, matrices)

@@ -170,6 +170,7 @@ def attack_samples(
             that holds it.
         numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
         progress: called as in `lipkit.certify`, with ``"attacked"``.
+        batch_size, confidence, device: as in `evaluate`.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius.

@@ -98,9 +98,8 @@ def evaluate_regression(
     certified_at = time.perf_counter()
     search = lipschitz_lower_bound(network, start=x, restarts=restarts, steps=steps, seed=seed)
     x = x.detach().cpu().double()
-    # The search's pair first, then neighbouring samples.
     whole, slopes = _slopes(proof, torch.cat((search.x[None], x[:-1])), torch.cat((search.y[None], x[1:])), batch_size)
-    search = search._replace(lower=float(whole[0]))
+    search = search._replace(lower=float(whole[0]))  # the search's pair comes first, then neighbouring samples
     check_slopes(certificate, search.lower, slopes)
     return RegressionEvaluation(
         certificate=certificate,

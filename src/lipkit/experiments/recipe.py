@@ -65,11 +65,25 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     Traceback (most recent call last):
     lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
     """
-    origin, seen, chain = str(name_or_path), list[Any](), list[dict[str, Any]]()
+    content: dict[str, Any] = {}
+    for part in reversed(_chain(name_or_path)):  # from the base on: `_merged` asks for the name that a part changes
+        content = _merged(content, part)
+    named = [".".join((*path, "name")) for path in _NAMED]
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() not in named):
+        content = _override(content, override)  # names before options, which are those of the new name
+    try:
+        return Recipe.model_validate(content, context={"build": build})
+    except ValidationError as error:
+        raise RecipeError(f"recipe {name_or_path}: {_sentences(error.errors())}") from None
+
+
+def _chain(name_or_path: str | Path) -> list[dict[str, Any]]:
+    """The keys and values of a recipe, then those of its base, and so on, each without the key ``base``."""
+    seen, chain = list[Any](), list[dict[str, Any]]()
     base: Any = name_or_path
     while base is not None:
         if seen and (base in seen or base not in names()):
-            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
+            raise RecipeError(f"recipe {name_or_path}: base: expected another packaged recipe, got {_short(base)}")
         seen.append(text := str(base))
         if isinstance(base, Path) or "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json")):
             try:
@@ -87,17 +101,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
             raise RecipeError(f"recipe {text}: expected keys and values, got {type(parsed).__name__}")
         base = parsed.pop("base", None)
         chain.append(parsed)
-    # Merge from the bottom of the chain, so that `_merged` knows the name that each recipe changes.
-    content: dict[str, Any] = {}
-    for part in reversed(chain):
-        content = _merged(content, part)
-    named = [".".join((*path, "name")) for path in _NAMED]
-    for override in sorted(overrides, key=lambda text: text.partition("=")[0].strip() not in named):
-        content = _override(content, override)  # names before options, which are those of the new name
-    try:
-        return Recipe.model_validate(content, context={"build": build})
-    except ValidationError as error:
-        raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
+    return chain
 
 
 # Newer keys, written only if they are set: so the text of an older recipe, whose hash names folders of runs, is kept.
@@ -222,26 +226,26 @@ def _override(content: dict[str, Any], override: str) -> dict[str, Any]:
 
 def _sentences(errors: Sequence[ErrorDetails]) -> str:
     """The message about the first wrong value and all missing keys."""
-    known, missing, wrong, whole = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
+    known, missing, wrong, section_lacks = {path: field for path, field, _ in keys()}, list[str](), list[str](), False
     for error in errors:
         path = tuple(map(str, error["loc"]))
         key = ".".join(path)
         if error["type"] == "missing":  # of a missing section, name its required keys
             inner = [".".join(k) for k, field in known.items() if k[:-1] == path and field.is_required()]
             missing += [key] if path in SHORT else inner or [key]
-            whole = whole or len(path) == 1
+            section_lacks = section_lacks or len(path) == 1
         elif error["type"] == "extra_forbidden":
             wrong.append(f"unknown key {key!r}{_key_hint(path)}")
         else:
             while path and path not in known:  # pydantic appends the alternative of a union and the index in a list
                 path = path[:-1]
             key, got = ".".join(path), error["input"]
-            kind = error["type"] in ("model_type", "dict_type")
+            section = error["type"] in ("model_type", "dict_type")
             wrong.append(
-                f"{key}: expected keys and values, got {_short(got)}" if kind else worded(key, error["msg"], got)
+                f"{key}: expected keys and values, got {_short(got)}" if section else worded(key, error["msg"], got)
             )
     wanted = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-    remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if whole else ""
+    remedy = f"; the line 'base: {DEFAULT}' takes the missing keys from that recipe" if section_lacks else ""
     return "; ".join([*wrong[:1], *([f"expected {wanted}, got none{remedy}"] if missing else [])])
 
 

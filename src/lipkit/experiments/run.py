@@ -360,7 +360,7 @@ def told(display: Display) -> Callable[[str, int, int], None]:
 
     def tell(what: str, done: int, total: int) -> None:
         nonlocal noted, called
-        start = begun.setdefault(what, called)
+        start = begun.setdefault(what, called)  # a stage begins at the last call of the stage before
         if (called := time.monotonic()) - noted >= 10 and done < total:
             noted, left = called, (called - start) / done * (total - done)
             display.note(f"{done} of {total} samples {what}, left {duration(left)}")

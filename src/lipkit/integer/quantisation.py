@@ -299,6 +299,5 @@ def quantise(network: Network, proof: ChainProof) -> Program:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
     wiring = builder.wiring
     kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
-    operations = tuple(zip(kept, map(tuple, read), strict=True))
-    own_error = None if proof.last is None else builder.rows
-    return replace(empty, fraction=value.fraction, operations=operations, body_error=error, own_error=own_error)
+    operations, own = tuple(zip(kept, map(tuple, read), strict=True)), None if proof.last is None else builder.rows
+    return replace(empty, fraction=value.fraction, operations=operations, body_error=error, own_error=own)

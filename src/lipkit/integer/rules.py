@@ -180,8 +180,7 @@ def _responses(module: Any, impulses: Tensor) -> tuple[Tensor, Tensor]:
     """The linear part's response to each impulse in float64, and a bound of its distance from the exact one."""
     twin = copy.deepcopy(module)
     twin.bias = None
-    error = local_error(twin, tuple(impulses.shape[1:]), FLOAT64)(impulses).error.at
-    return twin(impulses), error
+    return twin(impulses), local_error(twin, tuple(impulses.shape[1:]), FLOAT64)(impulses).error.at
 
 
 @integer_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
@@ -197,7 +196,7 @@ def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> Int
     else:
         if isinstance(module, Mean) and sorted(module.dims) != [2, 3]:
             raise _refuse(module, "the mean over rows and columns of images", module)
-        sides = [*zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
+        sides = [*zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]  # 1, 1: a mean drops both
         if any(n % m for n, m in sides):
             raise _refuse(module, "windows that do not overlap", module)
         kernel = stride = [n // m for n, m in sides]

@@ -79,8 +79,7 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     """The errors and rates, as integers, from which the C program computes its radii."""
     classes = program.operations[-1][0].size
     constants, rows = pair_constants(proof, classes)
-    zeros = torch.zeros(classes, *program.input_shape)
-    logits = margins.integer_logits(program, zeros)
+    logits = margins.integer_logits(program, torch.zeros(classes, *program.input_shape))
     last_weight = None if proof.last is None else proof.last.weight.cpu()
     error = float(margins.output_errors(logits, 0.0, last_weight, FLOAT64)[1].max()) * 2.0**program.fraction
     if not math.isfinite(error):
@@ -92,7 +91,7 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     moving = rates[rates.isfinite() & (rates > 0)]
     fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
     stored_rates = torch.where(rates.isinf(), -1.0, (rates * 2.0**fraction).floor().clamp_max(2.0**29))
-    tables = (t.long().flatten().tolist() for t in (errors, stored_rates))
+    tables = errors.long().flatten().tolist(), stored_rates.long().flatten().tolist()
     return c_source.Radii(classes, *tables, fraction, math.ceil(error))
 
 

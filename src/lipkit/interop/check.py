@@ -68,7 +68,7 @@ def check_runtime(
     Args:
         network: the exported network.
         runtime: the same network elsewhere (`lipkit.interop.onnx_runtime`, ...).
-        x: (N, *input_shape); None: `random_inputs`.
+        x: (N, *input_shape); None: `random_inputs`. ``batch_size`` of them are evaluated at once.
         y: (N,) labels; None, or (N, d) targets of a regression: only outputs are compared.
         eps: radii at which certified accuracies are compared.
         tolerance: largest difference of an output that is accepted, relative to the largest output; a hundred times

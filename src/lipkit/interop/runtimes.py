@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.certificates.measurement import check_network
-from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory
+from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory, rewording
 from lipkit.files import parse_json
 from lipkit.interop.check import Runtime, check_runtime, module_runtime, write_checked
 from lipkit.interop.onnx_writer import model_of
@@ -166,10 +166,8 @@ def onnx_runtime(path: str | Path) -> Runtime:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3  # errors only
-    try:
+    with rewording(DataError, f"{path}: expected an ONNX model, got ", Exception):  # of many classes
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has a class of its own for each kind of failure
-        raise DataError(f"{path}: expected an ONNX model, got {first_line(error)}") from error
     given = session.get_inputs()[0]
     dtype = {"tensor(double)": torch.float64, "tensor(float16)": torch.float16}.get(given.type, torch.float32)
 
@@ -186,11 +184,8 @@ def program_runtime(path: str | Path) -> Runtime:
     Raises:
         DataError: the file cannot be read.
     """
-    try:
-        with _quiet():
-            module = torch.export.load(path).module()
-    except Exception as error:  # torch reports a broken archive by many classes
-        raise DataError(f"{path}: expected a torch.export program, got {first_line(error)}") from error
+    with rewording(DataError, f"{path}: expected a torch.export program, got ", Exception), _quiet():  # of many, too
+        module = torch.export.load(path).module()
     return module_runtime(module)
 
 

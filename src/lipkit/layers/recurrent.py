@@ -273,8 +273,9 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
         kinds.append(HalfAbs() if type(phi) is MaxMin else phi)
         multipliers.append(w.new_ones(len(w)) if weight is None else weight.square())  # Psi^2 of a sandwich
         w, b = turn, w.new_zeros(len(w))
-    halves = any(type(kind) is HalfAbs for kind in kinds) and len(set(map(len, weights))) > 1
-    alike = len(set(map(repr, kinds))) == 1 and not halves
+    # HalfAbs acts by a unit's place in its block, so that all blocks must have its width.
+    uneven = any(type(kind) is HalfAbs for kind in kinds) and len(set(map(len, weights))) > 1
+    alike = len(set(map(repr, kinds))) == 1 and not uneven
     return Unfolded([*weights, w], [*biases, b], kinds[0], multipliers) if alike else None
 
 

@@ -24,7 +24,7 @@ class _PerChannel(nn.Module):
         super().__init__()
         check_dtype(dtype)
         kind, lists = type(self).__name__, list[list[float]]()
-        for name, values in numbers.items():
+        for name, values in numbers.items():  # None, for the second: zeros
             try:
                 lists.append([0.0] * len(lists[0]) if values is None and lists else [float(value) for value in values])
             except (TypeError, ValueError):

@@ -54,8 +54,7 @@ def exponential(w: Tensor) -> Tensor:
     References:
         [ECO] equation 15 and Appendix D; Lezcano-Casado & Martinez-Rubio, ICML 2019.
     """
-    a = skew_part(w)
-    return torch.linalg.matrix_exp(a)[..., : w.shape[-2], : w.shape[-1]]
+    return torch.linalg.matrix_exp(skew_part(w))[..., : w.shape[-2], : w.shape[-1]]
 
 
 def taylor(a: Tensor, terms: int) -> Tensor:

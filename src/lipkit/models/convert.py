@@ -38,6 +38,7 @@ from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Join, Wiring, value_shapes
 from lipkit.modules.guarding import refuse_wrapper
 from lipkit.modules.plain import bounded
+from lipkit.modules.pooling import _pair
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -138,14 +139,14 @@ def convert(
         raise OptionError(f"skip: expected a list of names, got {skip!r}")
     if unknown := sorted(set(skip) - {name for name, _ in model.named_modules()}):
         raise OptionError(f"skip: expected names of modules of the model, got {unknown}")
-    new = forward == "rebuild"
-    if input_shape is None and (new or layer is None):
+    rebuild = forward == "rebuild"
+    if input_shape is None and (rebuild or layer is None):
         raise OptionError("input_shape: expected the shape of one input, to run the model on, got None")
-    if layer is None and (new or options):
+    if layer is None and (rebuild or options):
         raise OptionError(f"layer: expected a family for forward={forward!r} and {dict(options)}, got None")
-    if activation is not None and not new:
+    if activation is not None and not rebuild:
         raise OptionError(f"activation: expected None where the forward pass is kept, got {activation!r}")
-    if skip and new:
+    if skip and rebuild:
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
 
     def skipped(name: str) -> bool:
@@ -159,7 +160,7 @@ def convert(
         if errors:  # with a family the report names these layers
             raise errors[0]
         return Conversion(plain.eval(), tuple(rows), ())
-    if new and input_shape is not None:
+    if rebuild and input_shape is not None:
         builder = Builder(families.get(layer), options, activation)
         made = builder.network(export(plain, input_shape))
         return Conversion(made, tuple(builder.converted), tuple(builder.kept))
@@ -329,12 +330,10 @@ def _window(module: nn.Module, shape: Shape) -> int | None:
     after = output_shape(module, shape)
     if type(module) is Mean and module.dims == (2, 3):
         return shape[1] if shape[1] == shape[2] else None
-    if type(module) is nn.AdaptiveAvgPool2d or (
-        type(module) is nn.AvgPool2d
-        and module.kernel_size in (module.stride, (module.stride,) * 2)
-        and module.padding in (0, (0, 0))
-    ):
-        sides = {shape[1] // after[1], shape[2] // after[2]}  # one number: square windows
-        exact = (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # the windows cover the image
-        return sides.pop() if len(sides) == 1 and exact else None
-    return None
+    sides: set[int] = set()  # of windows and their distances: one number if they are square and disjoint
+    if type(module) is nn.AdaptiveAvgPool2d:
+        sides = {shape[1] // after[1], shape[2] // after[2]}
+    elif type(module) is nn.AvgPool2d and not any(_pair(module.padding)):
+        sides = {*_pair(module.kernel_size), *_pair(module.stride)}
+    exact = len(sides) == 1 and (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # they cover the image
+    return sides.pop() if exact else None

@@ -57,9 +57,9 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs, start = dict[int, SlopeRun](), 0  # by their starts
-    parts: list[tuple[Tensor, Tensor]] = []  # the weights before each of the activations at these places
+    parts: list[tuple[Tensor, Tensor]] = []  # the weights, with errors, before each of the activations at these places
     places: list[int] = []
-    part: tuple[Tensor, Tensor] | None = None
+    part: tuple[Tensor, Tensor] | None = None  # the product of the linear layers since the last activation
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)

@@ -232,8 +232,7 @@ def last_layer(module: nn.Linear, arithmetic: Arithmetic) -> tuple[Callable[[Ten
     error = arithmetic.gamma(arithmetic.depth(n) + 1 + arithmetic.stored)
     up = 1 + FLOAT64.gamma(n + 16)  # for the sums that are taken here
     tiny = ((weight < arithmetic.tiny) & (weight > 0)).double()
-    norms = size(weight)
-    slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
+    slope = grow(size(weight) * error + tiny.sum(1).sqrt() * arithmetic.tiny)
     floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
 
     def measure(x: Tensor) -> tuple[Tensor, Tensor]:

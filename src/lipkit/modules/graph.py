@@ -355,8 +355,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     refuse_inplace(module)
     shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]
     readers = collections.Counter(value for read in module.sources for value in read)
-    # Readers of each value of the wiring; 1 for those inside an exported chain, which are not listed. An identity adds
-    # no value there: several values of the graph share one.
+    # Readers of each value of the wiring (1, not listed, inside an exported chain). An identity shares its input's.
     waiting = {0: readers[0]}
     for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
         given = [place[value] for value in read]

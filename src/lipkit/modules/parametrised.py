@@ -30,14 +30,12 @@ def settled(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         return module  # type: ignore[unreachable]  # a user's, which the look-up of its rule refuses by name
-    for key, hook in module._forward_pre_hooks.items():
+    for hook in module._forward_pre_hooks.values():
         if type(hook) in (SpectralNorm, WeightNorm):
-            return settled(_without_hook(module, key, hook))  # there may be others
+            return settled(_without_hook(module, hook))  # there may be others
     options = options_of_python(module)
     if not parametrize.is_parametrized(module):
-        if not options:
-            return module
-        return alike(module, **options)
+        return alike(module, **options) if options else module
     kind, lists = type(module), module._modules["parametrizations"]
     assert isinstance(lists, nn.ModuleDict)
     base: type[nn.Module] = kind.__bases__[0]  # torch derives a class from it
@@ -68,7 +66,7 @@ def _parameter(value: Tensor) -> Tensor:
     return value if value.requires_grad else nn.Parameter(value, requires_grad=False)
 
 
-def _without_hook(module: nn.Module, key: int, hook: Any) -> nn.Module:
+def _without_hook(module: nn.Module, hook: Any) -> nn.Module:
     """The module without this hook, with the weight that the hook computes in evaluation mode as a parameter."""
     ends: tuple[str, ...]
     if type(hook) is WeightNorm:

@@ -285,16 +285,16 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
         points, shape = h.flatten(0, 1), h.shape[:2]
         pre = F.linear(points, rows[:nv], b[:nv])
 
-        def at(measures: list[RoundingError]) -> list[_Locals]:
-            found = [rule(pre if k == 1 else points) for k, rule in enumerate(measures)]
+        def at_steps(measures: list[RoundingError]) -> list[_Locals]:
+            found = [rule(pre if k == 1 else points) for k, rule in enumerate(measures)]  # 1: of phi, which reads v
             return [
                 _Locals(*(RoundingBound(*(Line(line.at.view(shape)[t], line.slope) for line in one)) for one in found))
                 for t in range(shape[0])
             ]
 
         # First the errors of the float64 states at which rounding is measured, then the machine's around them.
-        centre = _walk(at(double), None, n, root, rate, 0.0)
-        steps = _walk(at(machine), centre, n, root, rate, moves)
+        centre = _walk(at_steps(double), None, n, root, rate, 0.0)
+        steps = _walk(at_steps(machine), centre, n, root, rate, moves)
         peak = functools.reduce(Line.most, (step.peak for step in steps))
         return RoundingBound(beside([step.y for step in steps]), peak)  # of all outputs together
 

@@ -151,24 +151,24 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
     first, kernel = check_parts(module), to_double(module.weight)
     h, w, n = first.height, first.width, first.in_channels
     norms = [lipschitz(first, (n, h, w)), circular(kernel, h, w)]
-    apart = up(norms[0] * norms[1] + 1, 4)
-    if not bool(apart.isfinite()) or (module.bias is not None and not bool(module.bias.isfinite().all())):
-        return torch.full_like(apart, math.inf)
+    by_norms = up(norms[0] * norms[1] + 1, 4)
+    if not bool(by_norms.isfinite()) or (module.bias is not None and not bool(module.bias.isfinite().all())):
+        return torch.full_like(by_norms, math.inf)
     order, real = frequencies(h, w), to_double(first.real)
-    small = torch.complex(real, torch.zeros_like(real)), torch.complex(*to_double(first.pair).unbind(1))
+    small = torch.complex(real, torch.zeros_like(real)), torch.complex(*to_double(first.pair).unbind(1))  # S
     eye = torch.eye(module.out_channels, n, dtype=torch.float64, device=kernel.device)
     found = torch.zeros((), dtype=torch.float64, device=kernel.device)
     # Error of the computed F; below, the error of products of n complex terms and of the sum with E is added.
     off = float(symbol_error(kernel.detach()))
-    for which, part in zip(order, small, strict=True):
+    for which, s in zip(order, small, strict=True):
         if len(which):
-            spread = symbol_at(kernel, which[:, 0].to(kernel.device), which[:, 1].to(kernel.device), h, w)
-            sizes = [float(torch.linalg.matrix_norm(t.detach()).amax()) * (1 + 1e-12) for t in (spread, part)]
+            f = symbol_at(kernel, which[:, 0].to(kernel.device), which[:, 1].to(kernel.device), h, w)
+            sizes = [float(torch.linalg.matrix_norm(t.detach()).amax()) * (1 + 1e-12) for t in (f, s)]
             lost = off * sizes[1] + gamma(4 * n + 8) * (sizes[0] * sizes[1] + math.sqrt(n))
-            found = torch.maximum(found, up(spectral_norm(spread @ part - eye) + lost, 4))
+            found = torch.maximum(found, up(spectral_norm(f @ s - eye) + lost, 4))
     distance = _transform_distance(first)
     moved = float(norms[0].detach()) * float(norms[1].detach()) * distance * (2 + distance)
-    return torch.minimum(apart, up(found + moved, 4))
+    return torch.minimum(by_norms, up(found + moved, 4))
 
 
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:

@@ -73,9 +73,7 @@ def is_affine(f: Function, x: Tensor) -> bool:
 
 def operators(f: Function, x: Tensor) -> list[Matrix]:
     """The matrix of ``f`` if it is affine, else its Jacobians at the points of ``x``."""
-    if is_affine(f, x):
-        return [dense_matrix(f, tuple(x.shape[1:]), x.dtype)]
-    return jacobians(f, x)
+    return [dense_matrix(f, tuple(x.shape[1:]), x.dtype)] if is_affine(f, x) else jacobians(f, x)
 
 
 def singular_values(matrices: list[Matrix]) -> Matrix:

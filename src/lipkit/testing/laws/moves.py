@@ -40,8 +40,7 @@ def moves(case: Case) -> dict[str, float]:
 
 
 def _to_double(case: Case, layer: nn.Module, x: Tensor, y: Tensor) -> float:
-    double = copy.deepcopy(layer).double()
-    z = forward(double, x.double())
+    z = forward(copy.deepcopy(layer).double(), x.double())
     require(z.dtype == torch.float64, f"layer.double(): expected a float64 output, got {z.dtype}")
     require(y.dtype == case.dtype, f"expected an output of dtype {case.dtype}, got {y.dtype}")
     return require_same(z, y, case.eps(), "layer.double()")
