@@ -890,19 +890,19 @@ def layer_norm(config, get, shape):
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
     need(eps > Fraction(1, 1 << 400), "LayerNorm with eps above 2^-400")
     need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
-    affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
-    b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
+    weight = get("weight", size) if config["elementwise_affine"] else np.ones(())
+    bias = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
     n = math.prod(size)
-    norm = root(largest(affected) ** 2 / eps)
+    norm = root(largest(weight) ** 2 / eps)
 
     def forward(c):
         c = c.reshape(len(c), -1, n)
         c = c - c.mean(2, keepdims=True)
         c = c / np.sqrt((c * c).mean(2, keepdims=True) + float(config["eps"]))
-        return c.reshape(-1, *shape) * affected + b
+        return c.reshape(-1, *shape) * weight + bias
 
-    lost = norm * (3 * gamma(n + 4) + gamma(n + 16))
-    return Node(shape, norm, forward, lost, gamma(8) * largest(b))
+    lost = norm * (3 * gamma(n + 4) + gamma(n + 16))  # centring moves c; the quotient is at most ``norm`` times |c|
+    return Node(shape, norm, forward, lost, gamma(8) * largest(bias))
 
 
 def _two(value):
@@ -1022,20 +1022,20 @@ def average_pool(config, get, shape):
             o = n if o is None else o
             spend(16 * o * n, f"an output size of {o}")
             cuts = np.arange(o + 1) * n
-            windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))
+            windows.append((n, cuts[:-1] // o, -(-cuts[1:] // o), False))  # -(-): rounded up
     else:
         for n, k, p, _, starts in _axes(config, shape):
             spend(16 * len(starts) * n, "pooling windows")
             windows.append((n, starts, np.minimum(starts + k, n + p), config["count_include_pad"]))
     made = []
-    for n, starts, ends, padding in windows:
-        inside = np.maximum(starts, 0), np.minimum(ends, n)
-        counts = ends - starts if padding else inside[1] - inside[0]
+    for n, starts, ends, padding_counts in windows:
+        first, stop = np.maximum(starts, 0), np.minimum(ends, n)
+        counts = ends - starts if padding_counts else stop - first
         if divisor is not None:
-            counts = np.full(len(starts), 1 if made else divisor)
-        need(counts.all() and (inside[0] < inside[1]).all(), "pooling windows that are not empty")
+            counts = np.full(len(starts), 1 if made else divisor)  # of the window: divided by once, on the first axis
+        need(counts.all() and (first < stop).all(), "pooling windows that are not empty")
         table = np.zeros((len(starts), n), object)
-        for row, a, b, count in zip(table, *inside, counts.tolist(), strict=True):
+        for row, a, b, count in zip(table, first, stop, counts.tolist(), strict=True):
             row[a:b] = (1 << 62) // count  # a floor: less than one unit off
         made.append(ops.table(table))
     (tall, tau), (wide, _) = made
@@ -1106,7 +1106,7 @@ def _moves(config, shape):
         sizes = config["padding"]
         need(len(sizes) % 2 == 0 and len(sizes) <= 2 * n, f"{kind} of {shape} by {sizes}")
         edges = [(0, 0)] * (n - len(sizes) // 2) + [*zip(sizes[::2], sizes[1::2], strict=True)][::-1]
-        for of in (min, max):
+        for of in (min, max):  # only cropped, then only padded: no side may vanish, and the largest shape is paid for
             grown(*(m + of(a, 0) + of(b, 0) for m, (a, b) in zip(shape, edges, strict=True)))
         return lambda c: _padded(c, edges)
     channels, moved = config["channels"], config["moved"]  # of a Shift2d
@@ -1225,14 +1225,14 @@ def settled(rows, known, whole=False):
         key = max(s[:2] for s in sources)  # the last value that was cut: its own form has pieces of earlier ones
         pieces = sorted(s for s in sources if s[:2] == key)
         rows = [{**row} for row in rows]
-        own = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]
-        most = max(map(max, own)) or Fraction(1)
-        norm = root(sum(a * a for row in own for a in row))
-        if len(own) * len(pieces) <= 1 << 12:  # entries rounded up: the norm only grows
-            above = [[math.nextafter(float(a / most), 2) for a in row] for row in own]
+        columns = [[row.pop(s, Fraction(0)) for s in pieces] for row in rows]  # (G_p)_p of Theorem 10
+        most = max(map(max, columns)) or Fraction(1)
+        norm = root(sum(a * a for row in columns for a in row))
+        if len(columns) * len(pieces) <= 1 << 12:  # entries rounded up: the norm only grows
+            above = [[math.nextafter(float(a / most), 2) for a in row] for row in columns]
             norm = min(norm, most * spectral(*ops.of([above])))
         moved = {s: up(norm * a) for s, a in known[key[0]].items()}
-        if any(row and any(mine) for row, mine in zip(rows, own, strict=True)):
+        if any(row and any(cut) for row, cut in zip(rows, columns, strict=True)):  # a row with other columns, too
             rest = {s: root(sum(row.get(s, 0) ** 2 for row in rows)) for s in set().union(*rows)}
             rows = [{s: rest.get(s, 0) + moved.get(s, 0) for s in {*rest, *moved}}]
         else:
@@ -1240,29 +1240,34 @@ def settled(rows, known, whole=False):
     return {s: root(sum(row.get(s, 0) ** 2 for row in rows)) for s in sources}
 
 
-def wired(shape, parts, sources):
-    """A graph as one node (Theorem 10): value 0 is the input, part i maps values ``sources[i]`` to value i + 1."""
-    cuts, last = {}, {}
-    sizes = [math.prod(shape), *(math.prod(part.shape) for part in parts)]
+def partitions(parts, sources):
+    """The piece (value, dim, start, stop, step) that part i cuts, {i: piece}, if no other piece of it overlaps."""
+    cuts, together = {}, {}
     for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
-        last |= dict.fromkeys(read, i)
         if getattr(part, "kind", "") == "Piece":
             dim, *taken = (part.config[k] for k in ("dim", "start", "stop", "step"))
-            part.cut = (read[0], dim, taken[0], range(*taken)[-1] + 1, taken[2])
-            cuts.setdefault(part.cut[:2], set()).add(part.cut)
-    live = [sum(sizes[j] for j in range(i + 1) if last.get(j, -1) >= i) + part.room for i, part in enumerate(parts)]
-    for key, pieces in list(cuts.items()):
+            cuts[i] = (read[0], dim, taken[0], range(*taken)[-1] + 1, taken[2])
+            together.setdefault(cuts[i][:2], set()).add(cuts[i])
+    for key, pieces in together.items():
         counts = np.zeros(max(stop for *_, stop, _ in pieces), np.int32)
         for *_, start, stop, step in pieces:
             counts[start:stop:step] += 1
         if counts.max() > 1:  # pieces that share entries are no partition
-            del cuts[key]
-    known = [{(): Fraction(1)}]
-    for part, read in zip(parts, sources, strict=True):
+            cuts = {i: cut for i, cut in cuts.items() if cut[:2] != key}
+    return cuts
+
+
+def wired(shape, parts, sources):
+    """A graph as one node (Theorem 10): value 0 is the input, part i maps values ``sources[i]`` to value i + 1."""
+    last = {value: i for i, read in enumerate(sources) for value in read}
+    sizes = [math.prod(shape), *(math.prod(part.shape) for part in parts)]
+    live = [sum(sizes[j] for j in range(i + 1) if last.get(j, -1) >= i) + part.room for i, part in enumerate(parts)]
+    cuts, known = partitions(parts, sources), [{(): Fraction(1)}]
+    for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
         if isinstance(part, Join):
-            known.append(part.form([known[i] for i in read], known))
-        elif getattr(part, "cut", ())[:2] in cuts:
-            known.append({part.cut: Fraction(1)})
+            known.append(part.form([known[j] for j in read], known))
+        elif i in cuts:
+            known.append({cuts[i]: Fraction(1)})
         else:
             known.append({s: up(part.gain * a) for s, a in known[read[0]].items()})
     norm = settled([known[-1]], known, whole=True)[()]
@@ -1552,7 +1557,7 @@ class Network:
 
 def lmi(layers, multipliers, target):
     """Theorem 8: a proved gain of a run of dense layers, a little above ``target``; None if no proof succeeds."""
-    w, given = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
+    w, errors = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
     values = [ops.of(m)[0] for m in multipliers]
     if not all((v > 0).all() for v in values):
         return None
@@ -1578,12 +1583,13 @@ def lmi(layers, multipliers, target):
         error = max(error, lost)
         if k:
             before = slice(ends[k - 1], ends[k])
-            block, lost = scaled(w[k], given[k], value[:, None], s[:, None], d[k - 1])
+            block, lost = scaled(w[k], errors[k], value[:, None], s[:, None], d[k - 1])
             h[here, before], h[before, here] = -block, -block.T
             error += lost * (ends[k + 1] - ends[k - 1])
-    first, (last, off) = scaled(w[0], given[0], values[0][:, None], d[0][:, None]), scaled(w[-1], given[-1], d[-1])
-    grams = []
-    for a, lost in (first, (np.ascontiguousarray(last.T), off)):
+    last, lost = scaled(w[-1], errors[-1], d[-1])
+    ends_scaled = scaled(w[0], errors[0], values[0][:, None], d[0][:, None]), (np.ascontiguousarray(last.T), lost)
+    grams = []  # (A A^T, and a bound of its error) of the first block of rows, then of the last
+    for a, lost in ends_scaled:
         size = ops.rowsum(a) * ops.rowsum(a.T)
         off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
         grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
@@ -1660,7 +1666,7 @@ def safetensors(content):
     tensors, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         need(set(entry) == {"dtype", "shape", "data_offsets"} and entry["dtype"] in TYPES, f"safetensors: {name}")
-        code, kind = TYPES[entry["dtype"]]
+        code, kind = TYPES[entry["dtype"]]  # code[2]: the bytes of a number
         (start, stop), shape = entry["data_offsets"], entry["shape"]
         sane = len(shape) <= 8 and all(type(n) is int and 0 <= n <= 1 << 40 for n in (*shape, start, stop))
         need(sane, f"{name}: sizes")
@@ -1780,11 +1786,8 @@ def load_samples(spec, root_folder):
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
-    """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
-    global ops
-    ops = Integers() if exact else Floats()
-    folder = Path(folder)
+def load_run(folder, spec, root_folder):
+    """Header, rows, configuration, tensors, hash of the network, samples and labels of a run; refuses any mismatch."""
     header, rows = load_certificate(folder)
     places = (folder / "network", folder, folder.parent / "network")
     home = next((place for place in places if (place / "config.json").exists()), None)
@@ -1809,9 +1812,16 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     sane = isinstance(bounds, list) and len(bounds) == 2 and all(type(b) in (int, float) for b in bounds)
     need(sane and bounds[0] < bounds[1], f"input_range: two numbers, got {bounds!r:.80}")
     need(bounds[0] <= x.min() and x.max() <= bounds[1], f"samples outside {bounds}")
-
     for key in ("constant", "body_constant"):
         need(type(header.get(key)) in (int, float, type(None)), f"certificate: {key} {header.get(key)!r:.80}")
+    return header, rows, config, tensors, digest, x, y
+
+
+def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
+    """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
+    global ops
+    ops = Integers() if exact else Floats()
+    header, rows, config, tensors, digest, x, y = load_run(Path(folder), spec, root_folder)
     claimed = Fraction(header["constant"])
     network = Network(config["network"], tensors, claimed)
     least = [("constant", claimed, network.gain)]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove
 from lipkit.certificates.margins import margin_errors
-from lipkit.certificates.measurement import float64_copy, measure_by
+from lipkit.certificates.measurement import measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
 from lipkit.interop import write_onnx
@@ -32,6 +32,7 @@ from lipkit.layers.aol import aol_matrix
 from lipkit.layers.export import filled
 from lipkit.lowering import lipschitz
 from lipkit.modules import Affine, MaxMin, Network
+from lipkit.modules.storage import float64_copy
 from lipkit.proof.roundoff import UNIT, grow, next_down, next_up
 from lipkit.shown import axes
 
@@ -128,22 +129,23 @@ class _LipschitzEstimator(BaseEstimator):
         best, waited, kept = math.inf, 0, network.state_dict()
         self.loss_curve_: list[float] = []
         for _ in range(self.max_iter):
-            total = 0.0
+            mean_loss = 0.0
             for batch in torch.randperm(len(data[0]), generator=random).chunk(steps):
                 optimizer.zero_grad()
                 loss = network.loss(*(a[batch] for a in data))
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                total += float(loss.detach()) / steps
-            self.loss_curve_.append(total)
+                mean_loss += float(loss.detach()) / steps
+            self.loss_curve_.append(mean_loss)
+            watched = mean_loss
             if held is not None:
                 with torch.no_grad():
-                    total = float(network.loss(*held))
-                if total < best:  # keep any improvement; tol only decides when to stop
+                    watched = float(network.loss(*held))
+                if watched < best:  # keep any improvement; tol only decides when to stop
                     kept = {name: value.clone() for name, value in network.state_dict().items()}
-            waited = 0 if total < best - self.tol else waited + 1
-            best = min(best, total)  # after `waited`, which compares with the best before
+            waited = 0 if watched < best - self.tol else waited + 1
+            best = min(best, watched)  # after `waited`, which compares with the best before
             if waited >= self.n_iter_no_change:
                 break
         self.n_iter_ = len(self.loss_curve_)
@@ -209,8 +211,9 @@ class _LipschitzEstimator(BaseEstimator):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
-    r"""A classifier whose logits are L-Lipschitz in the scaled features: log-odds move by at most
-    :math:`\sqrt2 L \|\Delta z\|`.
+    r"""A classifier whose logits are L-Lipschitz in the scaled features z.
+
+    Log-odds move by at most :math:`\sqrt2 L \|\Delta z\|`.
 
     Args:
         hidden_layer_sizes: even numbers of units; () for a linear model.
@@ -373,7 +376,7 @@ class _Trained(nn.Module):
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """The matrices W_1 D, W_2, ..., L W_K of f (top of the file) and the biases.
 
-        For two classes the single output m becomes the logits -m and m over the root of 2.
+        For two classes the single output m becomes the logits -m / sqrt(2) and m / sqrt(2).
         """
         weights, biases = list[Tensor](), [*self.bias]
         for i, free in enumerate(self.free):

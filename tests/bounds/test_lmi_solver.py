@@ -46,6 +46,8 @@ def test_one_number_in_closed_form() -> None:
 def test_degenerate_weights_give_one() -> None:
     assert balance([torch.zeros(2, 2), torch.ones(1, 2)], [torch.ones(2)]) == 1.0
     assert balance([torch.full((2, 2), float("inf")), torch.ones(1, 2)], [torch.ones(2)]) == 1.0
+    huge, one = torch.full((2, 2), 1e200, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    assert balance([huge, one], [torch.ones(2)]) == 1.0  # its square overflows
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-150])

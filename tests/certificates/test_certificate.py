@@ -18,10 +18,10 @@ from lipkit import modules
 from lipkit.attacks import pgd
 from lipkit.certificates import certify, certify_regression
 from lipkit.certificates.certificate_file import describe, verify
-from lipkit.certificates.measurement import float64_device
 from lipkit.data import Split
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.evaluation import Attack, evaluate
+from lipkit.modules.storage import float64_device
 
 
 def linear_network(seed: int = 0, features: int = 6, classes: int = 4) -> modules.Network:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import lipkit
 from lipkit import interop, layers, modules
 from lipkit.attacks import pgd
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import load
 from lipkit.errors import CertificateViolation, OptionError, RunError
 from lipkit.integer import c_source
 from lipkit.interop import integer_program, write_c
+from lipkit.modules.storage import float64_copy
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]

@@ -18,6 +18,7 @@ from lipkit.modules import (
     Affine,
     FourierConv2d,
     GroupSort,
+    HalfAbs,
     MaxMin,
     MaxMinShift2d,
     Network,
@@ -127,6 +128,15 @@ def test_maxmin_by_hand() -> None:
     image = torch.randn(2, 6, 3, 4)
     a, b = image[:, :3], image[:, 3:]
     assert torch.equal(maxmin(image), torch.cat((torch.maximum(a, b), torch.minimum(a, b)), 1))
+
+
+@pytest.mark.parametrize("module", [MaxMin(), GroupSort(2), GroupSort(None), HalfAbs()], ids=repr)
+def test_a_sample_without_its_batch_is_refused(module: nn.Module) -> None:
+    """As under `vmap`, which takes the batch off; a dense layer would accept it."""
+    x = torch.randn(3, 4)
+    with pytest.raises(ShapeError, match=r"expected a batch \(N, C, ...\), got shape \(4,\): one sample is x\[None\]"):
+        torch.func.vmap(module)(x)
+    assert torch.equal(torch.func.vmap(lambda one: module(one[None])[0])(x), module(x))
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])

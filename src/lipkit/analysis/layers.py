@@ -154,15 +154,15 @@ class Constants:
         self._method = method
         self._rows: list[tuple[LayerBound, Tensor]] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
-        self._found: dict[tuple[int, Shape], tuple[Tensor, str]] = {}
+        self._bounds: dict[tuple[int, Shape], tuple[Tensor, str]] = {}
         # Values without a bound of their own: the normalisation after them has the folded bound of both.
-        self._left: set[int] = set()
+        self._delayed: set[int] = set()
         prices = {id(m): price(kernel_with_stride(m), m.groups) for m in self._modules if _searched(m)}
         self._tolerance = dict(zip(prices, shared_tolerances(list(prices.values()), tolerance), strict=True))
 
     def result(self) -> tuple[float, tuple[LayerBound, ...]]:
         """The network's constant, and the table of its layers."""
-        total = forms_of(self._modules, self._sources, self._behind)[-1].total()
+        total = forms_of(self._modules, self._sources, self._form_after)[-1].total()
         return float(total.detach()), self._table(total)
 
     def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
@@ -187,17 +187,17 @@ class Constants:
             self._shapes[value] = tuple(found) if joined else output_shape(module, before[0])
         return self._shapes[value]
 
-    def _behind(self, i: int, forms: Sequence[Form]) -> Form:
+    def _form_after(self, i: int, forms: Sequence[Form]) -> Form:
         """The Lipschitz bound from the input to the output of module i, the smaller of `_plain` and `_fold`."""
         if self._put_off(i):
-            self._left.add(i + 1)
+            self._delayed.add(i + 1)
             return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # a placeholder, which is not read
         label = self._labels[i]
         try:
             # Needed even if only the folded bound counts: it refuses a normalisation that is not what its type says.
             found, row = self._plain(i, forms)
             folded = self._fold(i, forms)
-            if folded is not None and (self._sources[i][0] in self._left or bool(folded[0].total() < found.total())):
+            if folded is not None and (self._sources[i][0] in self._delayed or bool(folded[0].total() < found.total())):
                 found, row = folded
         except NoRuleError as error:
             raise NoRuleError(f"analyze: {label.what}: {error}") from None
@@ -213,9 +213,9 @@ class Constants:
         else:
             shape = self._shape(value)
             key = (id(module), shape)
-            if key not in self._found:
-                self._found[key] = layer_bound(module, shape, self._method, self._tolerance.get(id(module)))
-            bound, method = self._found[key]
+            if key not in self._bounds:
+                self._bounds[key] = layer_bound(module, shape, self._method, self._tolerance.get(id(module)))
+            bound, method = self._bounds[key]
         row = _row(bound, label.name, label.type, method)
         return forms[value].scaled(row[1]), row
 
@@ -243,7 +243,8 @@ class Constants:
         linear, norm = (i, before) if norm_first else (before, i)
         if not self._foldable(linear, norm):
             return None
-        layer, shape, methods = self._modules[linear], self._shape(self._sources[linear][0]), list[str]()
+        layer, shape = self._modules[linear], self._shape(self._sources[linear][0])
+        methods: list[str] = []  # how the one folded layer was bounded: `folded_bound` passes on its bound alone
 
         def bound(folded: nn.Module) -> Tensor:
             value, method = layer_bound(folded, shape, self._method, self._tolerance.get(id(layer)))
@@ -258,15 +259,15 @@ class Constants:
 
     def _table(self, total: Tensor) -> tuple[LayerBound, ...]:
         constants = [constant for _, constant in self._rows]
-        slopes: list[float] = [1.0] * len(constants)
+        exponents: list[float] = [1.0] * len(constants)  # s of `LayerBound`
         # The derivative by a constant near an end of float64's range would overflow or vanish.
         finite = 2.0**-1000 < float(total.detach()) < math.inf
         finite = finite and not any(0 < float(c.detach()) < 2.0**-1000 for c in constants)
         if finite and constants and total.requires_grad:
-            found = torch.autograd.grad(total.log(), constants, allow_unused=True)
-            slopes = [0.0 if g is None else float(g * c.detach()) for g, c in zip(found, constants, strict=True)]
-        rows = [(row, slope) for (row, _), slope in zip(self._rows, slopes, strict=True) if slope]
-        layers = [replace(row, factor=row.bound**slope if finite else row.bound) for row, slope in rows]
+            gradients = torch.autograd.grad(total.log(), constants, allow_unused=True)
+            exponents = [0.0 if g is None else float(g * c.detach()) for g, c in zip(gradients, constants, strict=True)]
+        rows = [(row, s) for (row, _), s in zip(self._rows, exponents, strict=True) if s]
+        layers = [replace(row, factor=row.bound**s if finite else row.bound) for row, s in rows]
         # By logarithms: the product of many factors may leave the range of float64.
         rest = math.log(float(total.detach())) - sum(math.log(layer.factor) for layer in layers) if finite else 0.0
         if abs(rest) > 1e-9:

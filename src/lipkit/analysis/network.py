@@ -91,14 +91,14 @@ class NetworkBound(Shown):
             low, high = self.box
             head += "  for inputs in " + ("a box" if isinstance(low, Tensor) else f"[{low:g}, {high:g}]")
         tight = f"tight {self.how}" if self.tight is None else f"tight {upper(self.tight)} ({self.how})"
-        beside = [f"product of the layers {upper(self.product)}", *([tight] if self.how else [])]
+        figures = [f"product of the layers {upper(self.product)}", *([tight] if self.how else [])]
         if self.lower:
-            beside.append(f"found {self.lower:.6g}")
+            figures.append(f"found {self.lower:.6g}")
         left = len(layers) - len(shown)
-        end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
-        bill = ["", table([], rows), *end, ""] if layers else []
+        omitted = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
+        lines = ["", table([], rows), *omitted, ""] if layers else []
         words, following = self.verdict
-        return "\n".join([head, " | ".join(beside), *bill, words, f"next: {following}"])
+        return "\n".join([head, " | ".join(figures), *lines, words, f"next: {following}"])
 
     def to_json(self) -> str:
         """Every figure as JSON; null where a number is not finite."""
@@ -161,8 +161,8 @@ def analyze(
         A few forward passes, one bound of each layer, and ``restarts (2 steps + 10)`` passes back for the search.
 
     Raises:
-        NoRuleError: anything without a rule, by name; values that depend on the input and are no floating-point
-            numbers of at least the network's format; control flow on values; a batch that is not kept apart; in-place
+        NoRuleError: anything without a rule, by name; values that depend on the input and are not floating-point
+            numbers of at least the network's format; control flow on values; samples of a batch that mix; in-place
             calls whose effect on other values is not clear; hooks; training mode of modules that differ in it.
         ShapeError: the model does not accept ``input_shape``.
         OptionError: a method, tolerance, restarts, steps or box out of range.
@@ -200,8 +200,8 @@ def analyze(
         if output is not None:
             product, layers = Constants(lowering, output.number, method, tolerance, hull).result()
         lowering.check(model)
-        smaller, how = _tight(model, input_shape, ends, hull, tight)
-        bound, lower = min(product, product if smaller is None else smaller), 0.0
+        tight_bound, how = _tight(model, input_shape, ends, hull, tight)
+        bound, lower = min(product, product if tight_bound is None else tight_bound), 0.0
         if restarts and stays_float64(root, lowering.graph, input_shape):
             lower = _search(_Copied(root), input_shape, ends, restarts, steps, seed)
         elif restarts:
@@ -211,9 +211,10 @@ def analyze(
             f"analyze: expected no secant steeper than the upper bound {bound:.9g}, got one of slope {lower:.9g}: a "
             "rule is wrong"
         )
-    # Where both meet, rounding may put the secant above the bound.
+    lower = min(lower, bound)  # where both meet, rounding may put the secant above the bound
+    # A box with the same ends in every entry is its hull: two numbers.
     known = hull if ends is None or all(bool((end == end.flatten()[0]).all()) for end in ends) else ends
-    return NetworkBound(bound, min(lower, bound), product, smaller, how, layers, input_shape, known)
+    return NetworkBound(bound, lower, product, tight_bound, how, layers, input_shape, known)
 
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:

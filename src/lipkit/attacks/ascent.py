@@ -36,7 +36,7 @@ class Best:
         """Indices of the samples still to attack: those not yet misclassified, or all."""
         return (~self.fooled if stop_early else torch.ones_like(self.fooled)).nonzero()[:, 0]
 
-    def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
+    def improve(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         """Keep those ``points`` of the samples ``index`` that beat the present ones; ``loss=None`` compares margins."""
         wrong = misclassified(logits, self.labels[index])
         if loss is None:
@@ -161,16 +161,16 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     scale = (aim / norms(point, centre).clamp_min(1e-30)).clamp_max(1.0)
     result = torch.addcmul(centre, step, like(scale, step))
     if box is not None and bool((scale < 1).any()):
-        square, size, squares = scale.square(), aim.square(), step.square()
+        scale_square, aim_square, step_squares = scale.square(), aim.square(), step.square()
         for _ in range(12):  # two or three usually suffice
             clipped = result.clamp(*box)
-            missing = size - norms(clipped, centre).square()
-            if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
+            missing = aim_square - norms(clipped, centre).square()
+            if not bool(((missing > 1e-6 * aim_square) & (scale_square < 1)).any()):
                 break
             held = result != clipped  # entries at the box's faces: they cannot grow
-            slope = squares.masked_fill(held, 0).flatten(1).sum(dim=1).clamp_min(1e-30)
-            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step in s^2, from below
-            result = torch.addcmul(centre, step, like(square.sqrt(), step))
+            slope = step_squares.masked_fill(held, 0).flatten(1).sum(dim=1).clamp_min(1e-30)
+            scale_square = (scale_square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step, from below
+            result = torch.addcmul(centre, step, like(scale_square.sqrt(), step))
     return clip(result, box)
 
 

@@ -285,8 +285,9 @@ def carlini_wagner(
     near, distance = centre, torch.full((len(index),), torch.inf, dtype=torch.float64, device=x.device)
     for target in order[:, :targets].unbind(dim=1):
         near, distance = _search(
-            model, centre, label, target, near, distance, steps, searches, rate, weight, confidence, box
-        )
+            model, centre, label, target, near, distance, box,
+            steps=steps, searches=searches, rate=rate, weight=weight, confidence=confidence,
+        )  # fmt: skip
     found = distance.isfinite()
     _warn_where_flat("Carlini-Wagner", model, centre[~found], label[~found])
     if bool(found.any()):
@@ -295,8 +296,8 @@ def carlini_wagner(
 
 
 def _search(
-    model: Model, centre: Tensor, label: Tensor, target: Tensor, near: Tensor, distance: Tensor, steps: int,
-    searches: int, rate: float, weight: float, confidence: float, box: Box,
+    model: Model, centre: Tensor, label: Tensor, target: Tensor, near: Tensor, distance: Tensor, box: Box, *,
+    steps: int, searches: int, rate: float, weight: float, confidence: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attack one ``target`` class for each sample; return the closest points so far, and their distances."""
     middle, half = (0.0, 1.0) if box is None else ((box[0] + box[1]) / 2, (box[1] - box[0]) / 2)
@@ -337,7 +338,7 @@ def _search(
 def nearest_rivals(model: Model, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
     """(N, min(9, K - 1)) classes of the largest wrong logits, those of the nearest boundary first.
 
-    The l2 distance of a boundary is estimated as margin over gradient norm at the sample.
+    The l2 distance of a boundary is estimated as margin / gradient norm at the sample.
     """
     order, distance = rivals(logits, y, 9), []
     for target in order.unbind(dim=1):

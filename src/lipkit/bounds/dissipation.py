@@ -145,12 +145,13 @@ def least_gain(system: System) -> Dissipation:
     system = system._replace(matrix=system.matrix.cpu())  # many small steps: the CPU is faster
     barrier = _Barrier(system)
     z, rate = barrier.start()
-    weight, left = barrier.size / float(z[0]), _MOST_STEPS
-    while left > 0:
-        # The centre for one rate is strictly feasible for some smaller ones: go nine tenths of the way to their limit.
-        z, used = newton(_Barrier(system, rate), z, weight, left)
-        left -= used
-        lower = barrier.lowest(z, rate)
+    weight, steps_left = barrier.size / float(z[0]), _MOST_STEPS
+    while steps_left > 0:
+        z, used = newton(_Barrier(system, rate), z, weight, steps_left)
+        steps_left -= used
+        # First the rate: its centre is feasible for smaller ones, too. When they gain little, the gain: size / weight
+        # is the distance of a centre's gain from the least one.
+        lower = barrier.lower_rate(z, rate)
         if lower < rate * 0.997 or lower == 1 < rate:
             rate = lower
         elif barrier.size / weight > _ACCURACY * float(z[0]):
@@ -189,7 +190,7 @@ class _Barrier:
         self.u, self.c = (x, ends + s, s), (rate * rate, 1.0, -1.0)
         self.units = places[:, : self.nv]
         self.q = self.units - torch.nn.functional.pad(v, (0, self.n - before)).mT
-        self.free = torch.ones(self.n, dtype=torch.float64)
+        self.free = torch.ones(self.n, dtype=torch.float64)  # the diagonal of E: rows whose diagonal holds gamma
         self.free[: self.nv + nx] = 0
         self.free[before : before + nx] = 0
 
@@ -216,8 +217,8 @@ class _Barrier:
                 return z, rate
         raise OptionError("expected a system with finite numbers near 1, got one for which no gain was found")
 
-    def lowest(self, z: Tensor, rate: float) -> float:
-        """Nearly the smallest rate in [1, ``rate``] for which z is strictly feasible."""
+    def lower_rate(self, z: Tensor, rate: float) -> float:
+        """1 if z is strictly feasible for that; else nine tenths of the way from ``rate`` to the smallest such rate."""
         if math.isfinite(_Barrier(self.system).value(z)):
             return 1.0
         low, high = 1.0, rate
@@ -251,8 +252,8 @@ class _Barrier:
             both = (full + full.mT) / 2
             return twice * both[..., self.rows, self.columns]
 
-        pairs = list(zip(self.c, self.u, strict=True))
-        in_trace = sum(c * u @ g @ u.mT for c, u in pairs)
+        terms = list(zip(self.c, self.u, strict=True))  # (c_k, U_k): H holds the sum of c_k U_k^T P U_k
+        in_trace = sum(c * u @ g @ u.mT for c, u in terms)
         gradient = -torch.cat(
             ((g.diagonal() @ self.free)[None], in_p(in_trace + inverse), 2 * (self.units * gq).sum(0))
         )
@@ -263,17 +264,17 @@ class _Barrier:
             upper, lower = block[i].mT.contiguous(), block[j].mT.contiguous()
             return (upper[i] * lower[j] + upper[j] * lower[i]).mT
 
-        second = in_pp(inverse) + sum(c * d * in_pp(u @ g @ w.mT) for c, u in pairs for d, w in pairs)
+        second = in_pp(inverse) + sum(c * d * in_pp(u @ g @ w.mT) for c, u in terms for d, w in terms)
         hessian, inner = z.new_zeros(len(z), len(z)), slice(1, 1 + len(self.rows))
         hessian[inner, inner] = twice[:, None] * second * twice / 2
         hessian[0, 0] = self.free @ g.square() @ self.free
-        hessian[0, inner] = in_p(sum(c * (u @ g * self.free) @ g @ u.mT for c, u in pairs))
+        hessian[0, inner] = in_p(sum(c * (u @ g * self.free) @ g @ u.mT for c, u in terms))
         last = slice(1 + len(self.rows), None)
         hessian[0, last] = 2 * self.free @ (ge * gq)
         hessian[last, last] = 2 * (
             (self.units.mT @ ge) * (self.q.mT @ gq) + (self.units.mT @ gq) * (self.units.mT @ gq).mT
         )
-        hessian[last, inner] = sum(2 * c * in_p(torch.einsum("ik,jk->kij", u @ ge, u @ gq)) for c, u in pairs)
+        hessian[last, inner] = sum(2 * c * in_p(torch.einsum("ik,jk->kij", u @ ge, u @ gq)) for c, u in terms)
         hessian[inner, 0], hessian[inner, last] = hessian[0, inner], hessian[last, inner].mT
         hessian[last, 0] = hessian[0, last]
         return gradient, hessian

@@ -31,11 +31,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from scipy import linalg
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.proof.norms import power_of_two, spectral_norm
+from lipkit.proof.norms import largest_eigenpair, power_of_two, spectral_norm
 from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
 # A diagonal between this and its inverse keeps the effect of underflow in products under 1e-60.
@@ -164,8 +163,8 @@ class _Blocks:
         if not multipliers:
             return
         between, direct, ends = _parts(weights, multipliers)
-        off = _parts(errors, multipliers) if errors else ([], direct[:0], ())
-        self.middle, self.middle_errors = _with_errors(between, multipliers, 0.0, off[0])
+        between_errors, direct_errors, end_errors = _parts(errors, multipliers) if errors else ([], direct[:0], ())
+        self.middle, self.middle_errors = _with_errors(between, multipliers, 0.0, between_errors)
         count = len(self.middle)
         self.gram, lost = self.middle.new_zeros(count, count), self.middle.new_zeros(count)
         self.ends = []  # rows with the Gram matrix of an end, and the units coupled to it
@@ -176,11 +175,11 @@ class _Blocks:
             self.gram[units[:, None], units] += square
             factor, info = torch.linalg.cholesky_ex(square)
             self.ends.append((units, factor if rows.shape[1] > len(rows) and not int(info) else rows))
-        for units, rows in off[2]:
+        for units, rows in end_errors:
             lost[units] += up(torch.linalg.vector_norm(rows, dim=1), rows.shape[1] + 4)
         self.sizes = up(self.gram.diagonal().sqrt(), sum(len(rows) + rows.shape[1] for _, rows in ends)) + 2.0**-500
         self.errors = up(2 * UNIT * self.sizes + lost, 4) + 2.0**-500  # of the columns of C, as vectors
-        self.eliminated = not bool(direct.any() | off[1].any()) and bool(self.gram.isfinite().all())
+        self.eliminated = not bool(direct.any() | direct_errors.any()) and bool(self.gram.isfinite().all())
 
     def guess(self) -> float:
         """Nearly the smallest gain, the largest eigenvalue of ``C M^-1 C^T``; nan where M is close to singular."""
@@ -196,8 +195,7 @@ class _Blocks:
         some = scale[-count:, None] * torch.cat(ends, 1)[order[-count:]]
         half = torch.linalg.solve_triangular(lower[-count:, -count:], some, upper=False)
         half = half.mT if some.shape[1] > count else half  # the smaller of two Gram matrices
-        values = linalg.eigh((half.mT @ half).cpu().numpy(), eigvals_only=True, subset_by_index=[half.shape[1] - 1] * 2)
-        return float(values[0])
+        return float(largest_eigenpair(half.mT @ half)[0])
 
     def proves(self, gain: float) -> bool:
         if not (math.isfinite(gain) and gain > 0):

@@ -51,8 +51,10 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     if not bool(lmi_matrix(weights, multipliers, 0.0).isfinite().all()):
         return 1.0
     source, target = couplings(weights, multipliers)
+    if not source.shape[1] or not bool((source.square().sum() + target.square().sum()).isfinite()):
+        return 1.0  # no coupling, or one whose Gram matrices overflow
     if source.shape[0] > source.shape[1]:
-        source = torch.linalg.qr(source, mode="r").R if source.shape[1] else source[:1]
+        source = torch.linalg.qr(source, mode="r").R  # smaller, with the same eigenvalues of G
     a, b, c = source @ source.mT, target @ target.mT, source @ target.mT
 
     def gain(exponent: float) -> float:
@@ -60,8 +62,8 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
         joint = torch.cat((torch.cat((t * a, c), dim=1), torch.cat((c.mT, b / t), dim=1)))
         return float(torch.linalg.eigvalsh(joint)[-1])
 
-    top_a, top_b = (float(torch.linalg.matrix_norm(m, 2)) if m.numel() else 0.0 for m in (a, b))
-    if not (top_a > 0 and top_b > 0 and math.isfinite(top_a) and math.isfinite(top_b)):
+    top_a, top_b = (float(torch.linalg.matrix_norm(m, 2)) for m in (a, b))
+    if not (top_a > 0 and top_b > 0):
         return 1.0
     # Start at equal norms of both diagonal blocks: the eigenvalue is convex in log t, and the coupling moves it little.
     centre = 0.5 * math.log2(top_b / top_a)
@@ -142,6 +144,7 @@ class GainProgram:
             if gap < accuracy * float(x[0]):
                 return x, step
             centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)  # G V and X V
+            # M of the module docstring for lambda, and the row and column of gamma.
             system, half = x.new_empty(len(x), len(x)), xv[units] * gv[units].mT
             system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
             system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
@@ -155,9 +158,9 @@ class GainProgram:
                 return x, step
             right = centre * torch.cat((g.diagonal()[ends].sum()[None], 2 * gv[units].diagonal()))
             right[0] -= 1  # the objective is gamma
-            change, direction = torch.zeros_like(h), x
-            for second in (x.new_zeros(()), None):
-                if second is None:  # second-order term: the changes of both matrices in the first direction
+            change, direction, second = torch.zeros_like(h), x, x.new_zeros(())
+            for corrects in (False, True):
+                if corrects:  # second-order term: the changes of both matrices in the first direction
                     second = self.changed(change, self.differences(change), direction)
                     right[0] -= (second[ends] * g[ends]).sum()
                     right[1:] -= (second[units] * gv.mT + self.differences(second.mT).mT * g[units]).sum(1)
@@ -249,13 +252,14 @@ def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> t
         return bound, ones, 0
     # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
-    barrier = GainProgram(_reduced(unit))
-    x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)
+    program = GainProgram(_reduced(unit))
+    x = torch.ones(1 + sum(program.widths), dtype=torch.float64)
     x[0] = 1.1
-    x, steps = barrier.minimum(x)
-    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s.
-    back = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
-    safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]
-    found = [m * t for m, t in zip(x[1:].split(barrier.widths), back, strict=True)]
+    x, steps = program.minimum(x)
+    # The scalars prod_j s_j / prod_{j <= k} s_j^2 are multipliers that prove the product of the norms s. Times them,
+    # the multipliers of the unit weights are those of the weights.
+    scalars = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
+    safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, scalars, strict=False)]
+    found = [m * t for m, t in zip(x[1:].split(program.widths), scalars, strict=True)]
     gain, proved = repaired(weights, found, safe, [e.cpu() for e in errors])
     return (gain, proved, steps) if gain <= bound else (bound, safe, steps)

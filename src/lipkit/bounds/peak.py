@@ -117,9 +117,9 @@ def find_peak(kernels: Tensor) -> Peak:
     groups, _, cin = kernels.shape[:3]
     degrees = (kernels.shape[3] - 1, kernels.shape[4] - 1)
     # Wide kernels have flat symbols with close eigenvalues: more steps, and fewer points where these cost too much.
-    more = 2 if cin >= _VERY_WIDE else 4
+    extra_points = 2 if cin >= _VERY_WIDE else 4
     steps = 6 if cin < _WIDE else min(24, 7 + cin // 64)
-    n1, n2 = (2 * m + more if m else 1 for m in degrees)
+    n1, n2 = (2 * m + extra_points if m else 1 for m in degrees)
     points = half_turn((n1, n2)).to(kernels) * kernels.new_tensor([2 * math.pi / n1, 2 * math.pi / n2])
     grid = points.expand(groups, -1, 2)
     symbols = _Symbols(kernels)
@@ -135,12 +135,13 @@ def find_peak(kernels: Tensor) -> Peak:
     if groups > 1:
         symbols.rows = symbols.rows[chosen]
     radius = [math.pi / max(n, 2) for n in (n1, n2)]
-    v, value = symbols.lanczos(v, w := symbols.moved(v, w, radius), 6)
+    w = symbols.moved(v, w, radius)
+    v, value = symbols.lanczos(v, w, 6)
     w = symbols.moved(v, w, [r / 4 for r in radius])
     row, column = divmod(int(value.argmax()), value.shape[1])
     fine1, fine2 = (FINE * m if m else 1 for m in degrees)
     turns = (w[row, column].double() / (2 * math.pi)).tolist()
     point = (round(turns[0] * fine1) % fine1, round(turns[1] * fine2) % fine2)
     # A few steps leave Ritz values a little low: correct all by what more steps gained at the peak.
-    low = min(1.04, max(1.0, float(value.max() / sample.max().clamp_min(1e-30))))
-    return Peak(int(chosen[row]), point, (fine1, fine2), sample.flatten() * low)
+    correction = min(1.04, max(1.0, float(value.max() / sample.max().clamp_min(1e-30))))
+    return Peak(int(chosen[row]), point, (fine1, fine2), sample.flatten() * correction)

@@ -171,27 +171,26 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
 def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_by_eigenvalues`, estimated by power steps, then Krylov spaces at the best frequencies."""
     (kh, kw), half = taps.shape[-2:], w // 2 + 1  # columns of a real 2-D transform
-    count = h * half
-    candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
+    candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), h * half)
     # No screening if all frequencies go on anyway.
-    screened = min(iterations, SCREENING) if candidates < count else 0
+    screening = min(iterations, SCREENING) if candidates < h * half else 0
     # The symbol of few taps is smooth: every second frequency of an axis is enough.
-    apart = 2 if screened and h % 2 == w % 2 == 0 and 4 * kh <= h and 4 * kw <= w else 1
-    rows, columns = h // apart, w // apart
+    spacing = 2 if screening and h % 2 == w % 2 == 0 and 4 * kh <= h and 4 * kw <= w else 1
+    rows, columns = h // spacing, w // spacing
     image = start_vector(taps.shape[1] * rows * columns, taps).reshape(1, -1, rows, columns)
     f1, f2 = torch.unravel_index(torch.arange(candidates, device=taps.device), (h, half))
-    if screened:
+    if screening:
         apply, adjoint = maps(taps)
-        # Steps of the adjoint: it has the same norms, and its images are the vectors that the spaces start from.
-        reached, image = _iterate(apply(image), adjoint, apply, screened - 1)
-        found = _quotients(*(torch.fft.fft2(t)[0].flatten(1) for t in (reached, image))).view(rows, columns)
-        if apart == 2:
-            # Frequencies left out get the mean of their neighbours.
-            for axis in (0, 1):
-                found = torch.stack((found, (found + found.roll(-1, axis)) / 2), axis + 1).flatten(axis, axis + 1)
-        f1, f2 = torch.unravel_index(found[:, :half].flatten().topk(candidates).indices, (h, half))
-    start = torch.fft.fft2(image)[0][:, f1 // apart, f2 // apart].mT
-    norms, vectors, which = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screened)
+        # Iterate K K^T, with the same norms: the images K^T y are inputs of K, from which the spaces can start.
+        reached, image = _iterate(apply(image), adjoint, apply, screening - 1)
+        quotients = _quotients(*(torch.fft.fft2(t)[0].flatten(1) for t in (reached, image))).view(rows, columns)
+        if spacing == 2:
+            for axis in (0, 1):  # frequencies left out get the mean of their neighbours
+                means = (quotients + quotients.roll(-1, axis)) / 2
+                quotients = torch.stack((quotients, means), axis + 1).flatten(axis, axis + 1)
+        f1, f2 = torch.unravel_index(quotients[:, :half].flatten().topk(candidates).indices, (h, half))
+    start = torch.fft.fft2(image)[0][:, f1 // spacing, f2 // spacing].mT
+    norms, vectors, which = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screening)
     best = norms.argmax().reshape(1)
     return f1[which[best]], f2[which[best]], vectors[best][0]
 

@@ -297,9 +297,8 @@ def verify(file: CertificateFile, network: modules.Network, x: Samples, y: Sampl
             f"expected the {len(claimed)} samples of {printable(repr(file.data['name']), 80)} with sha256 "
             f"{printable(file.data['sha256'], 80)}, got {len(x)} samples with {data_sha256(x, y)}"
         )
-    name = claimed.evaluator.option
     method = "local" if claimed.method == "local" else "global"
-    proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=name)
+    proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=claimed.evaluator.option)
     _check_claims(file, proved, network)
     told, most = (torch.stack((each.radius, each.radius_ignored)) for each in (claimed, proved))
     larger = ~(told <= most * (1 + TOLERANCE))  # not >: a NaN in the file is not confirmed
@@ -346,23 +345,23 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
 def _check_claims(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
     """Raise if a file claims smaller constants than were proved, or another method, evaluator or architecture."""
     claimed = file.certificate
-    for name, bound, known in (
+    for name, told, found in (
         ("a Lipschitz constant", claimed.constant, proved.constant),
         ("a body_constant", claimed.body_constant, proved.body_constant),
     ):
-        if (bound is None) != (known is None):
-            raise CertificateViolation(f"expected {name} of {known}, got {bound}")
-        if bound is not None and known is not None and not bound >= known * (1 - TOLERANCE):
-            raise CertificateViolation(f"expected {name} of at least {known:.12g}, got {bound:.12g}")
-    architecture = tuple(type(module).__name__ for module in network)
-    claims, finds = (f"{e.name} ({e.dtype}, block {e.block})" for e in (claimed.evaluator, proved.evaluator))
+        if (told is None) != (found is None):
+            raise CertificateViolation(f"expected {name} of {found}, got {told}")
+        if told is not None and found is not None and not told >= found * (1 - TOLERANCE):
+            raise CertificateViolation(f"expected {name} of at least {found:.12g}, got {told:.12g}")
     # Local radii hold in the range that was known, and an integer program is made for one.
     if (claimed.method == "local" or claimed.input_range is not None) and claimed.input_range != network.input_range:
         raise CertificateViolation(f"expected input_range {network.input_range}, got {claimed.input_range}")
+    architecture = tuple(type(module).__name__ for module in network)
+    evaluators = (f"{e.name} ({e.dtype}, block {e.block})" for e in (claimed.evaluator, proved.evaluator))
     for name, told, found in (
         ("method", claimed.method, proved.method),
         ("dtype", claimed.dtype, proved.dtype),
-        ("evaluator", claims, finds),
+        ("evaluator", *evaluators),
         ("input_shape", tuple(claimed.input_shape), proved.input_shape),
         ("architecture", tuple(file.architecture) or architecture, architecture),
     ):

@@ -117,7 +117,7 @@ def dense(
         proof: from `lipkit.prove`, for another evaluator or rounding; not of an integer program.
 
     Raises:
-        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is no number >= 0.
+        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is not a number >= 0.
 
     >>> net = Network([nn.Conv2d(1, 2, 1)], (1, 2, 2))
     >>> _ = net[0].weight.copy_(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)), net[0].bias.zero_()
@@ -141,12 +141,12 @@ def dense(
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
     budgets = _budgets(measured, dim % outputs.ndim, eps)
     outputs = outputs.movedim(dim, 1)
-    several = labels.ndim == outputs.ndim
-    labels = labels.movedim(dim, 1) if several else labels
+    multi_label = labels.ndim == outputs.ndim
+    labels = labels.movedim(dim, 1) if multi_label else labels
     _check_labels(outputs, labels, ignore_index)
-    decide = _signs if several else _classes
+    decide = _signs if multi_label else _classes
     outputs = outputs.reshape(*outputs.shape[:2], -1)
-    labels = labels.reshape(outputs.shape if several else (len(outputs), -1))
+    labels = labels.reshape(outputs.shape if multi_label else (len(outputs), -1))
     found = [decide(outputs, labels, ignore_index, b) for b in budgets]
     first = found[0]
 
@@ -211,20 +211,20 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     if measured.logits is not None:
         centre, machine = measured.errors(eps)
         error = grow(size(centre) + size(machine))  # of all outputs of a sample together
-    both = torch.full((classes, classes), root(2), dtype=torch.float64)  # two logits that move towards each other
-    one = torch.ones(classes, dtype=torch.float64)
+    pairs = torch.full((classes, classes), root(2), dtype=torch.float64)  # two logits that move towards each other
+    single = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)
-    found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
+    found = [_Budget(grow(moved * moved), pairs, single, torch.zeros_like(error), False)]
     last: Any = proof.network[-1] if len(proof.network) else None
     pointwise = type(last) is nn.Conv2d and {*last.weight.shape[2:], last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
-    made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
-    if dim == made and last.weight.shape[0] == classes:
+    last_dim = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
+    if dim == last_dim and last.weight.shape[0] == classes:
         rows = last.weight.detach().cpu().flatten(1)
         reach = torch.full_like(error, product(chain.prefixes[-2] * chain.slack, eps), dtype=torch.float64)
         # Distances from a row of zeros are the norms of the rows.
-        alone = last_layer_constants(row_distances(torch.cat((rows, torch.zeros_like(rows[:1])))), 1.0)
-        found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error, True))
+        distances = last_layer_constants(row_distances(torch.cat((rows, torch.zeros_like(rows[:1])))), 1.0)
+        found.append(_Budget(grow(reach * reach), distances[:-1, :-1], distances[-1, :-1], error, True))
     return found
 
 

@@ -63,10 +63,11 @@ def _chained(graph: Graph, shape: Shape) -> Graph:
     nodes, sources = list[nn.Module](), list[list[int]]()
     number = [0]  # in the new graph, of each value of the old one
     for node, read in zip(graph.nodes, graph.sources, strict=True):
-        fits, before = type(node) is Network or in_runs(node), nodes[number[read[0]] - 1] if number[read[0]] else None
+        fits, source = type(node) is Network or in_runs(node), number[read[0]]
+        before = nodes[source - 1] if source else None  # value 0 is the input, value k the output of nodes[k - 1]
         if fits and type(before) is Network and readers[read[0]] == 1:
-            nodes[number[read[0]] - 1] = Network([before, node], before.input_shape)
-            number.append(number[read[0]])
+            nodes[source - 1] = Network([before, node], before.input_shape)
+            number.append(source)
             continue
         if fits:
             node = Network([node], shapes[read[0]])

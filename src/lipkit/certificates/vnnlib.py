@@ -70,6 +70,21 @@ def cases(text: str, inputs: int, outputs: int) -> list[Case]:
     >>> [(str(case.box[0][1]), len(case.outputs)) for case in cases(unsafe, 1, 2)]
     [('3/2', 1), ('3/2', 1)]
     """
+    formulas, sizes = [], {"X": inputs, "Y": outputs}
+    for term in _terms(text):
+        known = isinstance(term, list) and term[:1] in (["assert"], ["declare-const"], ["declare-fun"])
+        if not known or term == ["assert"]:
+            raise OptionError(f"expected (declare-const NAME Real) and (assert FORMULA), got {str(term)[:80]}")
+        if term[0] == "assert":
+            formulas += term[1:]
+        else:
+            _linear(str(term[1:2] and term[1]), sizes)  # refuses no name, or a variable of another network
+    found = (_case(clause, inputs) for clause in _normal(["and", *formulas], False, sizes))
+    return [case for case in found if case is not None]
+
+
+def _terms(text: str) -> list[Any]:
+    """The terms of a text without comments: words, and lists of terms in parentheses."""
     stack: list[list[Any]] = [[]]
     for token in re.findall(r"[()]|[^\s()]+", re.sub(r";[^\n]*", "", text)):
         if token == "(":
@@ -82,17 +97,7 @@ def cases(text: str, inputs: int, outputs: int) -> list[Case]:
             raise OptionError("expected a '(' for each ')', got one less")
     if len(stack) > 1:
         raise OptionError(f"expected a ')' for each '(', got {len(stack) - 1} less")
-    formulas, sizes = [], {"X": inputs, "Y": outputs}
-    for term in stack[0]:
-        known = isinstance(term, list) and term[:1] in (["assert"], ["declare-const"], ["declare-fun"])
-        if not known or term == ["assert"]:
-            raise OptionError(f"expected (declare-const NAME Real) and (assert FORMULA), got {str(term)[:80]}")
-        if term[0] == "assert":
-            formulas += term[1:]
-        else:
-            _linear(str(term[1:2] and term[1]), sizes)  # refuses variables of another network
-    found = (_case(clause, inputs) for clause in _normal(["and", *formulas], False, sizes))
-    return [case for case in found if case is not None]
+    return stack[0]
 
 
 def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]:
@@ -140,7 +145,7 @@ def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
     total: dict[Any, Any] = Counter()
     for i, part in enumerate(parts):
         for key, f in part.items():
-            total[key] += f if head == "+" or (i == 0 and len(parts) > 1) else -f
+            total[key] += f if head == "+" or (i == 0 and len(parts) > 1) else -f  # (- a b) is a - b, (- a) is -a
     return total
 
 

@@ -54,8 +54,10 @@ def commented(recipe: Recipe) -> str:
         place: Any = content
         for part in path[:-1]:
             place = None if place is None else place[part]
-        value = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
-        value = value if place is None else place[path[-1]]
+        if place is not None:
+            value = place[path[-1]]
+        else:  # the section is null: show the defaults
+            value = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
         texts = (yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=u) for u in (True, False))
         plain, escaped = (str(text).removesuffix("...\n").strip() for text in texts)
         shown = plain if plain.isprintable() else escaped  # YAML's own escapes, so that it reads the value back

@@ -102,7 +102,7 @@ def _spectra(kernel: Tensor, h: int, w: int) -> Tensor:
 class _Convolved(torch.autograd.Function):
     """`spread_cayley` with a hand-written derivative: autograd of many small parts would dominate the products.
 
-    Gain (AMD EPYC): 1.35 to 1.56.
+    On an AMD EPYC 1.35 to 1.56 times as fast as autograd.
     """
 
     @staticmethod
@@ -135,21 +135,21 @@ class _Convolved(torch.autograd.Function):
             return plain_gradients(_plain, (kernel, x, bias), g)
         n, (h, w) = x.shape[1], x.shape[-2:]
         for_kernel, for_x = None, None
-        along = torch.fft.rfft2(_adjoint(g, outputs))
+        for_t = torch.fft.rfft2(_adjoint(g, outputs))  # for_v: the gradient of v, here at each frequency
         if ctx.needs_input_grad[1]:
-            back = (solution.conj() * along[:, :, None]).sum(1)
-            for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
+            through_t = (solution.conj() * for_t[:, :, None]).sum(1)
+            for_x = torch.fft.irfft2(through_t, s=(h, w)).sub_(g[:, :n])
         if ctx.needs_input_grad[0]:
             # The half-spectrum suffices: the real inverse transform adds the conjugate at -f to each f.
-            for_solution = (along[:, :, None] * spectrum.conj_physical()).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
+            for_solution = (for_t[:, :, None] * spectrum.conj_physical()).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
             adjoint = inverse.mH
             for_normal = torch.baddbmm(for_solution, torch.bmm(adjoint, for_solution), adjoint, beta=0, alpha=-2)
-            mirrored = for_normal.mT.conj_physical()
+            mirrored = for_normal.mT.conj_physical()  # N holds W_1 and W_1^*, W_2 and W_2^*
             for_rest = torch.bmm(rest, for_normal + mirrored)
             spectra = torch.cat((for_normal - mirrored, for_rest), 1).unflatten(0, (h, -1))
             for_kernel = taps_of(spectra, h, w, kernel.shape[2:])  # the adjoint of `_spectra`, divided by h w
             # The outputs -W_2 t depend on W_2 twice: through t, and directly.
-            options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, (False, True, False))
+            options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, (False, True, False))  # the last: only the kernel's
             direct = torch.ops.aten.convolution_backward(g, padded, outputs, None, *options)[1]
             for_kernel[n:].sub_(direct[n:])
         for_bias = g.sum((0, 2, 3)).to(kernel.dtype) if ctx.needs_input_grad[2] else None

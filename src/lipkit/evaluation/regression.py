@@ -29,7 +29,7 @@ class RegressionEvaluation(Shown):
         certificate: of the test samples.
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
-        search: the steepest pair of inputs found; ``search.lower`` is their slope, less what rounding may have added.
+        search: the steepest pair of inputs found; ``search.lower`` is their slope, less its possible rounding error.
         output_slopes: (d,) the steepest slope of each output over that pair and neighbouring samples, less rounding.
         times: seconds.
     """
@@ -48,7 +48,7 @@ class RegressionEvaluation(Shown):
 
     @property
     def tightness(self) -> float:
-        """Lower over upper bound, at most 1; NaN for a constant network."""
+        """Lower bound divided by upper bound, at most 1; NaN for a constant network."""
         upper = self.certificate.constant
         return self.lower / upper if upper > 0 else float("nan")
 
@@ -98,6 +98,7 @@ def evaluate_regression(
     certified_at = time.perf_counter()
     search = lipschitz_lower_bound(network, start=x, restarts=restarts, steps=steps, seed=seed)
     x = x.detach().cpu().double()
+    # The search's pair first, then neighbouring samples.
     whole, slopes = _slopes(proof, torch.cat((search.x[None], x[:-1])), torch.cat((search.y[None], x[1:])), batch_size)
     search = search._replace(lower=float(whole[0]))
     check_slopes(certificate, search.lower, slopes)

@@ -219,7 +219,7 @@ def finish(
             network, split, delta=section.delta, batch_size=section.batch_size, device=device, **search
         )
     else:
-        attacked = min(len(split), section.attack_samples or len(split)) if section.attack_eps else 0  # None: all
+        attacked = 0 if section.attack_eps == () else min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
         # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
         split = Split(*split.batch(slice(None)))
@@ -323,7 +323,7 @@ def read_recipe(
         build: whether the caller will build the model; if not, its name may be code, or the path of a file.
 
     Raises:
-        RunError: the folder has no run, or its recipe names code; the message has the module.
+        RunError: the folder has no run, or its recipe names code; the message says which.
     """
     path = Path(folder) / RECIPE
     if not path.is_file():

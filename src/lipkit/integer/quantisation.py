@@ -13,7 +13,7 @@ half diagonal R. With the exact function h of the first modules, its proved cons
 
 bound every value, and by Cauchy and Schwarz every partial sum (`docs/rounding.md`). A linear map W with stored weights
 :math:`\hat W` and n outputs adds :math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}` to E; a
-module of constant L multiplies what came before by L. None of it depends on the sample.
+module of constant L multiplies the E before it by L. No bound depends on the sample.
 """
 
 from __future__ import annotations
@@ -172,11 +172,12 @@ class Builder:
         reads: Sequence[int] | None = None,
         entry: float = math.inf,
     ) -> IntValue:
-        """The value from sums of fraction ``places``, rounded to the largest fraction that fits into 32 bits.
+        """Append an operation and return its value, rounded to the largest fraction that fits into 32 bits.
 
         Args:
             own: error that the operation adds before it rounds.
-            operation: of any shift; it gets the right one here.
+            sums: what the operation sums at the centre of the box, integers of the fraction ``places``.
+            operation: its ``shift`` is set here.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre
@@ -280,13 +281,13 @@ def quantise(network: Network, proof: ChainProof) -> Program:
     low, high = interval("input_range", network.input_range)
     shape, n = network.input_shape, math.prod(network.input_shape)
     fraction = _places(max(-low, high) * (1 + 2.0**-30))
-    program = Program(shape, (low, high), fraction, 0, (), 0.0, None)
+    empty = Program(shape, (low, high), fraction, 0, (), 0.0, None)  # says how inputs become integers
     middle = (low + high) / 2
     builder = Builder(n)
     half = grow(math.sqrt(n) * max(high - middle, middle - low))
-    largest = grow(max(map(abs, program.ends)) * 2.0**-fraction)
+    largest = grow(max(map(abs, empty.ends)) * 2.0**-fraction)
     error = grow(math.sqrt(n) * 2.0 ** -(fraction + 1))
-    centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
+    centre = empty.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
     value = _bounded(IntValue(0, shape, fraction, centre, error, half, largest))
     body = list(network)[: len(network) - (proof.last is not None)]
     try:
@@ -298,5 +299,6 @@ def quantise(network: Network, proof: ChainProof) -> Program:
         raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
     wiring = builder.wiring
     kept, read = wiring.part(wiring.used(len(wiring.modules)))  # others are never read
-    operations, own = tuple(zip(kept, map(tuple, read), strict=True)), None if proof.last is None else builder.rows
-    return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
+    operations = tuple(zip(kept, map(tuple, read), strict=True))
+    own_error = None if proof.last is None else builder.rows
+    return replace(empty, fraction=value.fraction, operations=operations, body_error=error, own_error=own_error)

@@ -129,7 +129,7 @@ def _convolve(
     conv: nn.Conv2d | None = None,
     inexact: float = 0.0,
 ) -> IntValue:
-    """A convolution by ``weight`` with ``conv``'s stride, dilation, groups; ``padded`` (1, C, h, w) has `_indices`."""
+    """A convolution by ``weight`` with ``conv``'s options; ``padded`` (1, C, h, w) are the padded `_indices`."""
     stride, dilation, groups = ((1, 1), (1, 1), 1) if conv is None else (conv.stride, conv.dilation, conv.groups)
     kernel = weight.shape[2:]
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]

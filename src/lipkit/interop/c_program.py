@@ -10,7 +10,8 @@ import torch
 
 from lipkit import modules
 from lipkit.certificates import margins
-from lipkit.certificates.measurement import pair_constants, prove
+from lipkit.certificates.margins import pair_constants
+from lipkit.certificates.measurement import prove
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.integer import Program, c_source
 from lipkit.interop.check import Runtime, random_inputs, write_checked
@@ -48,7 +49,7 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
 
     Raises:
         NoRuleError: a module that no integer program can compute.
-        OptionError: no ``input_range``, nothing to compute, a prefix that is no C name, or a path without ``.c``.
+        OptionError: no ``input_range``, nothing to compute, a prefix that is not a C name, or a path without ``.c``.
         CertificateViolation: compiled, it gives other bits for random inputs; no file is left.
     """
     if not (prefix.isascii() and prefix.isidentifier()):
@@ -80,19 +81,19 @@ def _radii(program: Program, proof: ChainProof) -> c_source.Radii:
     constants, rows = pair_constants(proof, classes)
     zeros = torch.zeros(classes, *program.input_shape)
     logits = margins.integer_logits(program, zeros)
-    at, slope = margins.margin_errors(logits, torch.arange(classes), rows)
-    own = margins.output_errors(logits, 0.0, None if proof.last is None else proof.last.weight.cpu(), FLOAT64)[1]
-    errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)  # above 2^40 no margin is left
-    # 2^-40 covers one addition and one division in float64; a margin has at most 33 bits.
-    exact = 2.0 ** (c_source.RADIUS_FRACTION - program.fraction) / (constants + slope) * (1 - 2.0**-40)
-    moving = exact[exact.isfinite() & (exact > 0)]
-    fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
-    rates = torch.where(exact.isinf(), -1.0, (exact * 2.0**fraction).floor().clamp_max(2.0**29))
-    error = float(own.max()) * 2.0**program.fraction
+    last_weight = None if proof.last is None else proof.last.weight.cpu()
+    error = float(margins.output_errors(logits, 0.0, last_weight, FLOAT64)[1].max()) * 2.0**program.fraction
     if not math.isfinite(error):
         raise OptionError(f"expected outputs whose proved error is finite, got {error}: the weights are too large")
-    both = errors.long().flatten().tolist(), rates.long().flatten().tolist()
-    return c_source.Radii(classes, *both, fraction, math.ceil(error))
+    at, slope = margins.margin_errors(logits, torch.arange(classes), rows)
+    errors = (at * 2.0**program.fraction * (1 + 2.0**-40)).ceil().clamp_max(2.0**40)  # above 2^40 no margin is left
+    # 2^-40 covers one addition and one division in float64; a margin has at most 33 bits.
+    rates = 2.0 ** (c_source.RADIUS_FRACTION - program.fraction) / (constants + slope) * (1 - 2.0**-40)
+    moving = rates[rates.isfinite() & (rates > 0)]
+    fraction = min(max(29 - math.frexp(float(moving.max()))[1], 0), 62) if len(moving) else 0  # rates below 2^29
+    stored_rates = torch.where(rates.isinf(), -1.0, (rates * 2.0**fraction).floor().clamp_max(2.0**29))
+    tables = (t.long().flatten().tolist() for t in (errors, stored_rates))
+    return c_source.Radii(classes, *tables, fraction, math.ceil(error))
 
 
 def c_runtime(source: str | Path, network: modules.Network, folder: str | Path) -> Runtime:

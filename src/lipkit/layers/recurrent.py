@@ -355,18 +355,19 @@ class Ren(RecurrentLayer):
         self.phi, self.units, place = slope_activation(activation), units, self.place
         nx, nv, nu, ny = states, units, in_features, out_features
 
-        def free(rows: int, columns: int, scale: float) -> nn.Parameter:
-            return nn.Parameter(torch.randn(rows, columns, **place) * scale / math.sqrt(max(columns, 1)))
+        def drawn(rows: int, columns: int, scale: float) -> Tensor:
+            return torch.randn(rows, columns, **place) * scale / math.sqrt(max(columns, 1))
 
         # The initial H is near one for which A = 0.9 I.
         kept = torch.eye(2 * nx + nv, **place)
         kept[nx + nv :, :nx] = kept[:nx, nx + nv :] = 0.9 * torch.eye(nx)  # H31 and H13
-        self.x = nn.Parameter(torch.linalg.cholesky(kept).mT + 0.3 * free(2 * nx + nv, 2 * nx + nv, 1.0).detach())
-        self.y, self.b2, self.d12 = free(nx, nx, 0.1), free(nx, nu, 0.5), free(nv, nu, 0.5)
-        self.c2, self.d21 = free(ny, nx, 0.5), free(ny, nv, 0.5)
+        self.x = nn.Parameter(torch.linalg.cholesky(kept).mT + 0.3 * drawn(2 * nx + nv, 2 * nx + nv, 1.0))
+        self.y = nn.Parameter(drawn(nx, nx, 0.1))
+        self.b2, self.d12 = (nn.Parameter(drawn(rows, nu, 0.5)) for rows in (nx, nv))
+        self.c2, self.d21 = (nn.Parameter(drawn(ny, columns, 0.5)) for columns in (nx, nv))
         d = min(nu, ny)
-        self.x3 = nn.Parameter(torch.eye(d, **place) + free(d, d, 0.1).detach())
-        self.y3, self.z3 = free(d, d, 0.1), free(abs(ny - nu), d, 0.1)
+        self.x3 = nn.Parameter(torch.eye(d, **place) + drawn(d, d, 0.1))
+        self.y3, self.z3 = (nn.Parameter(drawn(rows, d, 0.1)) for rows in (d, abs(ny - nu)))
         self.unit_bias = nn.Parameter(torch.zeros(nv, **place))
 
     def parts(self) -> Parts:
@@ -379,16 +380,15 @@ class Ren(RecurrentLayer):
         m_q = torch.cat((c2, d21, c2.new_zeros(ny, nx)), 1)
         x = self.x.double()
         h = x.mT @ x + EPSILON * eye + m_r.mT @ torch.linalg.solve(eye[:nu, :nu] - n.mT @ n, m_r) + m_q.mT @ m_q
-        h1, h2, h3 = h[:nx], h[nx : nx + nv], h[nx + nv :]
-        root = torch.linalg.cholesky(h3[:, nx + nv :])  # L
+        sizes = [nx, nv, nx]
+        (h11, *_), (h21, h22, _), (h31, h32, h33) = (rows.split(sizes, 1) for rows in h.split(sizes))
+        root = torch.linalg.cholesky(h33)  # L
         y = self.y.double()
-        back = torch.linalg.solve((h1[:, :nx] + h3[:, nx + nv :] / self.rate**2 + y - y.mT) / 2, root)  # E^-1 L
-        lam, scale = h2[:, nx : nx + nv].diagonal() / 2, math.sqrt(gamma)
-        d11 = -torch.tril(h2[:, nx : nx + nv], -1)  # a unit reads those before it
-        units = torch.cat((d11, -h2[:, :nx] @ back, scale * d12), 1) / lam[:, None]
-        moved = torch.linalg.solve_triangular(
-            root, torch.cat((h3[:, nx : nx + nv], h3[:, :nx] @ back, scale * b2), 1), upper=False
-        )
+        back = torch.linalg.solve((h11 + h33 / self.rate**2 + y - y.mT) / 2, root)  # E^-1 L
+        lam, scale = h22.diagonal() / 2, math.sqrt(gamma)
+        d11 = -torch.tril(h22, -1)  # a unit reads those before it
+        units = torch.cat((d11, -h21 @ back, scale * d12), 1) / lam[:, None]
+        moved = torch.linalg.solve_triangular(root, torch.cat((h32, h31 @ back, scale * b2), 1), upper=False)
         matrix = torch.cat((units, moved, torch.cat((scale * d21, scale * c2 @ back, gamma * n), 1)))
         bias = torch.cat((self.unit_bias, self.state_bias, self.output_bias)).double()
         like = at_least_float32(self.x)

@@ -141,11 +141,12 @@ class _Scan(torch.autograd.Function):
                 torch.addmm(to_v, xs[t], read, out=v)
             if 0 < nv <= block:
                 apply(v, w)
-            for i in range(0, nv if block < nv else 0, block):
-                part = slice(i, i + block)
-                if i:
-                    v[:, part].addmm_(w[:, :i], within[:i, part])
-                apply(v[:, part], w[:, part])
+            else:
+                for i in range(0, nv, block):
+                    part = slice(i, i + block)
+                    if i:
+                        v[:, part].addmm_(w[:, :i], within[:i, part])
+                    apply(v[:, part], w[:, part])
             if t + 1 < count:
                 torch.addmm(to_x, now, write, out=xs[t + 1])
         ctx.save_for_backward(driven, own, after, before)
@@ -175,11 +176,12 @@ class _Scan(torch.autograd.Function):
                 g = torch.addmm(g, x, write)
             if nv <= block:
                 torch.mul(g[:, :nv], slope, out=v)
-            for i in range(nv - block if block < nv else -1, -1, -block):
-                part = slice(i, i + block)
-                torch.mul(g[:, part], slope[:, part], out=v[:, part])
-                if i:
-                    g[:, :i].addmm_(v[:, part], within[part, :i])
+            else:
+                for i in range(nv - block, -1, -block):
+                    part = slice(i, i + block)
+                    torch.mul(g[:, part], slope[:, part], out=v[:, part])
+                    if i:
+                        g[:, :i].addmm_(v[:, part], within[part, :i])
             if t:
                 torch.addmm(g[:, nv:], v, read, out=to_x[t - 1])
         own_grad = found.reshape(-1, width).t() @ after.reshape(-1, width)

@@ -39,7 +39,7 @@ from lipkit.modules.plain import (
     real,
 )
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.modules.views import Shift2d, shift
+from lipkit.modules.views import Shift2d, channels_of, shift
 from lipkit.proof.roundoff import Arithmetic, Line, flat, grow, to_double
 
 
@@ -96,7 +96,7 @@ def maxmin(x: Tensor) -> Tensor:
     """The halves a, b of dimension 1, of even size, become (max(a, b), min(a, b)): an isometry at almost every point.
 
     Raises:
-        ShapeError: an odd number of channels.
+        ShapeError: an odd number of channels, or a sample without its batch.
 
     >>> maxmin(torch.tensor([[1.0, 5.0, 3.0, 2.0]])).tolist()
     [[3.0, 5.0, 1.0, 2.0]]
@@ -104,7 +104,7 @@ def maxmin(x: Tensor) -> Tensor:
     References:
         Anil, Lucas & Grosse, ICML 2019 (:func:`group_sort` with groups of 2).
     """
-    channels = x.shape[1]
+    channels = channels_of(x, "MaxMin")
     if channels % 2:
         raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
     if torch.compiler.is_compiling() or not x.requires_grad:
@@ -126,7 +126,7 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
     References:
         Anil, Lucas & Grosse, ICML 2019.
     """
-    channels = x.shape[1]
+    channels = channels_of(x, "GroupSort")
     group_size = channels if group_size is None else group_size
     if channels % group_size:
         raise ShapeError(

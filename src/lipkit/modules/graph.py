@@ -175,7 +175,7 @@ class Graph(nn.Module):
         sources: for each module the numbers of the values that it reads.
 
     Raises:
-        OptionError: a value is read before it is made, or never; a module that is no join reads several.
+        OptionError: a value is read before it is made, or never; a module that is not a `Join` reads several.
 
     >>> block = Graph([nn.ReLU(), Add(1, -1)], [[0], [0, 1]])
     >>> block(torch.tensor([[-2.0, 2.0]])).tolist()
@@ -256,7 +256,7 @@ def forms_of(
 ) -> list[Form]:
     """The bound of every value of a wiring.
 
-    For a module that is no join, ``behind`` maps its number and the bounds so far to the bound of its output.
+    For a module that is not a join, ``behind`` maps its number and the bounds so far to the bound of its output.
     """
     pieces = _disjoint(nodes, sources)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
@@ -355,7 +355,8 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     refuse_inplace(module)
     shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]
     readers = collections.Counter(value for read in module.sources for value in read)
-    # Readers of each value of the wiring. An identity adds no value there: several values of the graph share one.
+    # Readers of each value of the wiring; 1 for those inside an exported chain, which are not listed. An identity adds
+    # no value there: several values of the graph share one.
     waiting = {0: readers[0]}
     for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
         given = [place[value] for value in read]

@@ -1,4 +1,4 @@
-"""The table of modules: for each exact type one row with all its rules, and what rules give and rows accept.
+"""The table of modules, one row of rules for each exact type, and the types of the rules' results.
 
 A layer for training adds two rules, `lipschitz_rule` and `export_rule`; a module of exported networks adds a whole row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz. A module without a rule is refused, and so is one whose forward
@@ -188,7 +188,7 @@ class Shown(nn.Module):
 
 
 class Plain(NamedTuple):
-    """One row of the table of modules. What needs an entry that is missing is refused; the message names the module.
+    """One row of the table of modules. Uses that need a missing entry are refused; the message names the module.
 
     Attributes:
         kind: the type of the module, matched exactly.

@@ -62,8 +62,8 @@ class Recurrent(nn.Module):
         multiplier: diagonal of Lambda ``(nv,)``.
         phi: a module on ``(B, nv)``: an activation or, if all units are one block, any plain network.
         states, units, block: nx, (nv, nw), and how many units are computed at once.
-        gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
-            wherever they are used, never trusted.
+        gain, rate: the bounds that P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims,
+            checked wherever they are used, never trusted.
 
     Raises:
         ShapeError: sizes that do not fit.
@@ -265,14 +265,14 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
     gain, rate, n = _gain(module), module.rate, _numbers(module)
     rows, b = torch.cat(module.system()[0].rows()), module.bias
 
-    def rules(arithmetic: Arithmetic) -> list[RoundingError]:
-        arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
-        none = exact(module, input_shape, arithmetic)
-        found = [
-            local_error(linear(m, c), (rows.shape[1],), arithmetic) if len(c) else none
+    def rules(machine: Arithmetic) -> list[RoundingError]:
+        machine = dataclasses.replace(machine, block=None)  # evaluators in blocks leave this module as it is
+        none = exact(module, input_shape, machine)
+        v, s, o = (
+            local_error(linear(m, c), (rows.shape[1],), machine) if len(c) else none
             for m, c in zip(rows.split(parts), b.split(parts), strict=True)
-        ]
-        return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else none, *found[1:]]
+        )
+        return [v, local_error(module.phi, (nv,), machine) if nv else none, s, o]
 
     machine, double = rules(arithmetic), rules(FLOAT64)
     root = up(math.sqrt(gain), 4)

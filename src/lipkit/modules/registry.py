@@ -82,7 +82,7 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is already plain. Options without a rule raise the errors of `lipschitz`."""
+    """A copy of a module that is already plain. Options for which `lipschitz` has no rule raise its errors."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):  # the proof of a matrix's norm takes long and is made where it is needed
         lipschitz(module, input_shape)
@@ -132,15 +132,15 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
             (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
         tight: bound runs of dense layers by LipSDP (`lipkit.certificates.tight`; seconds to minutes). A module that is
-            not exported is exported first, in float64: narrower formats would round what is folded.
+            not exported is exported first, in float64: narrower formats would round the folded weights.
 
     Returns:
         0-d float64, differentiable (a learnable gain has a gradient) unless ``tight``.
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Of the export,
-        whose batch normalisations are folded into the layers before them, the bound can be several times smaller.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. An export, whose
+        batch normalisations are folded into the layers before them, can have a several times smaller bound.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
@@ -185,9 +185,9 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`).
         input_shape: shape of one input without the batch. The result accepts no other.
         box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
-            values, such as those of attention, have a Lipschitz constant there only: the result limits their factors
-            to what such inputs can reach (`lipkit.modules.limits`), so that it has a constant everywhere, and is the
-            function of ``module`` for inputs in the box.
+            values, such as those of attention, have a Lipschitz constant only in a box: the result limits the factors
+            to the values that they have for inputs in it (`lipkit.modules.limits`), so that the result has a constant
+            everywhere, and is the function of ``module`` for inputs in the box.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
@@ -196,7 +196,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     Raises:
         NoRuleError: as :func:`lipschitz`.
         ShapeError: the module does not accept ``input_shape``.
-        OptionError: a ``box`` that is no interval, or parameters so large that a constrained weight becomes singular.
+        OptionError: a ``box`` that is not an interval, or parameters so large that a constrained weight is singular.
 
     >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
     Network(

@@ -140,8 +140,9 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
     gap = require_same(each, y, eps, "torch.func.vmap over the samples")
     # Compare with the size of the output: for an orthogonal layer, gradients of a norm nearly cancel.
     size = float(to.norm() * max(1.0, float(y.norm())))
-    there = sum(float((slope * way).sum()) for slope, way in zip(slopes, [*along.values(), _waves(x)], strict=True))
-    require_small(abs(float((change * to).sum()) - there) / size, 32 * eps, "torch.func.jvp")
+    ways = [*along.values(), _waves(x)]
+    expected = sum(float((slope * way).sum()) for slope, way in zip(slopes, ways, strict=True))
+    require_small(abs(float((change * to).sum()) - expected) / size, 32 * eps, "torch.func.jvp")
     for slope, (name, g) in zip(slopes, [*for_values.items(), ("the input", for_x)], strict=True):
         require_small(float((slope - g).norm()) / size, 32 * eps, f"torch.func.grad of {name}")
     return gap
