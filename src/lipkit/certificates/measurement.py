@@ -21,7 +21,7 @@ from lipkit.integer.quantisation import quantise
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
-from lipkit.modules.guarding import guard, refuse_wrapper
+from lipkit.modules.guarding import refuse_wrapper
 from lipkit.modules.storage import (
     Contents,
     check_alike,
@@ -29,7 +29,7 @@ from lipkit.modules.storage import (
     digest,
     exact_copy,
     float64_device,
-    parts,
+    guard_parts,
     same_contents,
 )
 from lipkit.proof.roundoff import Arithmetic, check_readable
@@ -86,7 +86,7 @@ class Proof(Shown):
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this proof was made for exactly this network, its attributes included, and this evaluation."""
-        guard(*(module for _, module in parts(network)))
+        guard_parts(network)
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or not same_contents(contents(network), self.stored):

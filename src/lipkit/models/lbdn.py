@@ -35,10 +35,10 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
 from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
-from lipkit.modules import Network, Shape, export_rule, guard, lipschitz_rule
+from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.guarding import parts
 from lipkit.modules.registry import export_part
+from lipkit.modules.storage import guard_parts
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
 
@@ -321,7 +321,7 @@ def _taken_apart(
     """The parts of a chain, in order: a Flatten in front (or None), linear layers, activations, multipliers."""
     if type(network) not in (Network, nn.Sequential):
         raise OptionError(f"expected a lipkit.modules.Network or nn.Sequential, got {type(network).__qualname__}")
-    guard(*(part for _, part in parts(network)))
+    guard_parts(network)
     # A copy, because Network changes the modes and requires_grad of its modules.
     chain = Network([copy.deepcopy(network)], getattr(network, "input_shape", (1,)))
     modules = list(chain)

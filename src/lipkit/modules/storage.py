@@ -215,6 +215,11 @@ def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
             yield from parts(part, f"{path}.{name}".removeprefix("."))
 
 
+def guard_parts(network: nn.Module) -> None:
+    """`lipkit.modules.guard` the network and all its parts."""
+    guard(*(part for _, part in parts(network)))
+
+
 def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
     """The tensors that ``state_dict`` names, read from the modules: hooks of ``state_dict`` could show others."""
     return {
@@ -253,7 +258,7 @@ def exact_copy(network: Network, device: str | torch.device = "cpu") -> Network:
     Raises:
         NoRuleError, OptionError: hooks, methods, attributes or buffers of the network differ from its stored form.
     """
-    guard(*(module for _, module in parts(network)))
+    guard_parts(network)
     numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
     try:
         exact = rebuilt({"network": describe(network)}, numbers, run=False)  # no trial run: the proof runs it
@@ -322,7 +327,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
-    guard(*(part for _, part in parts(network)))
+    guard_parts(network)
     if bits not in (None, *BITS):
         raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
