@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import Rescale
+from lipkit.layers import Normalize, Rescale, Scale
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Affine
 
@@ -49,7 +49,7 @@ def test_it_is_saved_with_the_model() -> None:
 @pytest.mark.parametrize(
     ("units", "offset", "message"),
     [
-        ([], None, "units and offset of equally many finite numbers, at least one"),
+        ([], None, r"units and offset of equally many finite numbers \(torch.float32\), at least one"),
         ([1.0], [1.0, 2.0], r"equally many .* got \[1.0\] and \[1.0, 2.0\]"),
         ([0.0], None, "units other than 0"),
         ([math.nan], None, "finite numbers"),
@@ -69,3 +69,12 @@ def test_refusals(units: list[float] | None, offset: list[float] | None, message
 def test_another_number_of_channels() -> None:
     with pytest.raises(ShapeError, match=r"expected 2 channels in dimension 1, got shape \(1, 3\)"):
         Rescale([1.0, 2.0])(torch.ones(1, 3))
+
+
+def test_scalings_are_made_on_the_meta_device() -> None:
+    """As parameters are counted without memory; numbers are checked there, too."""
+    with torch.device("meta"):
+        made = (Scale(2.0), Scale(2.0, learnable=True), Normalize([0.5], [0.25]), Rescale([2.0], [0.5]))
+        with pytest.raises(OptionError, match=r"within the range of torch\.float32"):
+            Scale(1e39)
+    assert all(t.is_meta for layer in made for t in layer.state_dict().values())
