@@ -20,10 +20,10 @@ from torch import nn
 from lipkit.attacks import fab, pgd, shrink
 from lipkit.attacks.ascent import misclassified, norms
 from lipkit.certificates import certify
-from lipkit.certificates.measurement import float64_copy
 from lipkit.layers import MaxMin, families
 from lipkit.lowering import export
 from lipkit.modules import Network
+from lipkit.modules.storage import float64_copy
 
 SHAPE = (1, 4, 4)
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lipkit.attacks.ascent import margin_loss
 from lipkit.certificates import monotone
-from lipkit.certificates.measurement import float64_copy
+from lipkit.modules.storage import float64_copy
 from lipkit.sklearn import LipschitzClassifier, LipschitzRegressor
 
 DATA: dict[str, Callable[..., Any]] = {

@@ -168,30 +168,31 @@ REFUSED: dict[str, str] = {
     "takes two inputs; with stored directions `F.linear(F.normalize(x, eps=e), F.normalize(w))`": "CosineSimilarity",
     "takes two inputs": "PairwiseDistance",
     "has no forward pass: it only holds others": "Container Module ModuleDict ModuleList ParameterDict ParameterList",
-    "has no weights before its first input, which makes it the layer of that name": "LazyBatchNorm1d LazyBatchNorm2d "
+    "has no weights before its first input; then it is the layer without `Lazy`": "LazyBatchNorm1d LazyBatchNorm2d "
     "LazyBatchNorm3d LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d "
     "LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d LazyLinear",
     "recurrent: its state goes through all steps, and gates multiply values": "GRU GRUCell LSTM LSTMCell RNNBase "
     "RNNCell RNNCellBase",
-    "multiplies values that depend on the input: a constant on a box alone, for `torch.matmul` and `torch.softmax` "
-    "written out": "MultiheadAttention Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder "
+    "multiplies values that depend on the input: on a box `attention(x, x, x)[0]` has a constant": "MultiheadAttention",
+    "multiplies values that depend on the input: write it with `nn.MultiheadAttention`, on a box": "Transformer "
+    "TransformerDecoder TransformerDecoderLayer",
+    "multiplies values that depend on the input: it has a constant on a box": "GLU TransformerEncoder "
     "TransformerEncoderLayer",
-    "multiplies values that depend on the input: on a box alone, `x * torch.sigmoid(y)` written out": "Bilinear",
-    "multiplies values that depend on the input: a constant on a box alone": "GLU",
+    "takes two inputs and multiplies them: written out, the products have a constant on a box": "Bilinear",
     "jumps: no constant": "Hardshrink Threshold",
     "takes whole numbers": "Embedding EmbeddingBag",
     "takes whole numbers beside its input": "MaxUnpool1d MaxUnpool2d MaxUnpool3d",
-    "draws its windows": "FractionalMaxPool2d FractionalMaxPool3d",
-    "draws slopes in training; in evaluation it is an `nn.LeakyReLU`": "RReLU",
-    "of volumes there are no rules": "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d Conv3d ConvTranspose3d LPPool3d "
+    "draws its windows at random": "FractionalMaxPool2d FractionalMaxPool3d",
+    "draws slopes at random in training; in evaluation write `nn.LeakyReLU`": "RReLU",
+    "no rules for volumes": "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d Conv3d ConvTranspose3d LPPool3d "
     "MaxPool3d CircularPad3d ConstantPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
     "no rule: pooling by norms is `lipkit.modules.L2NormPool2d`": "LPPool1d LPPool2d",
     "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d LocalResponseNorm",
     "no rule: its constant would be the root of the number of classes; leave it to the loss": "LogSoftmax",
-    "no rule: `nn.Softmax(1)`": "Softmax2d",
-    "no rule: `nn.Softmax` of the negative": "Softmin",
+    "no rule: write `nn.Softmax(1)`": "Softmax2d",
+    "no rule: write `nn.Softmax` of the negative": "Softmin",
     "no rule: an `nn.ConvTranspose2d` whose kernels are one-hot does the same": "Fold",
-    "of several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
+    "belongs to several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
     "wraps a network: pass its `.module`": "DataParallel",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
@@ -242,8 +243,10 @@ def page() -> str:
             "# Every module of torch.nn",
             "",
             f"{sum(name in KNOWN for name in classes())} of the {len(rows)} modules of torch.nn "
-            f"(torch {torch.__version__.split('+')[0]}) have a constant; the others are refused, by name and with a "
-            "reason. Constants are proved upper bounds in l2, in evaluation mode. Made by "
+            f"(torch {torch.__version__.split('+')[0]}) have a constant on all of space; the others are refused, by "
+            "name and with a reason. Some of those have a constant on [a box of inputs](../networks.md"
+            "#products-quotients-exponentials-attention-a-box-of-inputs). Constants are proved upper bounds in l2, in "
+            "evaluation mode. Made by "
             "`python -m benchmarks.torch_modules --keep`; a test compares each line with `lipkit.lipschitz`.",
             "",
             "| module | constant | why none, and what to write |",

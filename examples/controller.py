@@ -3,7 +3,7 @@
     python examples/controller.py [--steps 1500] [--out runs/controller]
 
 An LBDN 12 -> 64 -> 64 -> 4 learns the nonlinear state feedback of a quadrotor. Its gain from the scaled state to the
-scaled command is at most 2, whatever training does. docs/lbdn.md tells the story.
+scaled command is at most 2, whatever training does. docs/lbdn.md explains each step.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Two networks of the same sizes learn to remove Gaussian noise of 25/255: one of orthogonal convolutions, D = (I + N) / 2
 with N proved to be 1-Lipschitz, and one of ordinary convolutions, D = I + N. Both then take the place of the prior in a
-plug-and-play iteration, which must converge with the first. docs/tutorials/denoiser.md tells the story.
+plug-and-play iteration, which must converge with the first. docs/tutorials/denoiser.md has the results.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.process_time()
     net = trained(scenes(digits.train, 8000, 0), given.steps)
     x, y = scenes(digits.test, given.images, 1)
-    rows, proof, exact = [], lipkit.prove(net), lipkit.certificates.measurement.float64_copy(net)
+    rows, proof, exact = [], lipkit.prove(net), lipkit.modules.storage.float64_copy(net)
     for eps in given.eps:
         found = dense(net, x, y, eps, proof=proof)
         parts = zip(x.double().split(100), y.split(100), strict=True)

@@ -36,6 +36,8 @@ def read(path):
         raise ValueError(f"expected a file with no functions of its own, got {[f.name for f in model.functions]}")
     graph, claim = model.graph, {entry.key: entry.value for entry in model.metadata_props}
     constants = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in graph.initializer}
+    if not all(np.isfinite(c).all() for c in constants.values()):
+        raise ValueError("expected finite numbers, got others")
     at, width = graph.input[0].name, graph.input[0].type.tensor_type.shape.dim[-1].dim_value
     kinds, weights, factors = "", [], [1.0, 1.0]
     for node in graph.node:

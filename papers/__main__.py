@@ -39,7 +39,10 @@ from papers.tables import Available, Scale, Table
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of runs.")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option(
-    "--records", type=click.Path(path_type=Path), metavar="FOLDER", help="Print the records in FOLDER; train nothing."
+    "--records",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Print the records in FOLDER; train nothing.",
 )
 @click.option(
     "--keep", type=click.Path(path_type=Path), metavar="FOLDER", help="Copy the records of finished runs to FOLDER."

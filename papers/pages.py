@@ -138,7 +138,8 @@ def price(runs: Mapping[str, Missing]) -> str:
     words = "more than" if len(hours) < len(runs) else "about"
     text = f"{words} {total:,.12g} core hours" if hours else next(run.reason for run in runs.values())
     data = sorted({run.data for run in runs.values() if run.data})
-    return f"{text}; {' and '.join(data)} not at hand" if data else text
+    names = " and ".join(filter(None, (", ".join(data[:-1]), *data[-1:])))
+    return f"{text}; {names} not at hand" if data else text
 
 
 def reaches(
@@ -298,8 +299,8 @@ def published() -> str:
     missing = merged(missing_runs(name)[row.label] for name in TABLES for row in rows[name])
     every = merged(runs for name in TABLES for runs in missing_runs(name).values())
     total = (
-        f"{len(verdicts)} published figures: {counts(verdicts)}. Their rows in full, each run once: {price(missing)}; "
-        f"with the rows of which no figures are published: {price(every)}.\n"
+        f"{len(verdicts)} published figures: {counts(verdicts)}.\n\nTo make their rows in full, each run once, would "
+        f"take {price(missing)}; with the rows that have no published figures: {price(every)}.\n"
     )
     tables = [figures_of(name, some) for name, some in rows.items() if some]
     return "\n" + "\n".join([total, *tables, "## Notes on tables without published figures\n", *silent]) + "\n"

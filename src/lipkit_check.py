@@ -3,7 +3,8 @@ r"""An independent checker of lipkit certificates: ``python -m lipkit_check RUN 
 It reads ``RUN/certificate.jsonl[.gz]`` and ``RUN/network/{config.json, model.safetensors}``, recomputes every hash,
 proves a Lipschitz constant for each layer from the stored numbers, encloses the logits of each sample, and confirms a
 radius only if its own proof reaches it. It knows a closed list of modules and refuses every other by name. Exit code
-0: all confirmed.
+0: all confirmed. ``python -m lipkit_check NETWORK --gain G`` reads config.json and model.safetensors alone, as
+``lipkit.save`` writes them, and proves the gain of f: ||f(x) - f(x')|| <= G (1 + 1e-5) ||x - x'|| for all x and x'.
 
 **What is stated.** f is the exact real function of the stored numbers (Fourier layers with the exact transform). For
 each confirmed sample x with label t and each x' with ||x' - x||_2 < r (1 - 1e-5): f_t(x') > f_i(x') for all i != t.
@@ -1505,7 +1506,7 @@ class Tensors:
 class Network:
     """The network of a configuration, its constant ``gain``, and ``body``, the constant of all but the last layer."""
 
-    def __init__(self, config, tensors, claimed=None):
+    def __init__(self, config, tensors, claimed=None, classes=True):
         need(config.get("type") == "Network" and config["modules"], "no Network at the top")
         ops.left = FREE + SHARE * sum(a.size for a in tensors.values())
         get, shape = Tensors(tensors), tuple(config["input_shape"])
@@ -1524,8 +1525,9 @@ class Network:
         last = self.nodes[-1]
         self.rows = last.blocks[0][0] if last.kind == "Linear" and len(last.shape) == 1 else None
         self.body = up(math.prod(node.gain for node in self.nodes[:-1]))
-        need(len(last.shape) == 1 and last.shape[0] >= 2, f"logits of shape {last.shape}")
-        spend(last.shape[0] ** 2 << 4, f"pairs of {last.shape[0]} classes")
+        if classes:
+            need(len(last.shape) == 1 and last.shape[0] >= 2, f"logits of shape {last.shape}")
+            spend(last.shape[0] ** 2 << 4, f"pairs of {last.shape[0]} classes")
 
     def _run(self, multipliers):
         """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
@@ -1697,7 +1699,10 @@ def numbers(stored):
 
 
 def load_network(folder):
-    """Configuration, tensors and hash of a saved network; refuses a file whose stated hash differs."""
+    """Configuration, tensors and hash of the network in or beside a folder; refuses a stated hash that differs."""
+    places = (folder / "network", folder, folder.parent / "network")
+    folder = next((place for place in places if (place / "config.json").exists()), None)
+    need(folder is not None, "no network/config.json")
     config = parse(read(folder / "config.json", 1 << 22))
     need(isinstance(config, dict) and config.get("schema_version") == 2, "config.json: schema_version 2 expected")
     tensors = numbers(safetensors(read(folder / "model.safetensors")))
@@ -1717,7 +1722,7 @@ STATED = {"kind": "lipkit certificate", "schema_version": "1.0", "task": "classi
 def load_certificate(folder):
     """Header and rows of the certificate in a folder, after a check of their form."""
     paths = [p for p in (folder / "certificate.jsonl", folder / "certificate.jsonl.gz") if p.exists()]
-    need(len(paths) == 1, f"{folder}: expected one certificate.jsonl or certificate.jsonl.gz, got {len(paths)}")
+    need(len(paths) == 1, f"{folder}: expected one certificate.jsonl[.gz] (none with --gain), got {len(paths)}")
     header, *rows = (parse(line) for line in read(paths[0], 1 << 26).decode().splitlines())
     for key, value in STATED.items():
         need(header.get(key) == value, f"certificate: expected {key} {value!r}, got {header.get(key)!r:.80}")
@@ -1785,13 +1790,20 @@ def load_samples(spec, root_folder):
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
+def check_gain(config, tensors, digest, gain, say):
+    """Check the claim that the network has this gain: returns (claims confirmed, claims not confirmed)."""
+    need(0 <= gain < math.inf, f"a finite gain, got {gain}")
+    own = Network(config["network"], tensors, Fraction(gain), classes=False).gain
+    good = own <= Fraction(gain) * (1 + TOLERANCE)
+    word = "confirmed" if good else "REFUSED"
+    say(f"{word}  gain: claimed {gain:.9g}, proved here {float(own):.9g}; network {digest[:16]}")
+    return int(good), int(not good)
+
+
 def load_run(folder, spec, root_folder):
     """Header, rows, configuration, tensors, hash of the network, samples and labels of a run; refuses any mismatch."""
+    config, tensors, digest = load_network(folder)
     header, rows = load_certificate(folder)
-    places = (folder / "network", folder, folder.parent / "network")
-    home = next((place for place in places if (place / "config.json").exists()), None)
-    need(home is not None, f"{folder}: no network/config.json")
-    config, tensors, digest = load_network(home)
     types = [part.get("type") for part in config["network"]["modules"]]
     shape = config["network"]["input_shape"]
     for key, found in (("network_sha256", digest), ("architecture", types), ("input_shape", shape)):
@@ -1816,10 +1828,12 @@ def load_run(folder, spec, root_folder):
     return header, rows, config, tensors, digest, x, y
 
 
-def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
+def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print, gain=None):
     """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
     global ops
     ops = Integers() if exact else Floats()
+    if gain is not None:
+        return check_gain(*load_network(Path(folder)), gain, say)
     header, rows, config, tensors, digest, x, y = load_run(Path(folder), spec, root_folder)
     claimed = Fraction(header["constant"])
     network = Network(config["network"], tensors, claimed)
@@ -1892,15 +1906,16 @@ def radius(logits, label, constants, e):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser("python -m lipkit_check", description="Check a lipkit certificate independently.")
-    parser.add_argument("run", help="folder with certificate.jsonl[.gz] and network/")
+    parser.add_argument("run", help="folder with certificate.jsonl[.gz] and network/; for --gain, a saved network")
     parser.add_argument("data", nargs="?", help="digits, mnist, cifar10 or FILE.npz; default: the certificate's")
     parser.add_argument("--root", help="folder of the data sets; default $LIPKIT_DATA or ./data")
     parser.add_argument("--samples", type=int, help="only the first so many samples")
+    parser.add_argument("--gain", type=float, help="prove that the network has at most this l2 gain, nothing else")
     parser.add_argument("--exact", action="store_true", help="integers and rationals only, no floating point")
     given = parser.parse_args(arguments)
     try:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            return int(check(given.run, given.data, given.root, given.samples, given.exact)[1] > 0)
+            return int(check(given.run, given.data, given.root, given.samples, given.exact, gain=given.gain)[1] > 0)
     except Refused as error:
         reason = f"{error}"
     except OSError as error:

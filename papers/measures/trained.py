@@ -18,10 +18,10 @@ from lipkit.attacks import ATTACKS, AttackResult, run_attack
 from lipkit.attacks.ascent import ball, clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Data
 from lipkit.evaluation.attack import choose_samples
 from lipkit.experiments.recipe_schema import parse_numbers
+from lipkit.modules.storage import float64_copy
 from lipkit.report.run_files import read_series
 from papers.measures import ATTACKED
 

@@ -168,7 +168,7 @@ class Calibration(Shown):
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, eps)
 
     def _checked(self, labels: bool, eps: float) -> float:
-        """Return ``eps``; refuse a calibration on numbers if ``labels`` is True, one on labels if it is False."""
+        """Return ``eps``; raise unless the calibration's targets are labels (if ``labels``), or numbers (if not)."""
         if self.labels is not labels:
             wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
             raise OptionError(f"expected a calibration with {wanted} as targets, got another one: use {other}")

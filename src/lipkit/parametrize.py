@@ -181,8 +181,8 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
         the network, or stay in ``torch.nn.utils.parametrize.cached()``.
 
     Raises:
-        OptionError: no such layer, matrices elsewhere, a float format below float32. NoRuleError: a geometry without
-            a bound. ShapeError: an ``input_shape`` of other dimensions.
+        OptionError: a layer of another type, other matrices in the network, a float format below float32.
+        NoRuleError: a geometry without a bound. ShapeError: an ``input_shape`` of other dimensions.
 
     >>> layer = spectral_norm(nn.Conv2d(2, 3, 3, padding=1)).eval()
     >>> 0.98 < float(lipschitz(layer).detach()) < 1.02

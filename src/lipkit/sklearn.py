@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove
 from lipkit.certificates.margins import margin_errors
-from lipkit.certificates.measurement import float64_copy, measure_by
+from lipkit.certificates.measurement import measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError, finite
 from lipkit.interop import write_onnx
@@ -32,6 +32,7 @@ from lipkit.layers.aol import aol_matrix
 from lipkit.layers.export import filled
 from lipkit.lowering import lipschitz
 from lipkit.modules import Affine, MaxMin, Network
+from lipkit.modules.storage import float64_copy
 from lipkit.proof.roundoff import UNIT, grow, next_down, next_up
 from lipkit.shown import axes
 
@@ -210,8 +211,9 @@ class _LipschitzEstimator(BaseEstimator):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
-    r"""A classifier whose logits are L-Lipschitz in the scaled features: log-odds move by at most
-    :math:`\sqrt2 L \|\Delta z\|`.
+    r"""A classifier whose logits are L-Lipschitz in the scaled features z.
+
+    Log-odds move by at most :math:`\sqrt2 L \|\Delta z\|`.
 
     Args:
         hidden_layer_sizes: even numbers of units; () for a linear model.
@@ -374,7 +376,7 @@ class _Trained(nn.Module):
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """The matrices W_1 D, W_2, ..., L W_K of f (top of the file) and the biases.
 
-        For two classes the single output m becomes the logits -m and m over the root of 2.
+        For two classes the single output m becomes the logits -m / sqrt(2) and m / sqrt(2).
         """
         weights, biases = list[Tensor](), [*self.bias]
         for i, free in enumerate(self.free):

@@ -423,7 +423,7 @@ def test_one_front_door_for_tight_bounds() -> None:
     bound = analyze(model, (5,), restarts=0, tight=True)
     assert (bound.upper, bound.tight, bound.how) == (found, found, "LipSDP")
     assert bound.product == pytest.approx(float(lipkit.lipschitz(plain)), rel=1e-9)
-    with pytest.raises(ShapeError, match="input_shape"):
+    with pytest.raises(ShapeError, match=r"tight=True: expected an input_shape, .* got none"):
         lipkit.lipschitz(model, tight=True)
     branches = analyze(Lambda(lambda x: torch.atan(x)), (5,), restarts=0, tight=True)
     assert (branches.tight, branches.how) == (None, "not tried: the network has no plain form in float64")

@@ -17,7 +17,7 @@ from lipkit.attacks import apgd, carlini_wagner, fab, pgd, shrink
 from lipkit.attacks.ascent import ball, misclassified
 from lipkit.attacks.minimum_norm import towards_hyperplane
 from lipkit.certificates import certify
-from lipkit.certificates.measurement import float64_copy
+from lipkit.modules.storage import float64_copy
 
 pytestmark = pytest.mark.thorough
 

@@ -71,7 +71,7 @@ def test_scenes_are_segmented_with_a_bound_below_the_attack() -> None:
     assert 0.2 < float(y.double().mean()) < 0.6
     network = program.trained((x, y), 20, 0.05, 48)
     found = dense(network, x, y, 0.2)
-    left = program.attacked(lipkit.certificates.measurement.float64_copy(network), x.double(), y, 0.2, 5)
+    left = program.attacked(lipkit.modules.storage.float64_copy(network), x.double(), y, 0.2, 5)
     assert bool((left >= found.worst).all())
 
 

@@ -18,10 +18,10 @@ from lipkit import modules
 from lipkit.attacks import pgd
 from lipkit.certificates import certify, certify_regression
 from lipkit.certificates.certificate_file import describe, verify
-from lipkit.certificates.measurement import float64_device
 from lipkit.data import Split
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.evaluation import Attack, evaluate
+from lipkit.modules.storage import float64_device
 
 
 def linear_network(seed: int = 0, features: int = 6, classes: int = 4) -> modules.Network:
@@ -177,7 +177,7 @@ def test_accuracy_counts_radii_strictly_above() -> None:
     eps = float(certificate.radius.median())
     assert certificate.accuracy(eps) == float((certificate.radius > eps).double().mean())
     assert certificate.accuracy(math.inf) == 0
-    with pytest.raises(OptionError, match="expected a radius >= 0, such as 36 / 255, got -1"):
+    with pytest.raises(OptionError, match="expected one radius >= 0, such as 36 / 255, got -1"):
         certificate.accuracy(-1)
     with pytest.raises(OptionError, match="got nan"):
         certificate.accuracy(math.nan)
@@ -347,12 +347,12 @@ def test_loaders_are_refused_with_the_remedy() -> None:
     assert certify(network, x.to_sparse().to_dense(), y).radius.equal(certify(network, x, y).radius)
 
 
-@pytest.mark.parametrize("eps", ["36/255", None, math.nan])
+@pytest.mark.parametrize("eps", ["36/255", None, math.nan, [0.1, 0.2], np.array([0.1, 0.2]), torch.ones(2)])
 def test_what_is_no_radius_is_refused(eps: Any) -> None:
     network = linear_network()
     found = certify(network, *samples(network))
     for function in (found.accuracy, found.certified):
-        with pytest.raises(OptionError, match="expected a radius >= 0, such as 36 / 255, got "):
+        with pytest.raises(OptionError, match="expected one radius >= 0, such as 36 / 255, got "):
             function(eps)
 
 

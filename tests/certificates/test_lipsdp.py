@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,6 +136,41 @@ def test_attached_multipliers_bound_the_network_and_wrong_ones_do_no_harm() -> N
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("spoil", [
+    lambda net: net.register_forward_hook(lambda module, given, output: 3 * output),
+    lambda net: net.register_forward_pre_hook(lambda module, given: (3 * given[0],)),
+    lambda net: net.__dict__.update(forward=lambda x: 3 * x[:, :2]),
+    lambda net: net[1].register_forward_hook(lambda module, given, output: 3 * output),
+])  # fmt: skip
+def test_no_gain_is_proved_of_a_network_that_computes_something_else(
+    spoil: Callable[[Network], object], tmp_path: Path
+) -> None:
+    network, x = mlp([3, 4, 2]), torch.zeros(1, 3, dtype=torch.float64)
+    before = network(x)
+    spoil(network)
+    assert not torch.equal(network(x + 1), before)
+    for use in (
+        lambda: lipsdp.verify(network, 100.0, [torch.ones(4)]),
+        lambda: lipsdp.solve(network),
+        lambda: lipsdp.attach(network, {}) and lipschitz(lipsdp.attach(network, {})),
+        lambda: lipschitz(network, tight=True),
+        lambda: lipkit.save(network, tmp_path),
+    ):
+        with pytest.raises(NoRuleError, match=r"hook|hides the method"):
+            use()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_no_gain_is_verified_of_a_bias_that_is_not_finite(number: float, layer: int) -> None:
+    network = mlp([3, 4, 2])
+    gain, ones = 1.01 * float(lipschitz(lipsdp.attach(network, {1: torch.ones(4)}))), [torch.ones(4)]
+    assert lipsdp.verify(network, gain, ones)
+    with torch.no_grad():
+        network[layer].bias[0] = number
+    assert not lipsdp.verify(network, gain, ones)
+
+
 def test_scaling_around_the_run_counts() -> None:
     network = mlp([4, 12, 3])
     proof = lipsdp.solve(network)

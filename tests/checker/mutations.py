@@ -212,6 +212,13 @@ MUTATIONS = [(first, old, new) for first, changes in {
         "spend(last.shape[0]", "spend(8 * count",
     )],
     ],
+    # gains
+    "runs: gain": [
+    ("good = own <= Fraction(gain) * (1 + TOLERANCE)", "good = True"),
+    ("return int(good), int(not good)", "return int(good), 0"),
+    ("Fraction(gain), classes=False", "Fraction(gain)"),
+    ("tensors, Fraction(gain), classes", "tensors, None, classes"),
+    ],
 }.items() for old, new in changes]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -314,7 +315,53 @@ def test_the_first_samples_alone(run: Path, capsys: Any) -> None:
 
 def test_a_run_without_certificate(tmp_path: Path, capsys: Any) -> None:
     assert k.main([str(tmp_path)]) == 1
-    assert "expected one certificate.jsonl" in capsys.readouterr().out
+    assert "no network/config.json" in capsys.readouterr().out
+    lipkit.save(lipkit.export(nn.Linear(2, 3), (2,)), tmp_path / "network")
+    assert k.main([str(tmp_path)]) == 1
+    assert "expected one certificate.jsonl[.gz] (none with --gain), got 0" in capsys.readouterr().out
+
+
+def controller(outputs: int) -> nn.Module:
+    scales = layers.Normalize([0.5, 0.0, 1.0], [2.0, 0.5, 1.0]), layers.Rescale([-4.0, 0.1][:outputs])
+    return nn.Sequential(scales[0], models.lbdn([3, 8, 8, outputs], 1.5, activation="tanh"), scales[1])
+
+
+GAINS: list[tuple[nn.Module, tuple[int, ...], float]] = [  # the gain that is claimed, above what a search finds
+    (controller(2), (3,), 12.0), (controller(1), (3,), 12.0), (models.lbdn([2, 4, 4, 3], 2.0), (2,), 2.0),
+    (layers.Residual(layers.CayleyLinear(4, 4)), (4,), 1.0), (layers.CayleyConv2d(2, 4, 3), (2, 6, 6), 1.0),
+    (nn.Sequential(nn.Linear(3, 2), nn.Sigmoid()), (3,), 3.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(GAINS)))
+def test_a_gain_is_confirmed_of_a_saved_network_without_certificate(case: int, tmp_path: Path, capsys: Any) -> None:
+    model, shape, claim = GAINS[case]
+    plain = lipkit.export(model, shape)
+    lipkit.save(plain, tmp_path / "saved")
+    smooth = any(type(part).__name__ in k.FLOATING for part in plain)
+    for options in ([], *[["--exact"]] * (not smooth)):
+        assert k.main([str(tmp_path / "saved"), "--gain", str(claim), *options]) == 0
+        assert f"confirmed  gain: claimed {claim:g}, proved here" in capsys.readouterr().out
+    found = lipkit.analysis.lipschitz_lower_bound(plain, restarts=4, steps=20).lower
+    assert 0 < found <= claim * (1 + 1e-6)
+    assert k.main([str(tmp_path / "saved"), "--gain", str(found * 0.999)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("REFUSED  gain: claimed")
+    assert float(re.findall(r"proved here ([\d.e+-]+)", said)[0]) >= found * 0.999
+
+
+def test_no_gain_is_confirmed_beyond_the_tolerance_or_of_other_numbers(tmp_path: Path, capsys: Any) -> None:
+    plain = lipkit.export(nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU()), (1,))
+    with torch.no_grad():
+        plain[0].weight.fill_(2.0)
+    lipkit.save(plain, tmp_path)
+    for claim, code in (("2", 0), ("1.99999", 0), ("1.99997", 1), ("0", 1), ("-2", 1), ("nan", 1), ("inf", 1)):
+        assert k.main([str(tmp_path), f"--gain={claim}"]) == code
+        assert ("confirmed" in capsys.readouterr().out) == (code == 0)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("ReLU", "Tanh"))  # its hash is another one
+    assert k.main([str(tmp_path), "--gain=9"]) == 1
+    assert "its hash is" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -298,3 +298,11 @@ def test_windows_of_sensors_are_certified_in_a_range_of_their_own(module, tmp_pa
     assert read_record(folder).attack.box == (-20.0, 60.0)
     assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "npz:windows.npz"]) == 0
     assert main(["attack", str(folder), "--eps", "1", "--steps", "2", "--samples", "4"]) == 0
+    # The network and the data state their ranges: others would give radii in other units.
+    np.savez("unit.npz", x_train=x / 80 + 0.25, y_train=y, x_test=x / 80 + 0.25, y_test=y)
+    for again in (
+        ["certify", str(folder / "network"), "npz:unit.npz"],
+        ["certify", str(folder), "data.spec=npz:unit.npz"],
+    ):
+        assert main([*again, *quick, "data.range=0,1"]) == 2
+        assert "input_range [-20, 60], got npz:unit.npz in [0, 1]" in capsys.readouterr().err

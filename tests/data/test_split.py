@@ -111,8 +111,10 @@ def test_samples_that_are_no_images_have_limits_of_their_own():
         with pytest.raises(OptionError, match="limits: expected two numbers, the smaller one first, got"):
             Data("d", windows, windows, ("a",), wrong)
     pixels = Split(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"in \[0, 0.5\], got values from 0 to 1"):  # uint8 is divided by 255
-        Data("d", pixels, pixels, ("a",), (0.0, 0.5))
+    for limits in ((0.0, 0.5), (0.0, 255.0)):
+        with pytest.raises(DataError, match=rf"uint8, which is divided by 255, got 0 and {limits[1]:g}: "):
+            Data("d", pixels, pixels, ("a",), limits)
+    assert Data("d", pixels, pixels, ("a",), (-math.inf, math.inf)).input_range is None
 
 
 def test_float_vectors_may_take_any_value():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from papers.tables import TABLES
+from tests.checker.mutations import HARMLESS, MUTATIONS
 
 from lipkit.attacks import ATTACKS
 from lipkit.cli.export import FORMS
@@ -86,6 +87,12 @@ def test_verbs_and_laws_are_all_listed() -> None:
     assert sorted(verbs) == sorted(VERBS)
     laws = (ROOT / "docs/guide/testing.md").read_text().partition("\n1. ")
     assert [int(n) for n in re.findall(r"(?:^|[.\n] ?)(\d+)\. ", laws[1] + laws[2])] == list(LAWS)
+
+
+def test_changes_of_the_checker_are_counted() -> None:
+    text = (ROOT / "docs/trust.md").read_text()
+    assert f"{len(MUTATIONS)} single changes of the checker" in text
+    assert f"must find all but {len(HARMLESS)}," in text
 
 
 def test_stated_defaults_of_recipes_are_theirs() -> None:

@@ -14,10 +14,10 @@ from lipkit import evaluation, modules
 from lipkit.attacks import AttackResult
 from lipkit.attacks.ascent import misclassified
 from lipkit.certificates import certify
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import Attack, attack_samples, evaluate
+from lipkit.modules.storage import float64_copy
 
 
 def network() -> modules.Network:

@@ -128,6 +128,21 @@ def test_image_files_are_decoded_once_for_evaluation_examples_and_certificate(tm
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("changes", "count"), [([], 7), (["certify.attack_samples=3"], 3), (["certify.attack_eps=[]"], 0)]
+)
+def test_the_note_before_certification_counts_the_attacked_samples(changes, count, tmp_path, monkeypatch):
+    split, notes, show = Split(torch.rand(7, 1, 2, 2), torch.arange(7) % 2), [], Display()
+    monkeypatch.setattr(show, "note", notes.append)
+    network = modules.Network([nn.Flatten(), nn.Linear(4, 2)], (1, 2, 2))
+    facts = {"claimed": 1.0, "parameters": 10, "seed": 0, "train_samples": 7, "times": {}, "device": "cpu"}
+    data = Data("points", split, split, ("a", "b"))
+    found = finish(tmp_path, load_recipe("digits_cayley", changes), network, data, facts, show, torch.device("cpu"))
+    assert notes == [f"certifying 7 test samples, attacking {count}"]
+    assert all(row.share.total == count for row in found.record.attacked)
+
+
+@pytest.mark.thorough
 def test_report_again(finished, capsys):
     (finished.folder / "report.html").unlink()
     assert main(["report", str(finished.folder)]) == 0

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 import lipkit
 from lipkit import layers, modules
 from lipkit.certificates.margins import integer_logits
-from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.integer.program import WORD, Fold, IntBlend, IntLinear, Move, Operation, Program, Sort, rounded
 from lipkit.integer.quantisation import Builder, IntValue
 from lipkit.interop import integer_program
 from lipkit.modules.machine import enlarged
+from lipkit.modules.storage import float64_copy
 
 # The largest ratio of the proved error to one that is seen on a few inputs: the bound adds norms of roundings that
 # point nowhere in particular, layer after layer.

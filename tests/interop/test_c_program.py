@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import lipkit
 from lipkit import interop, layers, modules
 from lipkit.attacks import pgd
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import load
 from lipkit.errors import CertificateViolation, OptionError, RunError
 from lipkit.integer import c_source
 from lipkit.interop import integer_program, write_c
+from lipkit.modules.storage import float64_copy
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
@@ -170,6 +170,23 @@ def test_main_refuses_what_is_no_input(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=message):
             c_source.run_c(compiled, q)
     assert len(c_source.run_c(compiled, torch.tensor([[low] * n, [high] * n])).label) == 2
+
+
+@needs_compiler
+@pytest.mark.skipif(not shutil.which("c++"), reason="expected c++, found none")
+def test_the_header_serves_a_program_in_cpp(tmp_path: Path) -> None:
+    network = modules.Network([nn.Linear(2, 3)], (2,))
+    network.input_range = (0.0, 1.0)
+    source = write_c(network, tmp_path / "network.c", prefix="net")
+    (tmp_path / "main.cpp").write_text("""#include "network.h"
+    int main() { int32_t x[2] = {1, 1}, y[3], work[NET_WORK]; return net_classify(x, y, work) < 0 || net_radius(y, 3); }
+    """)
+    for command in (
+        ["cc", "-std=c99", *STRICT, "-c", source, "-o", tmp_path / "network.o"],
+        ["c++", *STRICT, tmp_path / "main.cpp", tmp_path / "network.o", "-o", tmp_path / "main"],
+        [tmp_path / "main"],
+    ):
+        assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
 @pytest.mark.thorough

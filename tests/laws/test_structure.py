@@ -165,6 +165,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "refusals": [
             bad("gamma=0", lambda make: Scale(0.0), OptionError, "gamma", "0.0"),
             bad("gamma=inf", lambda make: Scale(float("inf")), OptionError, "gamma", "inf"),
+            bad("above float32", lambda make: Scale(1e39, learnable=True), OptionError, "torch.float32", "1e+39"),
+            bad("below float32", lambda make: Scale(1e-46), OptionError, "torch.float32", "1e-46"),
         ],
     },
     # Its constant is whatever it has learnt, so it is computed, not claimed.

@@ -54,6 +54,8 @@ def test_it_is_saved_with_the_model() -> None:
         ([0.0], None, "units other than 0"),
         ([math.nan], None, "finite numbers"),
         ([1.0], [math.inf], "finite numbers"),
+        ([1e39], None, r"finite numbers \(torch.float32\), at least one, got \[1e\+39\]"),
+        ([1e-46], None, r"units other than 0 \(torch.float32\), got \[1e-46\]"),
         (2.0, None, "Rescale: units: expected a list of one number for each channel, got 2.0"),
         (None, None, "Rescale: units: expected a list of one number for each channel, got None"),
         ([1.0], ["a"], r"Rescale: offset: expected a list of one number for each channel, got \['a'\]"),

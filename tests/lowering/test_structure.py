@@ -372,6 +372,16 @@ def test_refusals_name_the_line_of_the_network(source: str) -> None:
         analyze(Net(forward).eval(), V)
 
 
+def test_code_of_exec_has_no_module() -> None:
+    home: dict[str, Any] = {}
+    exec("import torch\nclass Twice(torch.nn.Module):\n    def forward(self, x): return 2 * x", home)
+    x = torch.rand(3, 4)
+    assert torch.equal(export(home["Twice"](), V)(x), 2 * x)
+    exec("class Peeks(Twice):\n    def forward(self, x): return 2 * x if len(x) > 1 else x", home)
+    with pytest.raises(NoRuleError, match="control flow on values or on the size of the batch"):
+        export(home["Peeks"](), V)
+
+
 @pytest.mark.parametrize("function", [analyze, export, lipschitz])
 @pytest.mark.parametrize(
     "forward", [lambda s, x: F.log_softmax(s.a(x), dim=1), lambda s, x: x.log_softmax(-1), lambda s, x: s.log(x)]

@@ -162,10 +162,25 @@ def test_an_export_without_a_proof_is_refused() -> None:
     network = LBDN([2, 3, 1])
     with torch.no_grad():
         network.hidden[0].y_scale.fill_(math.nan)
-    with pytest.raises(OptionError, match=r"expected finite parameters with a proof of gain 1\.0, got none"):
+    with pytest.raises(OptionError, match=r"proof of gain 1\.0, got none .* the largest is nan"):
         export(network, (2,))
+    network = LBDN([6, 1, 3, 5], dtype=torch.float64)
+    with torch.no_grad():
+        network.output.y_scale.fill_(1e256)
+    with pytest.raises(OptionError, match=r"got none .* the largest is 1e\+256"):
+        export(network, (6,))
     with pytest.raises(ShapeError, match=r"expected input of shape \(\.\.\., 2\), got \(3,\)"):
         export(LBDN([2, 3, 1]), (3,))
+
+
+@pytest.mark.parametrize("sizes", [[3, 6], [3, 4, 6]])
+def test_a_network_of_tiny_weights_is_exported(sizes: list[int]) -> None:
+    network = LBDN(sizes, dtype=torch.float64)
+    with torch.no_grad():
+        network.output.y_scale.fill_(1e-308)
+    plain = export(network, (3,))
+    assert 0 < float(plain[-1].weight.abs().max()) < 1e-307
+    assert float(lipschitz(plain)) <= 1
 
 
 def test_a_network_of_zero_weights_is_exported() -> None:
@@ -322,15 +337,20 @@ def test_networks_that_cannot_be_imported() -> None:
     linear = nn.Linear(2, 2)
     with pytest.raises(OptionError, match=r"expected a lipkit\.modules\.Network or nn\.Sequential, got .*Linear"):
         from_network(linear)
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    hooked[1].register_forward_hook(lambda module, given, output: 3 * output)
+    with pytest.raises(NoRuleError, match="forward hooks"):
+        from_network(hooked, None, [torch.ones(2)])
     chain = nn.Sequential(linear, nn.GELU(), linear)
     with pytest.raises(OptionError, match=r"expected Linear, activation .* got Linear, GELU, Linear"):
         from_network(chain, 1.0, [torch.ones(2)])
-    with pytest.raises(OptionError, match="expected one for each of 1 activations, got 0"):
+    with pytest.raises(OptionError, match=r"one for each of 1 activations \(lipsdp\.solve\), got 0"):
         from_network(nn.Sequential(linear, nn.ReLU(), linear), 1.0)
     with pytest.raises(ShapeError, match="multiplier 0: expected shape"):
         from_network(nn.Sequential(linear, nn.ReLU(), linear), 1.0, [torch.ones(3)])
-    with pytest.raises(OptionError, match="expected positive finite entries"):
-        from_network(nn.Sequential(linear, nn.ReLU(), linear), 1.0, {1: -torch.ones(2)})
+    for wrong, got in (([-1.0, -1.0], "-1 to -1"), ([1.0, math.inf], "1 to inf")):
+        with pytest.raises(OptionError, match=f"expected positive finite entries, got {got}"):
+            from_network(nn.Sequential(linear, nn.ReLU(), linear), 1.0, {1: torch.tensor(wrong)})
     deep = nn.Sequential(linear, nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), linear)
     with pytest.raises(OptionError, match="expected a positive gain that the multipliers prove, got inf"):
         from_network(deep, None, [1e-6 * torch.ones(2), torch.ones(2)])

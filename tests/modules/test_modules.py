@@ -18,6 +18,7 @@ from lipkit.modules import (
     Affine,
     FourierConv2d,
     GroupSort,
+    HalfAbs,
     MaxMin,
     MaxMinShift2d,
     Network,
@@ -129,6 +130,15 @@ def test_maxmin_by_hand() -> None:
     assert torch.equal(maxmin(image), torch.cat((torch.maximum(a, b), torch.minimum(a, b)), 1))
 
 
+@pytest.mark.parametrize("module", [MaxMin(), GroupSort(2), GroupSort(None), HalfAbs()], ids=repr)
+def test_a_sample_without_its_batch_is_refused(module: nn.Module) -> None:
+    """As under `vmap`, which takes the batch off; a dense layer would accept it."""
+    x = torch.randn(3, 4)
+    with pytest.raises(ShapeError, match=r"expected a batch \(N, C, ...\), got shape \(4,\): one sample is x\[None\]"):
+        torch.func.vmap(module)(x)
+    assert torch.equal(torch.func.vmap(lambda one: module(one[None])[0])(x), module(x))
+
+
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_group_sort_against_numpy(size: int) -> None:
     x = torch.randn(2, 6, 3)
@@ -229,6 +239,14 @@ def test_a_copy_of_a_network_is_a_network() -> None:
         assert other.input_shape == (3,)
         assert torch.equal(other(x), net(x))
     assert copy.deepcopy(net).double()(x.double()).dtype == torch.float64
+
+
+def test_an_export_of_a_network_keeps_its_range() -> None:
+    network = Network([nn.Linear(2, 2)], (2,))
+    network.input_range = (0.0, 255.0)
+    assert lipkit.export(network, (2,)).input_range == (0.0, 255.0)
+    assert lipkit.export(network, (2,), box=(0.0, 1.0)).input_range == (0.0, 1.0)
+    assert lipkit.export(nn.Sequential(nn.Linear(2, 2), network), (2,)).input_range is None  # of the hidden units
 
 
 def test_multipliers_travel_with_their_module() -> None:

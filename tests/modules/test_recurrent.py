@@ -128,6 +128,8 @@ def test_a_network_that_expands_has_a_gain_over_some_steps_only() -> None:
     assert float(lipschitz(plain)) < math.inf
     assert ascended(plain[0], 4, 30) <= float(lipschitz(plain)) < float(lipschitz(plain[0], (5, 2)))
     assert contraction(plain[0]) == plain[0].rate
+    with pytest.raises(NoRuleError, match="expected a Recurrent of an exported network, got Network"):
+        contraction(plain)
     with pytest.raises(ShapeError, match=r"a gain over T steps only, got none"):
         lipschitz(plain[0])
     with torch.no_grad():

@@ -381,3 +381,14 @@ def test_the_gain_of_a_chain_is_that_of_its_modules() -> None:
     layer = nn.Linear(5, 5).double()
     gain = prove_module(layer, (5,), FLOAT32, lipschitz(layer)).gain
     assert gain >= float(torch.linalg.matrix_norm(layer.weight.detach(), 2))
+
+
+@pytest.mark.parametrize("kind", [nn.Hardsigmoid, nn.Hardswish])
+def test_the_sixth_by_which_torch_multiplies_on_cuda_is_covered_in_float64(kind: type[nn.Module]) -> None:
+    # ATen's CUDA kernels hold 1 / 6 as a float32 number in every format.
+    x = torch.linspace(-4, 4, 64, dtype=torch.float64)
+    sixth = float(torch.tensor(1 / 6, dtype=torch.float32))
+    made = (x + 3).clamp(0, 6) * sixth * (x if kind is nn.Hardswish else 1)
+    lost = float((made - kind()(x)).norm())
+    covered = float(local_error(kind(), (64,), FLOAT64)(x[None]).error.at)
+    assert lost <= covered <= 3 * lost

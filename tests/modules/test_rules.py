@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, Normalize, Residual, Scale, ScaledAvgPool2d
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import (
+    ROWS,
     Affine,
     Blend,
     FourierConv2d,
@@ -30,9 +33,11 @@ from lipkit.modules import (
     LayerCenter,
     MaxMin,
     Network,
+    Plain,
     Reshape,
     SandwichBlock,
     SlopeResidual,
+    add_plain,
     export_rule,
     lipschitz_rule,
     output_shape,
@@ -791,8 +796,62 @@ def test_rules_of_ones_own() -> None:
     with pytest.raises(NoRuleError, match="already has a rule"):
         lipschitz_rule(Double)(lambda m, s: 1.0)
     lipschitz_rule(Negative)(lambda m, s: -1.0)
-    with pytest.raises(NoRuleError, match="expected a bound >= 0"):
+    with pytest.raises(NoRuleError, match=r"gave -1.0, expected one number >= 0"):
         lipschitz(Negative())
+
+
+@pytest.mark.parametrize("made", [None, "1", 1j, [1.0, 2.0], torch.ones(2)], ids=repr)
+def test_rules_that_give_something_else(made: Any) -> None:
+    class Layer(nn.Module):
+        pass
+
+    lipschitz_rule(Layer)(lambda m, s: made)
+    export_rule(Layer)(lambda m, s: made)
+    with pytest.raises(NoRuleError, match=r"the rule of .*Layer gave .*, expected one number >= 0"):
+        lipschitz(Layer())
+    with pytest.raises(NoRuleError, match=r"the export rule of .*Layer gave .*, expected a module"):
+        export(Layer(), (3,))
+
+
+@pytest.mark.parametrize("wrong", [nn.ReLU(), "nn.ReLU", Tensor, lambda module, shape: 1.0], ids=repr)
+def test_rules_are_for_types_of_modules(wrong: Any) -> None:
+    """``@lipschitz_rule`` without its argument takes the rule for a type."""
+    before = dict(ROWS)
+    for register in (lipschitz_rule, export_rule, lambda kind: add_plain(Plain(kind, 1.0))):
+        with pytest.raises(NoRuleError, match="expected rules for types of modules"):
+            register(wrong)
+    assert before == ROWS
+
+
+def _inner(module: Any, shape: object) -> nn.Module:
+    return cast(nn.Module, module.inner)
+
+
+def _weight(module: Any, shape: object) -> nn.Module:
+    made = nn.Linear(3, 2)
+    made.weight = module.inner.weight
+    return made
+
+
+@pytest.mark.parametrize("rule", [_inner, _weight, lambda m, s: nn.Sequential(nn.ReLU(), m.inner)])
+def test_what_a_rule_shares_with_its_module_is_copied(rule: Callable[[Any, Any], nn.Module]) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+    export_rule(Wrapper)(rule)
+    model = Wrapper()
+    address = model.inner.weight.data_ptr()
+    plain, x = export(model, (3,)), torch.rand(4, 3)
+    before = plain(x)
+    assert all(p.requires_grad for p in model.parameters())  # training goes on
+    assert all(m.training for m in model.modules())
+    assert model.inner.weight.data_ptr() == address
+    with torch.no_grad():
+        model.inner.weight.add_(1.0)
+    assert torch.equal(plain(x), before)
+    assert not any(p.requires_grad for p in plain.parameters())
 
 
 def test_multipliers_of_a_rule_of_ones_own_stay() -> None:

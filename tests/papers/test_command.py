@@ -76,7 +76,8 @@ def test_an_empty_registry_says_so(monkeypatch, capsys):
         (["cayley_1", "x"], "expected one recipe and changes KEY=VALUE, got 'cayley_1' and 'x'"),
         ([], "expected a table or --all, got neither"),
         (["x", "--all"], "expected a table or --all, got both"),
-        (["square_wave", "train.epochs=1", "--records", "r"], "--records only reads"),
+        (["square_wave", "train.epochs=1", "--records", "."], "--records only reads"),
+        (["square_wave", "--records", "r"], "--records.*: Directory .r. does not exist"),
     ],
 )
 def test_usage(arguments, message, capsys):

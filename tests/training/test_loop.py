@@ -377,6 +377,14 @@ def test_precision_is_fabrics():
         ),
         ({"evaluate": lambda model: None}, OptionError, "evaluate: expected numbers by name, a dict, got NoneType"),
         (
+            {"evaluate": lambda model: {"epoch": 7}},
+            OptionError,
+            "names beside accuracy.* got 'epoch': .*'test_epoch'",
+        ),
+        ({"evaluate": lambda model: {"seconds": 1}}, OptionError, "evaluate: expected names .*, got 'seconds'"),
+        ({"evaluate": lambda model: {3: 1.0}}, OptionError, "evaluate: expected names .*, got 3"),
+        ({"evaluate": lambda model: {"a": torch.ones(2)}}, OptionError, "expected numbers, got {'a': tensor"),
+        (
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(16, 1), nn.Flatten(0))},
             DataError,
             r"outputs of shape \(16, K\), got \(16,\)",

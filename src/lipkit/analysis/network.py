@@ -161,8 +161,8 @@ def analyze(
         A few forward passes, one bound of each layer, and ``restarts (2 steps + 10)`` passes back for the search.
 
     Raises:
-        NoRuleError: anything without a rule, by name; values that depend on the input and are no floating-point
-            numbers of at least the network's format; control flow on values; a batch that is not kept apart; in-place
+        NoRuleError: anything without a rule, by name; values that depend on the input and are not floating-point
+            numbers of at least the network's format; control flow on values; samples of a batch that mix; in-place
             calls whose effect on other values is not clear; hooks; training mode of modules that differ in it.
         ShapeError: the model does not accept ``input_shape``.
         OptionError: a method, tolerance, restarts, steps or box out of range.

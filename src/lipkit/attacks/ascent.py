@@ -36,7 +36,7 @@ class Best:
         """Indices of the samples still to attack: those not yet misclassified, or all."""
         return (~self.fooled if stop_early else torch.ones_like(self.fooled)).nonzero()[:, 0]
 
-    def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
+    def improve(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         """Keep those ``points`` of the samples ``index`` that beat the present ones; ``loss=None`` compares margins."""
         wrong = misclassified(logits, self.labels[index])
         if loss is None:

@@ -97,8 +97,8 @@ class _Rows(Best):
         super().__init__(x, y)
         self.owner, self.won = owner, self.fooled.clone()
 
-    def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
-        super().update(index, points, logits, loss)
+    def improve(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
+        super().improve(index, points, logits, loss)
         self.won[index] |= misclassified(logits, self.labels[index])
         self.fooled = torch.isin(self.owner, self.owner[self.won])
 

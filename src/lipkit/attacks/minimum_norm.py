@@ -336,7 +336,7 @@ def _search(
 def nearest_rivals(model: Model, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
     """(N, min(9, K - 1)) classes of the largest wrong logits, those of the nearest boundary first.
 
-    The l2 distance of a boundary is estimated as margin over gradient norm at the sample.
+    The l2 distance of a boundary is estimated as margin / gradient norm at the sample.
     """
     order, distance = rivals(logits, y, 9), []
     for target in order.unbind(dim=1):

@@ -101,7 +101,7 @@ def pgd(
             if not len(index):
                 break
             value, logits, slope = value_and_gradient(model, point, y[index], loss, target, gradient=length is not None)
-            best.update(index, point, logits, value if loss == "ce" else None)
+            best.improve(index, point, logits, value if loss == "ce" else None)
             if order is None and loss == "margin":  # at the first evaluation, which has all samples
                 order = rivals(logits, y)
             if length is None:
@@ -189,7 +189,7 @@ def apgd(
     logits = first_logits(model, x, y)
     check_loss(loss, logits.shape[1], targeted=targeted)
     best = Best(x, y)
-    best.update(best.left(False), x.detach(), logits)
+    best.improve(best.left(False), x.detach(), logits)
     order = rivals(logits, y)
     for start in range(restarts or (min(9, order.shape[1]) if targeted else 1)):
         index = best.left(stop_early)
@@ -246,7 +246,7 @@ def climb(
     centre, label = best.samples[index], best.labels[index]
     point = space.start(centre, radius, box, generator) if random else centre
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
-    best.update(index, point, logits)
+    best.improve(index, point, logits)
     s = SimpleNamespace(  # a row for each sample that is still attacked
         index=index,
         centre=centre,
@@ -279,7 +279,7 @@ def climb(
             ahead = torch.add(s.point.lerp(ahead, _MOMENTUM), s.point - s.previous, alpha=1 - _MOMENTUM)
         s.previous, s.point = s.point, space.project(ahead, s.centre, s.radius, box)
         value, logits, s.slope = value_and_gradient(model, s.point, s.label, loss, s.target)
-        best.update(s.index, s.point, logits)
+        best.improve(s.index, s.point, logits)
         s.rises = s.rises + (value > s.value)
         s.value = value
         better = value > s.top_value

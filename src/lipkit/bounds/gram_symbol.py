@@ -15,7 +15,7 @@ from scipy.linalg import lapack
 from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags
-from lipkit.conv.symbol import angles
+from lipkit.conv.spectrum import angles
 from lipkit.proof.roundoff import UNIT, gamma
 
 # Size of the matrices formed at once.
@@ -134,7 +134,7 @@ class GramSymbol:
         return self._table.to(torch.float32)
 
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
-        """`below` in the format of ``table``, the coefficients; the rounding of that format is subtracted."""
+        """`below`, computed in the dtype of the coefficients ``table``: its rounding is subtracted from the level."""
         single = table.dtype == torch.float32
         unit, error = UNIT_SINGLE if single else UNIT, self.error
         if single:  # each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds
@@ -172,10 +172,10 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
 def cholesky_error(side: int, unit: float) -> Tensor:
     r"""A vector c: a complex Cholesky factorisation of H that completes proves :math:`H \ge -\sum_i c_i H_{ii} I`.
 
-    Entry (i, j) of H minus the product of its factors comes from at most ``2 min(i, j)`` real products (from 1), in any
-    order, a subtraction, and a division or a product by a reciprocal: its modulus is at most
-    :math:`\sqrt2\, \gamma_{2\min(i,j) + 8} \|r_i\| \|r_j\|`. The matrix :math:`\min(i, j)\, d_i d_j` is positive
-    semidefinite: its norm is at most its trace. (Rump 2006, theorem 2.3, counts ``side`` products for every entry.)
+    With r_i the rows of the factor R, entry (i, j) of :math:`H - R R^*` (i, j from 1) is the error of at most
+    ``2 min(i, j)`` real products in any order, a subtraction, and a division or a product by a reciprocal: at most
+    :math:`\sqrt2\, \gamma_{2\min(i,j) + 8} \|r_i\| \|r_j\|`. The matrix :math:`(\min(i, j) \|r_i\| \|r_j\|)_{ij}` is
+    positive semidefinite: its norm is at most its trace. (Rump 2006, theorem 2.3, counts ``side`` products everywhere.)
     """
     n = math.sqrt(2) * unit * (2 * torch.arange(1, side + 1, dtype=torch.float64) + 8)
     return 1.02 * n / (1 - 2 * n).clamp_min(1e-6)

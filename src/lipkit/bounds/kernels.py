@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags, row_sums
-from lipkit.conv.symbol import angles, check_kernel, half_grid
+from lipkit.conv.spectrum import angles
+from lipkit.conv.symbol import check_kernel, half_grid
 from lipkit.errors import OptionError
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.transforms import differentiated

@@ -31,11 +31,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from scipy import linalg
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.proof.norms import power_of_two, spectral_norm
+from lipkit.proof.norms import largest_eigenpair, power_of_two, spectral_norm
 from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
 # A diagonal between this and its inverse keeps the effect of underflow in products under 1e-60.
@@ -74,7 +73,7 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
         if tuple(m.shape) != (weights[k].shape[0],):
             raise ShapeError(f"multiplier {k}: expected shape ({weights[k].shape[0]},), got {tuple(m.shape)}")
         if not bool((torch.isfinite(m) & (m > 0)).all()):
-            raise OptionError(f"multiplier {k}: expected positive finite entries, got a minimum of {float(m.min())}")
+            raise OptionError(f"multiplier {k}: expected positive finite entries, got {m.min():g} to {m.max():g}")
     return [to_double(w.detach()) for w in weights], [to_double(m.detach()) for m in multipliers]
 
 
@@ -196,8 +195,7 @@ class _Blocks:
         some = scale[-count:, None] * torch.cat(ends, 1)[order[-count:]]
         half = torch.linalg.solve_triangular(lower[-count:, -count:], some, upper=False)
         half = half.mT if some.shape[1] > count else half  # the smaller of two Gram matrices
-        values = linalg.eigh((half.mT @ half).cpu().numpy(), eigvals_only=True, subset_by_index=[half.shape[1] - 1] * 2)
-        return float(values[0])
+        return float(largest_eigenpair(half.mT @ half)[0])
 
     def proves(self, gain: float) -> bool:
         if not (math.isfinite(gain) and gain > 0):
@@ -269,7 +267,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
         if not bool(joint.isfinite().all()):
             return math.inf
         guess = float(torch.linalg.eigvalsh(joint)[-1])
-    guess = max(guess, 1e-300)
+    guess = max(guess, 1e-240)  # a diagonal below `_SMALL` proves nothing
     width = sum(len(m) for m in multipliers) + (0 if blocks.eliminated else weights[0].shape[1] + len(weights[-1]))
     # A factorisation needs an allowance of gamma_2n times the trace: smaller slacks are hopeless.
     for exponent in range(max(-13, math.ceil(math.log10(2 * UNIT * width**2))), 1):

@@ -138,7 +138,7 @@ def _by_cells(kernel: Tensor, groups: int, tolerance: float, finer: bool | None)
 
 
 def _relative(tolerance: float) -> float:
-    """The r for which a proof first tries 1 + r times the largest eigenvalue found of G = F* F."""
+    """The r of the level that a proof tries first: 1 + r times the largest eigenvalue found of G = F* F."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ class Certificate(Shown):
             OptionError: a negative eps, or a sound radius asked of a certificate that ignored rounding.
         """
         given: Any = eps
-        if given is None or isinstance(given, str) or not given >= 0:
-            raise OptionError(f"expected a radius >= 0, such as 36 / 255, got {eps!r}")
+        if not ((isinstance(given, Real) or getattr(given, "ndim", None) == 0) and given >= 0):
+            raise OptionError(f"expected one radius >= 0, such as 36 / 255, got {eps!r}")
         wanted = self.rounding if rounding is None else check_rounding(rounding)
         if wanted == "sound" and self.rounding != "sound":
             raise OptionError("expected a certificate with rounding='sound', got one with rounding='ignore'")

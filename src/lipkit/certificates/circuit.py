@@ -30,7 +30,7 @@ from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network, first_floating
 from lipkit.modules.normalization import LayerCenter
-from lipkit.modules.pooling import Mean, _pair, window_terms
+from lipkit.modules.pooling import Mean, pair, window_terms
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
@@ -408,7 +408,7 @@ def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
     if module.return_indices:
         raise NoRuleError("local bounds: expected a pooling that returns no indices")
     options = module.kernel_size, module.stride, module.padding, module.dilation
-    kernel, stride, padding, dilation = (tuple(_pair(option)) for option in options)
+    kernel, stride, padding, dilation = (tuple(pair(option)) for option in options)
     out, border = output_shape(module, shape), list[int]()
     for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
         border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries

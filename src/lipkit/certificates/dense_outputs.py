@@ -117,7 +117,7 @@ def dense(
         proof: from `lipkit.prove`, for another evaluator or rounding; not of an integer program.
 
     Raises:
-        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is no number >= 0.
+        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is not a number >= 0.
 
     >>> net = Network([nn.Conv2d(1, 2, 1)], (1, 2, 2))
     >>> _ = net[0].weight.copy_(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)), net[0].bias.zero_()

@@ -1,9 +1,9 @@
 r"""Evaluators: the arithmetic that a certificate holds for, and the settings under which torch keeps to it.
 
 A certificate holds for *every* evaluation in the model of `lipkit.proof.roundoff`:
-IEEE operations in the evaluator's format, inner products in any order, flushing to zero or not. What breaks the model
-(products in TF32 or bfloat16, autocast, algorithms that are not inner products such as Winograd's or a fast Fourier
-transform) is looked for in torch's settings and refused.
+IEEE operations in the evaluator's format, inner products in any order, flushing to zero or not. Settings of torch that
+break the model (products in TF32 or bfloat16, autocast, algorithms that are not inner products such as Winograd's or a
+fast Fourier transform) are refused.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def machine(network: modules.Network, name: str) -> modules.Network:
 def settings(kind: str) -> dict[str, str]:
     """The settings of torch and its libraries that affect arithmetic and choice of algorithms on a type of device.
 
-    `violations` names what breaks the model of arithmetic; the rest is for the record.
+    `violations` names those that break the model of arithmetic; the others are for the record.
     """
     backends = torch.backends
     found: dict[str, object] = {

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
-from lipkit.certificates.measurement import check_network, exact_copy
+from lipkit.certificates.measurement import check_network
 from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
@@ -37,13 +37,14 @@ from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _composed, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
 from lipkit.modules.registry import LATER, Shape, output_shape
+from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, product, up
 
 Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI by default; `analyze` tries one unasked for networks with at most as many."""
+"""Most hidden units in one LMI by default, and in a network that `analyze` bounds by LMIs with ``tight=None``."""
 
 # Most inputs, units and outputs in one LMI; most entries of a matrix with a proof each, most units for an LMI of each.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
@@ -117,7 +118,7 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
         Upper bound, as for `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.
 
     Raises:
-        NoRuleError: another network. OptionError, ShapeError: a box that does not fit, or is empty.
+        NoRuleError: a network of other modules. OptionError, ShapeError: a box that does not fit, or is empty.
 
     >>> net = Network([nn.Linear(2, 1, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, -4.0]]))

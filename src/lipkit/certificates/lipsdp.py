@@ -21,7 +21,7 @@ from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
-from lipkit.modules import Graph, Network
+from lipkit.modules import Graph, Network, guard
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
 from lipkit.modules.plain import Shape
@@ -107,7 +107,8 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
         return bool(lipschitz(proved) <= gamma)
     factors = [float(c) for c in constants(proved, proved.input_shape)]
     run, rest = runs[0], whole(factors[: runs[0].start] + factors[runs[0].stop :])
-    found = rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
+    finite = max(factors) < torch.inf  # else a number that no weight shows, such as a bias, is not
+    found = finite and rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
     return found or whole(factors) <= gamma
 
 
@@ -185,6 +186,7 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
     """
     if type(network) is not Network:
         raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
+    guard(network)  # its modules are looked at where they are bounded
     modules, shape = list[nn.Module](), network.input_shape
     for module in network:
         modules.append(_chained(module, shape) if type(module) is Graph else module)

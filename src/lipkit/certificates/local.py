@@ -10,8 +10,8 @@ activation (`lipkit.certificates.relaxation`). Rows C of an inequality on the lo
 
 which is positive up to a radius in closed form. Such rows bound the pre-activations too, from the first layer on.
 
-**Rounding.** The inequality holds for *any* rows, so computed rows are used as they are, and e takes off what each
-step loses, with H for the values. One vector E per node serves all rows, :math:`e \mathrel{+}= |A| E`. It has the terms
+**Rounding.** The inequality holds for *any* rows, so computed rows are used as they are, and e subtracts the loss of
+each step, with H for the values. One vector E per node serves all rows, :math:`e \mathrel{+}= |A| E`. It has the terms
 
 - of a linear map, :math:`\gamma_n |W| H` (products by the adjoint) and :math:`\gamma_m |k|` (its bias), and in the
   evaluator's arithmetic :math:`\gamma_d (|W| H + |k|)`, its own rounding of :math:`W v + k`;
@@ -20,7 +20,7 @@ step loses, with H for the values. One vector E per node serves all rows, :math:
 - of the running constant, :math:`\gamma` times the sum of the moduli of its terms; for underflow, the smallest normal
   number per product.
 
-l, u, H, lines and all else that is used as a number is rounded outward before it is used.
+All other numbers (l, u, H, lines, ...) are rounded outward before they are used.
 
 References: Zhang, Weng, Chen, Hsieh, Daniel, "Efficient neural network robustness certification with general
 activation functions", NeurIPS 2018 (the lines); Weng et al., "Towards fast computation of certified robustness for

@@ -107,6 +107,16 @@ def last_layer_constants(distances: Tensor, body_constant: float) -> Tensor:
     return torch.where(distances == 0, equal, next_up(distances * body_constant)).fill_diagonal_(0.0)
 
 
+def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
+    """Proved constants (K, K) of differences of two outputs; and the distances of the last layer's rows, or None."""
+    constants = global_constants(proof.constant * proof.slack, classes)
+    if proof.last is None or proof.body_constant is None:
+        return constants, None
+    distances = row_distances(proof.last.weight.cpu())
+    body = last_layer_constants(distances, proof.body_constant * proof.slack)
+    return torch.minimum(constants, body), last_layer_constants(distances, 1.0)
+
+
 def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``, (N,) float64 in units of the input's l2 norm.
 

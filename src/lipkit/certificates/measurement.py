@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +15,23 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import evaluators, margins
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
-from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
+from lipkit.errors import NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.integer.program import Program
 from lipkit.integer.quantisation import quantise
 from lipkit.linalg.matrices import check_integer
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
-from lipkit.modules.guarding import guard, parts, refuse_wrapper, type_name
-from lipkit.modules.storage import Contents, contents, describe, rebuilt, same_contents, stored_tensors
+from lipkit.modules.guarding import refuse_wrapper
+from lipkit.modules.storage import (
+    Contents,
+    check_alike,
+    contents,
+    digest,
+    exact_copy,
+    float64_device,
+    guard_parts,
+    same_contents,
+)
 from lipkit.proof.roundoff import Arithmetic, check_readable
 from lipkit.shown import Shown, Told, upper
 
@@ -74,12 +81,12 @@ class Proof(Shown):
         )
 
     def pair_constants(self, classes: int) -> tuple[Tensor, Tensor | None]:
-        """:func:`pair_constants` of this network."""
-        return self.pairs or pair_constants(self.chain, classes)
+        """`lipkit.certificates.margins.pair_constants` of this network."""
+        return self.pairs or margins.pair_constants(self.chain, classes)
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this proof was made for exactly this network, its attributes included, and this evaluation."""
-        guard(*(module for _, module in parts(network)))
+        guard_parts(network)
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or not same_contents(contents(network), self.stored):
@@ -94,7 +101,7 @@ class Proof(Shown):
                 "integer program depends on them, prove this network again"
             )
         known = "proof: expected the module {!r} as it was proved"
-        _check_alike(network, self.network, known, "prove this network again")
+        check_alike(network, self.network, known, "prove this network again")
 
 
 def _asked(
@@ -104,70 +111,6 @@ def _asked(
     check_underflow()  # small float32 numbers would be lost on their way to float64
     where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
     return where, evaluators.evaluator(evaluator, where, network, rounding)
-
-
-# Attributes that no forward pass of exactly these types reads: a line of the source, the initial value of a weight.
-_IDLE = {"where": (modules.Product, modules.MatrixProduct, modules.Elementary), "init": (torch.nn.PReLU,)}
-
-# Attributes of every module that `guard` checks, or that no forward pass reads.
-_NO_SWITCHES = vars(torch.nn.Module()).keys() - {"training"} | {"input_range"}
-
-
-# Only values of exactly these types are compared: a subclass may define its own comparison.
-_PLAIN = (bool, int, float, str, type(None), np.float64, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
-
-
-def _exact(value: Any) -> bool:
-    """True if == compares the value reliably: one of the types `_PLAIN`, or a tuple, list or set of such values."""
-    return all(map(_exact, value)) if type(value) in (tuple, list, set, torch.Size) else type(value) in _PLAIN
-
-
-def exact_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
-    """A float64 copy, rebuilt from what is stored and hashed; on the CPU if ``device`` has no float64.
-
-    Raises:
-        NoRuleError, OptionError: hooks, methods, attributes or buffers of the network differ from its stored form.
-    """
-    guard(*(module for _, module in parts(network)))
-    numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
-    try:
-        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # no trial run: the proof runs it
-    except (DataError, OptionError):  # a network that no file could hold, such as one with a wrong in_features
-        exact = float64_copy(network)
-        for name, copied in stored_tensors(exact).items():
-            if not torch.equal(copied.double().view(torch.int64), numbers[name].view(torch.int64)):
-                raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
-    exact.input_range = network.input_range
-    for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        for key in ("training", "inplace"):  # they are not stored
-            if hasattr(module, key):
-                setattr(twin, key, getattr(module, key))
-    _check_alike(network, exact, "expected the module {!r} as its stored form gives it", "make it anew")
-    return exact.to(float64_device(device))
-
-
-def _check_alike(network: modules.Network, exact: modules.Network, expected: str, remedy: str) -> None:
-    """Raise if a network differs from the float64 copy of its stored form: in types, attributes or unstored buffers."""
-    for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        kind, unread = type(module), {key for key, types in _IDLE.items() if type(module) in types}
-        pairs = {"type": (kind, type(twin))}
-        # No forward pass reads an attribute that the copy and its class lack.
-        for key in dict.fromkeys((*vars(module), *vars(twin))):
-            if key not in _NO_SWITCHES | unread and hasattr(module, key) and hasattr(twin, key):
-                pairs[key] = getattr(module, key), getattr(twin, key)
-        if kind is type(twin) and getattr(module, "padding_mode", None) == "zeros":
-            pairs.pop("_reversed_padding_repeated_twice", None)  # torch reads it in other modes only
-        for key, pair in pairs.items():
-            if key != "type" and not all(map(_exact, pair)):
-                what = f"{key} as a number of Python or a word, got {pair[0]!r}"
-                raise OptionError(f"{type_name(kind)}: expected {what}: make a tensor a buffer")
-            value, then = (tuple(v) if isinstance(v, list) else v for v in pair)
-            if value != then:
-                raise OptionError(f"{expected.format(name)}, with {key} = {then!r}, got {value!r}: {remedy}")
-        for key in twin._non_persistent_buffers_set:  # the twin has made them anew, from its sizes
-            now, anew = getattr(module, key), getattr(twin, key).cpu()
-            if not torch.equal(now.cpu(), anew.to(now.dtype)):
-                raise OptionError(f"expected {key!r} of {module} as its sizes give it, got other numbers: load it anew")
 
 
 def prove(
@@ -216,31 +159,22 @@ def prove(
     elif rounding == "sound":
         zero = torch.zeros(1, *network.input_shape, dtype=torch.float64, device=where)
         logits = margins.Evaluation(chain, arithmetic, zero)
+    stored = [(text, numbers.copy()) for text, numbers in contents(network)]  # a copy: the caller may go on training
     return Proof(
         constant=chain.constant,
         body_constant=chain.body_constant,
-        network_sha256=modules.sha256(network),
+        network_sha256=digest(stored),
         rounding=rounding,
         evaluator=made_for,
         chain=chain,
         arithmetic=arithmetic,
         network=exact,
-        stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
-        pairs=pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
+        stored=stored,
+        pairs=margins.pair_constants(chain, n) if chain.last and (n := len(chain.last.weight)) <= 256 else None,
         device=where,
         program=program,
         logits=logits,
     )
-
-
-def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
-    """Proved constants (K, K) of differences of two outputs; and the distances of the last layer's rows, or None."""
-    constants = margins.global_constants(proof.constant * proof.slack, classes)
-    if proof.last is None or proof.body_constant is None:
-        return constants, None
-    distances = margins.row_distances(proof.last.weight.cpu())
-    body = margins.last_layer_constants(distances, proof.body_constant * proof.slack)
-    return torch.minimum(constants, body), margins.last_layer_constants(distances, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -328,20 +262,6 @@ def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Meas
 
 Samples = Tensor | np.ndarray[Any, Any]
 """Samples or labels."""
-
-
-def float64_copy(network: modules.Network) -> modules.Network:
-    """A copy in float64, on the CPU, that holds exactly the same numbers."""
-    return copy.deepcopy(network).cpu().double()  # first to the CPU: mps cannot even hold a float64 tensor
-
-
-def float64_device(device: str | torch.device) -> torch.device:
-    """``device``, or the CPU where that device has no float64."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise OptionError(f"device: expected a device of torch, such as 'cpu' or 'cuda', got {device!r}") from None
-    return torch.device("cpu") if found.type == "mps" else found
 
 
 def as_tensor(values: object) -> Tensor:

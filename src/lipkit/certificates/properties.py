@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lipkit.certificates.evaluators import Evaluator, arithmetic, machine, settings, violations
 from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
-from lipkit.certificates.measurement import check_network, exact_copy
+from lipkit.certificates.measurement import check_network
 from lipkit.certificates.vnnlib import Case
 from lipkit.errors import NoRuleError, OptionError, finite
 from lipkit.linalg.matrices import all_finite, check_integer
@@ -41,6 +41,7 @@ from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import type_name
+from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import FLOAT64, grow, next_down, next_up, up
 from lipkit.shown import Shown
 
@@ -203,8 +204,8 @@ def verify_property(
         outputs that this machine computed.
 
     Raises:
-        NoRuleError: no exported network. OptionError: no cases, which would hold for any network, or those of another
-            one; ``seconds`` or a ``batch`` out of range; settings of torch that break the evaluator's arithmetic.
+        NoRuleError: a network that is not exported. OptionError: no cases, or cases for other numbers of inputs and
+            outputs; ``seconds`` or ``batch`` out of range; settings of torch that break the evaluator's arithmetic.
 
     >>> from torch import nn; from lipkit.certificates.vnnlib import cases
     >>> net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
@@ -292,7 +293,7 @@ def monotone(network: Network) -> Tensor:
         Everywhere, not only in an input range; for the exact function of the stored numbers.
 
     Raises:
-        NoRuleError: another module, numbers that are not finite, or inputs that are no vectors.
+        NoRuleError: another module, numbers that are not finite, or inputs that are not vectors.
         OptionError: torch.set_flush_denormal(True), under which the sign of a small weight is lost.
 
     >>> net = Network([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)], (2,))

@@ -214,7 +214,7 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
     """A Lipschitz constant of each output (d,), and the method: ``"outputs"``, or ``"global"`` for the network's.
 
     ``"outputs"`` needs a network that ends in ``nn.Linear``, perhaps with an output scaling. Output j is the network
-    with only row j of that layer; its constant is ``L_body ||w_j||``, or the smaller one of the LMI with multipliers,
+    with only row j of that layer; its constant is ``L_body ||w_j||``, or the gain that the LMI proves if it is smaller,
     times the output's scale, and at most the network's.
     """
     network, proof = proved.network, proved.chain
@@ -244,7 +244,7 @@ def reach(constants: Tensor, distance: float) -> Tensor:
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
-    """Gain from the run's input to one output, proved by its multipliers or by a multiple of them: the smaller one."""
+    """Gain from the run's input to one output: the smaller of those that its multipliers and a multiple prove."""
     weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))

@@ -51,7 +51,7 @@ class Rounded(NamedTuple):
 class _Solved(torch.autograd.Function):
     """`solve_form` on images with a hand-written derivative; second derivatives use :func:`plain_solve`.
 
-    Gain over :func:`plain_solve` (AMD EPYC): 1.7 at 64@32, 1.5 at 128@16, 1.1 at 256@8, where the products dominate.
+    On an AMD EPYC 1.7 (64@32) to 1.1 (256@8, where the products dominate) times as fast as :func:`plain_solve`.
     """
 
     @staticmethod
@@ -196,7 +196,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         `spread_pays`, only the few inputs are transformed, and one plain convolution makes the outputs.
 
     Raises:
-        ShapeError: the kernel has no four dimensions, or x other ones.
+        ShapeError: the kernel does not have four dimensions, or x does not fit it.
 
     >>> x = torch.arange(24.0).reshape(1, 2, 3, 4)
     >>> y = cayley_conv2d(torch.ones(2, 2, 1, 1), x)

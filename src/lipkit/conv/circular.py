@@ -45,8 +45,8 @@ def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
 class _Pad(torch.autograd.Function):
     """``F.pad(mode="circular")`` with its derivative by hand; torch takes one pass for each strip of the border.
 
-    Gain (AMD EPYC): 3.0 to 3.6 times as fast by itself; a training step of an AOL or SLL layer 1.21 to 1.26 times at
-    32@32, batch 128, and 1.00 to 1.10 times at other shapes.
+    On an AMD EPYC 3.0 to 3.6 times as fast; a training step of an AOL or SLL layer 1.21 to 1.26 times at 32@32, batch
+    128, and 1.00 to 1.10 times at other shapes.
     """
 
     @staticmethod

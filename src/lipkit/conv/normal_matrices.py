@@ -80,7 +80,7 @@ def _taps(kernel: Tensor) -> Tensor:
 class _AddGram(torch.autograd.Function):
     """:func:`add_gram`, where the gradient of W is one product with a Hermitian matrix, instead of two.
 
-    Gain (AMD EPYC): 1.5 to 1.65 by itself; of a training step of a sandwich layer 1.07 at 128@16, 1.0 at 64@16.
+    On an AMD EPYC it is 1.5 to 1.65 times as fast, and a sandwich layer's training step 1.07 (128@16) or 1.0 (64@16).
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, 
 class _Solution(torch.autograd.Function):
     """The solutions h of ``N h = x`` for the rows x of X ``(F, rows, n)``, from ``N^T`` and its factors: ``X N^-T``.
 
-    Gain over a solve without factors (AMD EPYC): 1.9 to 2.7; of a training step of a sandwich layer 1.08 at 64@16.
+    On an AMD EPYC 1.9 to 2.7 times as fast as solves without factors; a sandwich layer's training step 1.08 (64@16).
     """
 
     @staticmethod
@@ -219,7 +219,7 @@ class Group(NamedTuple):
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Fill ``out`` with ``form`` applied to the rows; return the arguments h and x2 of :func:`backward_rows`.
 
-    h is the conjugate of the solution ('first adjoint': the solution itself); x2 that of the inputs of W_2, or None.
+    h is the conjugate of the solve with N ('first adjoint': the solve with N^*), x2 that of W_2's inputs, if any.
     """
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None

@@ -102,7 +102,7 @@ def _spectra(kernel: Tensor, h: int, w: int) -> Tensor:
 class _Convolved(torch.autograd.Function):
     """`spread_cayley` with a hand-written derivative: autograd of many small parts would dominate the products.
 
-    Gain (AMD EPYC): 1.35 to 1.56.
+    On an AMD EPYC 1.35 to 1.56 times as fast as autograd.
     """
 
     @staticmethod

@@ -46,15 +46,6 @@ def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, T
     return angle.cos(), sine
 
 
-def angles(frequencies: Tensor, points: Tensor, h: int, w: int) -> Tensor:
-    """2 pi (f1 p1 / h + f2 p2 / w) in float64, ``(F, P)``, for integers ``(F, 2)`` and ``(P, 2)``.
-
-    Whole turns are removed before the angle is formed, in integers that count units of 1 / (h w): no angle is large.
-    """
-    turns = frequencies[:, :1] * (w * points[:, 0]) + frequencies[:, 1:] * (h * points[:, 1])
-    return torch.remainder(turns, h * w).to(torch.float64) * (2 * math.pi / (h * w))
-
-
 def half_grid(h: int, w: int) -> tuple[Tensor, Tensor]:
     """The frequencies f1, f2 of a real 2-D transform, ``h (w // 2 + 1)`` each: the others are conjugates of these."""
     half = w // 2 + 1  # f2 above it is the conjugate of -f2

@@ -86,7 +86,7 @@ class Split:
         return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
 
     def held(self, limit: int) -> Split:
-        """The split with image files decoded into memory if they take at most `limit` bytes there."""
+        """The split with image files decoded into memory if they then take at most `limit` bytes."""
         if not isinstance(self.x, ImageFiles) or self.x.nbytes > limit:
             return self
         return Split(self.x[:], self.y)
@@ -101,13 +101,12 @@ class Data:
         train: samples to train on.
         test: held-out samples, of the same shape and dtype.
         classes: the name of each class, in label order; empty for regression.
-        limits: (low, high) that every entry must keep to, infinite for no limit. None: (0, 1) for samples of shape
-            (C, H, W), which are taken to be images (normalisation is a layer of the model); no limit for others.
+        limits: (low, high) that every entry must keep to, infinite for no limit. None: no limit, but (0, 1) for samples
+            (C, H, W), which are taken to be images: normalisation is a layer of the model, radii are in pixel units.
 
     Raises:
         ShapeError: if the splits differ in the shape of a sample or of a target.
-        DataError: if the splits differ in dtype, a label has no class name, or samples leave the limits
-            (normalisation is a layer of the model, so that radii are in pixel units).
+        DataError: if the splits differ in dtype, a label has no class name, or samples leave the limits.
     """
 
     name: str
@@ -148,6 +147,11 @@ class Data:
             low, high = 0.0, 1.0  # of uint8, which is divided by 255
             if isinstance(x, Tensor) and x.is_floating_point():
                 low, high = (float(v) for v in torch.aminmax(x))
+            elif (least, most) != (0, 1):
+                raise DataError(
+                    f"{self.name}: expected limits 0 and 1 for uint8, which is divided by 255, got {least:g} and "
+                    f"{most:g}: floating point keeps its values"
+                )
             if low < least or high > most:
                 raise DataError(
                     f"{self.name}: expected {part} samples in [{least:g}, {most:g}], got values from {low:g} to "
@@ -177,7 +181,7 @@ class Data:
         return len(self.classes) if self.task == "classification" else int(self.train.y.shape[1])
 
     def held(self, limit: int) -> Data:
-        """The data set with image files decoded into memory if each split's fit in `limit` bytes."""
+        """The data set; image files of a split are decoded into memory if they then take at most `limit` bytes."""
         return replace(self, train=self.train.held(limit), test=self.test.held(limit))
 
     def take(self, limit: int) -> Data:

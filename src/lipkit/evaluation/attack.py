@@ -18,9 +18,9 @@ from lipkit.attacks import ATTACKS, run_attack, shrink
 from lipkit.attacks.ascent import Box, ball, clip, like, misclassified, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, as_radii, share
-from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation, OptionError, check_choice, interval
 from lipkit.linalg.matrices import check_integer
+from lipkit.modules.storage import float64_copy
 from lipkit.proof.roundoff import product, root
 from lipkit.shown import Told
 

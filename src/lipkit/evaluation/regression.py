@@ -29,7 +29,7 @@ class RegressionEvaluation(Shown):
         certificate: of the test samples.
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
-        search: the steepest pair of inputs found; ``search.lower`` is their slope, less what rounding may have added.
+        search: the steepest pair of inputs found; ``search.lower`` is their slope, less its possible rounding error.
         output_slopes: (d,) the steepest slope of each output over that pair and neighbouring samples, less rounding.
         times: seconds.
     """
@@ -48,7 +48,7 @@ class RegressionEvaluation(Shown):
 
     @property
     def tightness(self) -> float:
-        """Lower over upper bound, at most 1; NaN for a constant network."""
+        """Lower bound divided by upper bound, at most 1; NaN for a constant network."""
         upper = self.certificate.constant
         return self.lower / upper if upper > 0 else float("nan")
 

@@ -27,7 +27,7 @@ from torch import nn
 import lipkit
 from lipkit import modules
 from lipkit.data import Data, Split
-from lipkit.errors import RecipeError, RunError, ShapeError
+from lipkit.errors import DataError, RecipeError, RunError, ShapeError
 from lipkit.evaluation import Attack, Evaluation, RegressionEvaluation, evaluate, evaluate_regression, latency
 from lipkit.experiments.build import augment, build_model, load_data
 from lipkit.experiments.recipe import Recipe, differences, load_recipe, to_yaml, unplaced
@@ -219,7 +219,7 @@ def finish(
             network, split, delta=section.delta, batch_size=section.batch_size, device=device, **search
         )
     else:
-        attacked = min(len(split), section.attack_samples or len(split)) if section.attack_eps else 0  # None: all
+        attacked = 0 if section.attack_eps == () else min(len(split), section.attack_samples or len(split))  # None: all
         display.note(f"certifying {len(split)} test samples, attacking {attacked}")
         # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
         split = Split(*split.batch(slice(None)))
@@ -269,6 +269,7 @@ def certify(
     folder, where = Path(folder), device_here(device)
     network = load_network(folder)
     data = load_data(recipe, large_eps)
+    _share_range(network, data)
     facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
     if (folder / RECORD).exists():
         before = read_record(folder)
@@ -284,7 +285,7 @@ def certify_network(
     """Certify and attack a network that was trained elsewhere, as `certify` does; writes a new run in ``out``.
 
     The recipe gives data, name of the network and ``certify``; its ``train`` is not used. ``ShapeError`` if the inputs
-    or outputs of the network do not fit the data.
+    or outputs of the network do not fit the data, ``DataError`` if the ranges of both differ.
     """
     data = load_data(recipe, large_eps)
     found = modules.output_shape(network, network.input_shape)
@@ -293,7 +294,7 @@ def certify_network(
             f"expected a network from inputs of shape {data.input_shape} to {data.outputs} outputs, as the data "
             f"{data.name}, got one from {network.input_shape} to {found}"
         )
-    network.input_range = data.input_range
+    _share_range(network, data)
     folder = checkpoints.create(Path(out), recipe.name)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
     modules.save(network, folder / NETWORK)
@@ -301,6 +302,18 @@ def certify_network(
     facts: Facts = {"claimed": float(lipschitz(network)), "parameters": count, "seed": recipe.train.seed}
     facts |= {"train_samples": 0, "times": {}, "device": device}
     return finish(folder, recipe, network, data, facts, display or Display(), torch.device(device))
+
+
+def _share_range(network: modules.Network, data: Data) -> None:
+    """Take the data's range for a network without one; DataError if both state one and, so, other units of radii."""
+    own, given = network.input_range, data.input_range
+    if own is None:
+        network.input_range = given
+    elif given is not None and tuple(own) != given:
+        raise DataError(
+            f"expected data in the network's input_range [{own[0]:g}, {own[1]:g}], got {data.name} in [{given[0]:g}, "
+            f"{given[1]:g}]: give data.range={own[0]:g},{own[1]:g} if theirs is the same, or correct the network's"
+        )
 
 
 def load_network(folder: Path) -> modules.Network:
@@ -323,7 +336,7 @@ def read_recipe(
         build: whether the caller will build the model; if not, its name may be code, or the path of a file.
 
     Raises:
-        RunError: the folder has no run, or its recipe names code; the message has the module.
+        RunError: the folder has no run, or its recipe names code; the message says which.
     """
     path = Path(folder) / RECIPE
     if not path.is_file():

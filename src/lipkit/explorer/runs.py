@@ -17,9 +17,9 @@ from lipkit import modules
 from lipkit.attacks import pgd
 from lipkit.attacks.ascent import misclassified, norms
 from lipkit.certificates import Certificate
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
+from lipkit.modules.storage import float64_copy
 from lipkit.report import Record, read_record
 from lipkit.report.examples import class_name, data_uri, is_image
 from lipkit.report.run_files import CERTIFICATE, NETWORK, certificate_in, certified_curve

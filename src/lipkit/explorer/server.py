@@ -211,10 +211,10 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
 
 
 def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127.0.0.1") -> None:
-    """Serve ``runs`` from `open_runs` on ``host`` and ``listener``, from `listen`, until a ``KeyboardInterrupt``.
+    """Serve ``runs`` (see `open_runs`) on the socket ``listener`` (see `listen`) of ``host``, until interrupted.
 
     Raises:
-        KeyboardInterrupt: it was interrupted. OptionError: fastapi or jinja2 is not installed.
+        KeyboardInterrupt: at the end. OptionError: fastapi or jinja2 is not installed.
     """
     import uvicorn
 

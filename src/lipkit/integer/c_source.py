@@ -137,6 +137,10 @@ _HEADER = """\
 
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
 #define {P}INPUTS {inputs} /* numbers of an input, in the order {shape} */
 #define {P}INPUT_FRACTION {program.input_fraction} /* an input number q stands for q / 2^{program.input_fraction} */
 #define {P}INPUT_LOW ({program.ends[0]}) /* {program.box[0]!r} */
@@ -159,6 +163,9 @@ int {p}classify(const int32_t *x, int32_t *logits, int32_t *work);
    0 for a label that is none, as -1. */
 int64_t {p}radius(const int32_t *logits, int label);
 
+#ifdef __cplusplus
+}}
+#endif
 #endif
 """
 

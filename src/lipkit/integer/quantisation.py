@@ -13,7 +13,7 @@ half diagonal R. With the exact function h of the first modules, its proved cons
 
 bound every value, and by Cauchy and Schwarz every partial sum (`docs/rounding.md`). A linear map W with stored weights
 :math:`\hat W` and n outputs adds :math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}` to E; a
-module of constant L multiplies what came before by L. None of it depends on the sample.
+module of constant L multiplies the E before it by L. No bound depends on the sample.
 """
 
 from __future__ import annotations
@@ -172,11 +172,12 @@ class Builder:
         reads: Sequence[int] | None = None,
         entry: float = math.inf,
     ) -> IntValue:
-        """The value from sums of fraction ``places``, rounded to the largest fraction that fits into 32 bits.
+        """Append an operation and return its value, rounded to the largest fraction that fits into 32 bits.
 
         Args:
             own: error that the operation adds before it rounds.
-            operation: of any shift; it gets the right one here.
+            sums: what the operation sums at the centre of the box, integers of the fraction ``places``.
+            operation: its ``shift`` is set here.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # an entry's move from the centre

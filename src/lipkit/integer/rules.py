@@ -28,7 +28,7 @@ from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, 
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import enlarged, local_error
 from lipkit.modules.plain import Shape
-from lipkit.modules.pooling import Mean, _pair
+from lipkit.modules.pooling import Mean, pair
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
@@ -129,7 +129,7 @@ def _convolve(
     conv: nn.Conv2d | None = None,
     inexact: float = 0.0,
 ) -> IntValue:
-    """A convolution by ``weight`` with ``conv``'s stride, dilation, groups; ``padded`` (1, C, h, w) has `_indices`."""
+    """A convolution by ``weight`` with ``conv``'s options; ``padded`` (1, C, h, w) are the padded `_indices`."""
     stride, dilation, groups = ((1, 1), (1, 1), 1) if conv is None else (conv.stride, conv.dilation, conv.groups)
     kernel = weight.shape[2:]
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
@@ -189,9 +189,9 @@ def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> Int
     if len(value.shape) != 3:
         raise _refuse(module, "images with channels", f"inputs of shape {value.shape}")
     if type(module) is nn.AvgPool2d:
-        if module.ceil_mode or _pair(module.padding) != [0, 0]:
+        if module.ceil_mode or pair(module.padding) != [0, 0]:
             raise _refuse(module, "no padding and no ceil_mode", module)
-        kernel, stride = _pair(module.kernel_size), _pair(module.stride)
+        kernel, stride = pair(module.kernel_size), pair(module.stride)
         divisor = module.divisor_override or math.prod(kernel)
     else:
         if isinstance(module, Mean) and sorted(module.dims) != [2, 3]:

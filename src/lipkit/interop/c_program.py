@@ -10,7 +10,8 @@ import torch
 
 from lipkit import modules
 from lipkit.certificates import margins
-from lipkit.certificates.measurement import pair_constants, prove
+from lipkit.certificates.margins import pair_constants
+from lipkit.certificates.measurement import prove
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.integer import Program, c_source
 from lipkit.interop.check import Runtime, random_inputs, write_checked
@@ -48,7 +49,7 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
 
     Raises:
         NoRuleError: a module that no integer program can compute.
-        OptionError: no ``input_range``, nothing to compute, a prefix that is no C name, or a path without ``.c``.
+        OptionError: no ``input_range``, nothing to compute, a prefix that is not a C name, or a path without ``.c``.
         CertificateViolation: compiled, it gives other bits for random inputs; no file is left.
     """
     if not (prefix.isascii() and prefix.isidentifier()):

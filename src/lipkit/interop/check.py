@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lipkit import modules
 from lipkit.certificates import certify, margins
-from lipkit.certificates.measurement import float64_copy, prove
+from lipkit.certificates.measurement import prove
 from lipkit.errors import CertificateViolation, OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules.network import first_floating
+from lipkit.modules.storage import float64_copy
 from lipkit.text import format_radius
 
 # Inputs (N, *input_shape) to outputs, whatever computes them.

@@ -33,7 +33,7 @@ def aol_matrix(v: Tensor) -> Tensor:
 
 
 def aol_kernel(kernel: Tensor) -> Tensor:
-    r"""The kernel with input channel i over :math:`\sqrt{s_i}`, :math:`s_i = \sum_{j,\delta} |K^\top * K|_{ij\delta}`.
+    r"""The kernel, input channel i divided by the root of :math:`s_i = \sum_{j,\delta} |K^\top * K|_{ij\delta}`.
 
     The convolution has norm at most 1 for zero padding of any width and for circular padding of any size: on a small
     image taps of the autocorrelation add up, and the modulus of a sum is at most the sum of the moduli.

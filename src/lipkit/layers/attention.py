@@ -88,7 +88,7 @@ class MemoryAttention(Attention):
     torch.Size([2, 5, 4])
 
     References:
-        Ramsauer et al., "Hopfield Networks is All You Need", ICLR 2021, for attention to a memory as such a step.
+        Ramsauer et al., "Hopfield Networks is All You Need", ICLR 2021, for attention to a memory as a gradient step.
     """
 
     # With this initial A, the logits of a token with entries of size 1 differ by a few units.

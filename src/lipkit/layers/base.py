@@ -167,7 +167,7 @@ def training_norm(kernel: Tensor) -> Tensor:
 
 
 def proved_norm(kernel: Tensor) -> Tensor:
-    """Proved bound of a kernel's norm on every image size: that of :func:`training_norm` wherever it holds."""
+    """Proved bound of a kernel's norm on every image size; equal to :func:`training_norm` if that can be proved."""
     return symbol_sup(kernel, tolerance=NORM_TOLERANCE, finer=False)
 
 

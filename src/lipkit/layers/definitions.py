@@ -132,7 +132,7 @@ def eco(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def soc(layer: Any, h: int, w: int) -> Tensor:
-    """Singla & Feizi, ICML 2021, algorithm 1: the exponential of a skew kernel, divided by a bound of its norm."""
+    """Singla & Feizi, ICML 2021, algorithm 1: the exponential of a skew kernel, scaled to norm at most 1."""
     powers = exponential(symbol(layer.generator(), h, w), layer.terms)
     return powers[..., : layer.out_channels, : layer.inner_channels]
 
@@ -150,8 +150,8 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     """The product of two-tap factors P_i + (I - P_i) z and of H at each frequency of an image, with P_i = V_i V_i^T.
 
     z is the wave of a shift by one pixel along the factor's axis; axes alternate, and the longer side of the ``kernel``
-    takes the rest. Along each axis, the first, third, ... factor exchanges P_i and I - P_i. ``centre`` is the tap that
-    multiplies the pixel itself.
+    takes the last ones. Along each axis, the first, third, ... factor exchanges P_i and I - P_i. ``centre`` is the tap
+    that multiplies the pixel itself.
     """
     if h.shape[0] < h.shape[1]:
         return projector_product(h.mT, v, image, kernel, centre).mT  # the factors act on the larger side
@@ -198,14 +198,14 @@ def aoc(layer: Any, x: Tensor) -> Tensor:
 
 @linear
 def rko(layer: Any, h: int, w: int) -> Tensor:
-    """Li et al., NeurIPS 2019, section 4.1: the reshaped kernel, semi-orthogonal, over the root of the tap count."""
+    """Li et al., NeurIPS 2019, section 4.1: the reshaped kernel, made semi-orthogonal, divided by sqrt(kh kw)."""
     kernel = semi_orthogonal(layer, layer.free.flatten(1)).reshape(layer.free.shape)
     return symbol(kernel / math.sqrt(math.prod(layer.kernel_size)), h, w)  # kh kw windows share a pixel
 
 
 @linear
 def cholesky(layer: Any, h: int, w: int) -> Tensor:
-    """Hu et al., ICLR 2024: L^-1 W with L L^T = W W^T + e I, over the root of the tap count."""
+    """Hu et al., ICLR 2024: L^-1 W with L L^T = W W^T + e I, divided by sqrt(kh kw)."""
     wide = layer.free.flatten(1)
     wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT  # the smaller Gram matrix
     gram = wide @ wide.mT
@@ -217,7 +217,7 @@ def cholesky(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def aol(layer: Any, h: int, w: int) -> Tensor:
-    """Prach & Lampert, ECCV 2022, theorem 2: each input over the root of its row sum of |K^T * K|."""
+    """Prach & Lampert, ECCV 2022, theorem 2: each input channel i divided by the root of row i's sum of |K^T * K|."""
     kernel = as_kernel(layer.free)
     return symbol(kernel / row_sums(kernel.transpose(0, 1)).sqrt()[:, None, None], h, w)  # along the inputs
 
@@ -231,7 +231,7 @@ def row_sums(kernel: Tensor, weights: Tensor | None = None) -> Tensor:
 
 @linear
 def ossn(layer: Any, h: int, w: int) -> Tensor:
-    """Gouk et al., Machine Learning 2021, section 3: the kernel over the norm of its convolution on this image."""
+    """Gouk et al., Machine Learning 2021, section 3: the kernel divided by its convolution's norm on this image."""
     matrices = symbol(layer.free, h, w)
     return matrices / torch.linalg.matrix_norm(matrices, 2).amax()  # the largest over all frequencies
 
@@ -244,7 +244,7 @@ def svcm(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def liresnet(layer: Any, h: int, w: int) -> Tensor:
-    """Hu et al., NeurIPS 2023, section 3: identity plus noise, over a proved bound of its norm on all images."""
+    """Hu et al., NeurIPS 2023, section 3: identity plus noise, divided by a proved bound of its norm."""
     noise, (kh, kw) = layer.free, layer.kernel_size
     kernel = layer.scale * noise / math.sqrt(layer.depth)
     centre = torch.zeros(kh, kw)

@@ -429,6 +429,13 @@ def margins(dtype: torch.dtype) -> list[float]:
     return [delta for delta in steps if delta >= torch.finfo(dtype).eps / 8]
 
 
+def unproved(network: nn.Module, gamma: float) -> OptionError:
+    """The error of an export for which none of the `margins` gives a proof."""
+    largest = torch.tensor([float(p.abs().max()) for p in network.parameters()], dtype=torch.float64).max()
+    wanted = f"finite parameters with a proof of gain {gamma}"
+    return OptionError(f"expected {wanted}, got none even with weights reduced by 5 %: the largest is {largest:.3g}")
+
+
 @export_rule(LinearSystem, R2dn, Ren)
 def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != layer.in_features:
@@ -446,4 +453,4 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         )
         if plain.proved(gamma):
             return plain
-    raise OptionError(f"expected finite parameters with a proof of gain {gamma}, got none even with M reduced by 5 %")
+    raise unproved(layer, gamma)

@@ -1,4 +1,4 @@
-"""RKO, CRKO and Cholesky: a kernel, reshaped to a matrix, becomes a contraction, divided by the root of its taps."""
+"""RKO, CRKO and Cholesky: the kernel, reshaped to a matrix, becomes a contraction and is divided by sqrt(kh kw)."""
 
 from __future__ import annotations
 

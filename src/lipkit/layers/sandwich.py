@@ -80,9 +80,7 @@ class CayleyPair(base.Constrained):
 
 
 class CayleyPairLinear(CayleyPair, base.ConstrainedLinear):
-    """Abstract: a dense layer of the two blocks; ``x_free`` (q, q), ``y_free`` (p, q), their norms ``x_scale``,
-    ``y_scale``.
-    """
+    """Abstract: a dense layer of the two blocks; parameters ``x_free`` (q, q), ``y_free`` (p, q) and their norms."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """:math:`A^\\top` (q, q) and :math:`B` (q, p), in float32 or better."""

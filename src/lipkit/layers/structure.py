@@ -32,11 +32,10 @@ class _PerChannel(nn.Module):
                 raise OptionError(f"{kind}: {name}: expected {wanted}, got {values!r}") from None
             self.register_buffer(name, torch.tensor(lists[-1], device=device, dtype=dtype))
         one, two = lists
-        if not one or len(one) != len(two) or not all(map(math.isfinite, one + two)):
-            names = " and ".join(numbers)
-            raise OptionError(
-                f"{kind}: expected {names} of equally many finite numbers, at least one, got {one} and {two}"
-            )
+        held = torch.tensor(one + two, dtype=dtype)
+        if not one or len(one) != len(two) or not bool(held.isfinite().all()):
+            wanted = f"{' and '.join(numbers)} of equally many finite numbers ({held.dtype}), at least one"
+            raise OptionError(f"{kind}: expected {wanted}, got {one} and {two}")
         self.channels = len(one)
 
     def extra_repr(self) -> str:
@@ -63,7 +62,7 @@ class Normalize(_PerChannel):
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: Any = None, dtype: Any = None) -> None:
         super().__init__(device, dtype, mean=mean, std=std)
         if not (self.std.is_meta or bool((self.std > 0).all())):
-            raise OptionError(f"Normalize: expected positive stds, got {std}")
+            raise OptionError(f"Normalize: expected positive stds ({self.std.dtype}), got {std}")
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - per_channel(self, self.mean, x)) / per_channel(self, self.std, x)
@@ -91,7 +90,7 @@ class Rescale(_PerChannel):
     ) -> None:
         super().__init__(device, dtype, units=units, offset=offset)
         if not (self.units.is_meta or bool(self.units.all())):
-            raise OptionError(f"Rescale: expected units other than 0, got {units}")
+            raise OptionError(f"Rescale: expected units other than 0 ({self.units.dtype}), got {units}")
 
     def forward(self, x: Tensor) -> Tensor:
         return x * per_channel(self, self.units, x) + per_channel(self, self.offset, x)
@@ -112,6 +111,8 @@ class Scale(nn.Module):
         super().__init__()
         check_dtype(dtype)
         gamma = finite("gamma", gamma, positive=True)
+        if not 0 < float(held := torch.tensor(gamma, dtype=dtype)) < math.inf:
+            raise OptionError(f"gamma: expected a positive number within the range of {held.dtype}, got {gamma}")
         self.learnable = learnable
         if learnable:
             self.log_gamma = nn.Parameter(torch.tensor(math.log(gamma), device=device, dtype=dtype))

@@ -17,7 +17,7 @@ def householder(w: Tensor) -> Tensor:
                 = I_{m \times n} - V T^{-1} V_{:n}^*, \qquad
               T = \tfrac12 I + \mathrm{striu}(V^*V), \quad v_i = w_i/\|w_i\|
 
-    for tall or square matrices; wide ones by :math:`W^*`. A zero column is no reflection (a factor I).
+    for tall or square matrices; wide ones by :math:`W^*`. A zero column gives the factor I.
 
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n) up to rounding. The product of n

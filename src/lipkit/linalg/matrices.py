@@ -43,7 +43,7 @@ def at_least_float32(a: Tensor) -> Tensor:
 
 
 def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Decorator: a ``function`` of tall matrices takes wide ones, too, by their adjoint; checks, widens to float32."""
+    """Decorator for a function of tall matrices: checks w, widens it to float32, and takes a wide w by its adjoint."""
 
     @functools.wraps(function)
     def made(w: Tensor, *args: P.args, **named: P.kwargs) -> Tensor:
@@ -55,7 +55,7 @@ def on_tall(function: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Conc
 
 
 def near_one(w: Tensor, dim: int | tuple[int, ...] = (-2, -1)) -> Tensor:
-    """``w`` over its largest absolute entry (a constant to gradients), so that squares stay in range; 0 stays 0."""
+    """``w`` divided by its largest absolute entry (constant to gradients): squares stay in range; 0 stays 0."""
     biggest = w.detach().abs().amax(dim, keepdim=True)
     least = torch.finfo(w.dtype).tiny if w.is_complex() else 0.0  # complex division by a subnormal number gives NaN
     return w / torch.where(biggest > 0, biggest.clamp_min(least), 1)

@@ -34,7 +34,7 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         Spectral norm at most 1 up to rounding, for every ``iterations``. An eigenvalue g of :math:`Y_0` (at most 1)
         has :math:`\sqrt{g}\,z \in [0, 1]` after each step, by the argument of :func:`bjorck`, and W has the singular
         value :math:`\sqrt{g - \epsilon} \le \sqrt g`. The ridge, a few roundings of the Gram matrix, keeps all g
-        positive: a negative one would make the iteration diverge. The closing step removes what rounding in Z adds
+        positive: a negative one would make the iteration diverge. The closing step removes the rounding errors of Z
         (more for larger condition numbers): it maps :math:`[0, \sqrt3]` into [0, 1].
         It takes three products of size min(m, n) per step, and five of size m n min(m, n) in all.
 

@@ -46,7 +46,7 @@ def ordered(call: Build) -> Build:
     function = getattr(type(sizes), call.target) if isinstance(call.target, str) else call.target
     order = [n - 2 for n in function(sizes, *rest, **call.kwargs).shape]  # a size tells the dimension that it came from
     call.require((order.index(x.axis), x.inner) == (call.results[0].axis, call.results[0].inner))
-    behind = [x.plain(d) for d in order if d != x.axis or x.inner > 1]
+    behind = [x.moved(d) for d in order if d != x.axis or x.inner > 1]
     return call.to("contiguous", x) if behind == sorted(behind) else call.to("permute", x, 0, *behind)
 
 
@@ -64,7 +64,7 @@ def joined(call: Build) -> Build:
 
 
 def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
-    """Makes the rule for functions of the last ``used(*arguments)`` dimensions; the batch must not be among them."""
+    """Makes the rule for functions of the last n = ``used(*arguments)`` dimensions, which must not hold the batch."""
 
     def rule(call: Build) -> Build:
         _beside(call, call.args[0])
@@ -85,13 +85,13 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
         for d in dims:
             expected = f"expected dimensions other than the batch (dimension {x.axis}), got {d}: it mixes samples"
             call.require(type(d) is int and d % x.rank != x.axis, expected)
-        plain = [x.plain(d % x.rank) for d in dims]
+        moved = [x.moved(d % x.rank) for d in dims]
         gone = sum(d % x.rank < x.axis for d in dims) if out.rank < x.rank else 0  # dimensions lost before the batch
         call.require((x.axis - gone, x.inner) == (out.axis, out.inner))
         if len(args) > at:
-            args[at] = plain if dims is given else plain[0]
+            args[at] = moved if dims is given else moved[0]
         else:
-            kwargs[name] = plain if dims is given else plain[0]
+            kwargs[name] = moved if dims is given else moved[0]
         args[0] = [_beside(call, v) for v in args[0]] if isinstance(args[0], (tuple, list)) else args[0]
         return call.to(call.target, *args, **kwargs)
 
@@ -123,7 +123,7 @@ def indexed(call: Build) -> Build:
 
 
 def contracted(call: Build) -> Build:
-    """Rewrites ``torch.einsum`` of two values: the letters of its three parts without the batch, and their sizes."""
+    """Rewrites ``torch.einsum`` of two values: its arguments become the three parts without batch, sizes, values."""
     equation, *values = call.args
     parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
     values = [*values[0]] if isinstance(values[0], (tuple, list)) else values
@@ -155,7 +155,7 @@ def stacked(call: Build) -> Build:
     at = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % out.rank
     before = out.axis - (at < out.axis), out.inner, out.rank - 1
     call.require(all(v.place == before for v in tensors if isinstance(v, Operand)))
-    return call.to(call.target, tensors, out.plain(at))
+    return call.to(call.target, tensors, out.moved(at))
 
 
 def multiplied(call: Build) -> Build:

@@ -157,11 +157,11 @@ class Build:
         return replace(self.results[0], number=number)
 
     def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> int:
-        """A map of Lipschitz constant ``factor`` that has no plain form."""
+        """Add a map of Lipschitz constant ``factor`` that has no plain form; return the number of its output."""
         return self.add(Bounded(factor, method), x)
 
     def keep(self, x: Operand) -> int:
-        """A map of constant 1 that keeps the dtype and has no plain form."""
+        """Add a map of constant 1 that keeps the dtype and has no plain form; return the number of its output."""
         return self.scale(self.same_format(x), 1.0)
 
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:
@@ -197,7 +197,7 @@ class Build:
         return self.add(Affine(*full), given)
 
     def named(self, limited: ToLimit) -> ToLimit:
-        """``limited``, named in messages by this call. Refused while bounding: without limits it has no bound."""
+        """Give ``limited`` this call's name for messages. Refused while bounding: without a box it has no bound."""
         if self.bounding:
             bounds = "analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it for inputs in a box"
             raise self.refuse(f"{limited.needs}; {bounds}")

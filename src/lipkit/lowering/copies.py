@@ -1,8 +1,8 @@
 """The copy of a network that is traced: all its weights, even computed ones, are constant numbers.
 
-Torch's attention is written there in operations that have rules: classes of this file replace torch's own. Only the
-class of a copied module changes, not its numbers, and `lipkit.lowering.observe` compares the copy's outputs with those
-of the network.
+In it classes of this file replace torch's attention, and compute it by operations that have rules. Only the class of
+a copied module changes, not its numbers, and `lipkit.lowering.observe` compares the copy's outputs with those of the
+network.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def _interleaved(call: Build, x: Operand, repeats: Any, dim: int) -> int:
 
 
 def _windows(call: Build, x: Operand, value: int, at: int, count: int, size: int, by: int, d: int, p: int) -> int:
-    """``count`` windows of ``size`` along dimension ``at``: the first entries of all, then the second ones, ..."""
+    """``count`` windows of ``size`` along dimension ``at``: the first entry of each, then the second of each, ..."""
     taken = (d * torch.arange(size)[:, None] + by * torch.arange(count)).flatten()
     return _mapped(call, x, value, at, lambda units: F.pad(units, (p, p))[:, taken])
 
@@ -531,7 +531,7 @@ def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
 
 
 def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
-    """Concatenate values along dimension ``at``; elsewhere they have the shape of ``one``."""
+    """Concatenate values along dimension ``at``; their other dimensions are those of ``one``."""
     # max(a, b) with min(a, b) is a permutation of the entries of (a, b): a `MaxMin`, not sqrt(2) times as large.
     first, second = (_compared(call, value) for value in values) if len(values) == 2 else (None, None)
     if not first or not second or first[0] is second[0] or {*first[1:]} != {*second[1:]}:
@@ -634,7 +634,7 @@ def _of_two(call: Build) -> bool:
 
 
 def _max(sign: int, call: Build, x: Any, *given: Any, **named: Any) -> Value:
-    """The maximum (sign 1) or minimum (-1) of two values, or of one along dimensions; -1 (no value) for indices."""
+    """The maximum (sign 1) or minimum (sign -1) of two values, or along dimensions of one (indices become -1)."""
     found = (_larger if _of_two(call) else _largest)(call, sign, x, *given, **named)
     return found if len(call.results) == 1 else (found, -1)
 

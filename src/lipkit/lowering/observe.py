@@ -2,7 +2,7 @@
 
 The nodes of a graph stand for values, but an in-place call changes every tensor that shares its memory. Two runs with
 batches of different size show these calls, whatever their name: they raise the version counters of tensors.
-What runs is an independent copy with constant weights (`lipkit.lowering.copies`).
+The network that runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Operand:
         """Where the batch is: (axis, inner, rank). (0, 1, n): the first of n dimensions, nothing merged into it."""
         return self.axis, self.inner, self.rank
 
-    def plain(self, dim: int) -> int:
+    def moved(self, dim: int) -> int:
         """Index of dimension ``dim`` after the batch has been moved to the front."""
         return dim + 1 if dim < self.axis or self.inner > 1 else dim
 

@@ -1,10 +1,10 @@
 """A network with its own forward pass as a chain of modules, with a `Graph` wherever values branch.
 
 The forward pass is traced (`lipkit.lowering.tracing`), run for two batch sizes and compared with the network
-(`lipkit.lowering.observe`). Then a walk over its calls turns what changes with the input into values of a wiring; all
-else is constant. The calls become the network's own modules, modules that compute a function
-(`lipkit.lowering.functional`), and modules that only move or join numbers (`lipkit.lowering.functions`). All else is
-refused by name.
+(`lipkit.lowering.observe`). Then a walk over its calls turns results that change with the input into values of a
+wiring; other results are constants. The calls become the network's own modules, modules that compute a function
+(`lipkit.lowering.functional`), and modules that only move or join numbers (`lipkit.lowering.functions`). Any other call
+is refused by name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The sizes of one sample are known while tracing, so that control flow which depends on them (shape checks, for
 instance) is followed; the size of the batch and all values stay symbols, and control flow on them is refused, even if
-the forward pass catches the error. What is made from the size of the batch is marked (`dependence`).
+the forward pass catches the error. Values made from the size of the batch are marked (`dependence`).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Path:
 
     def __init__(self, root: nn.Module) -> None:
         homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
-        self._own = {name for name in homes if not _foreign(name)}
+        self._own = {name for name in map(str, homes) if not _foreign(name)}  # None in code of ``exec``
         self._taken: dict[CodeType, list[int]] = {}
         self.paused = False  # True: nothing is recorded
 
@@ -288,7 +288,7 @@ class _Proxy(fx.Proxy):
     tracer: _Tracer
 
     def _shape(self) -> tuple[int, ...] | None:
-        """Shape for the sample batch; None if the value is no tensor, or if its rank may depend on the batch."""
+        """Shape for the sample batch; None if the value is not a tensor, or if its rank may depend on the batch."""
         value = self.tracer.value(self.node)
         return value.shape if isinstance(value, Tensor) and self.tracer.how.get(self.node) != BATCH else None
 

@@ -38,7 +38,7 @@ from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Join, Wiring, value_shapes
 from lipkit.modules.guarding import refuse_wrapper
 from lipkit.modules.plain import bounded
-from lipkit.modules.pooling import _pair
+from lipkit.modules.pooling import pair
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -333,7 +333,7 @@ def _window(module: nn.Module, shape: Shape) -> int | None:
     sides: set[int] = set()  # of windows and their distances: one number if they are square and disjoint
     if type(module) is nn.AdaptiveAvgPool2d:
         sides = {shape[1] // after[1], shape[2] // after[2]}
-    elif type(module) is nn.AvgPool2d and not any(_pair(module.padding)):
-        sides = {*_pair(module.kernel_size), *_pair(module.stride)}
+    elif type(module) is nn.AvgPool2d and not any(pair(module.padding)):
+        sides = {*pair(module.kernel_size), *pair(module.stride)}
     exact = len(sides) == 1 and (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # they cover the image
     return sides.pop() if exact else None

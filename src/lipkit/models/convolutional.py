@@ -27,8 +27,7 @@ def kwlarge(
     pool: bool = False,
     **options: Any,
 ) -> list[nn.Module]:
-    """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between
-    (not for families whose layers contain an activation).
+    """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between.
 
     Args:
         layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
@@ -71,11 +70,10 @@ def kwlarge(
 def small(
     image: Image, layer: str = "cayley", width: int = 1, *, kernel_size: int = 3, **options: Any
 ) -> list[nn.Module]:
-    """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between
-    (unless the layers of the family contain an activation).
+    """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between.
 
     Args:
-        layer, width, options: as in `kwlarge`.
+        layer, width, options: as in `kwlarge`; layers with an inner activation get no MaxMin.
         kernel_size: of the first layer; strided layers use 1, unconstrained ones the whole kernel.
         image: (C, H, W) with H and W even (multiples of 4 above 12 x 12).
 
@@ -107,8 +105,7 @@ def lbdn_conv(
     kernel_size: int = 3,
     **options: Any,
 ) -> list[nn.Module]:
-    """Blocks of conv w, conv w /2 with w = 64, 128, 256 (, 512), then linear 2048, 2048, 1024 and a last layer of
-    unit rows.
+    """Blocks of conv w, conv w /2 with w = 64, 128, 256 (, 512), then linear layers and a last layer of unit rows.
 
     Args:
         layer, options: as in `kwlarge`.
@@ -230,8 +227,7 @@ def sllnet(
     last_layer_normalization: bool = False,
     **options: Any,
 ) -> list[nn.Module]:
-    """``depth`` SLL convolutions on the image with channels of zeros added, sums of 4 x 4 pixels over 4, SLL dense
-    layers, classes.
+    """``depth`` SLL convolutions on image and channels of zeros, 4 x 4 sums divided by 4, SLL dense layers, classes.
 
     Every layer is a residual one of constant width. ``size`` sets channels, convolutions and dense layers (of 2048
     inner units): small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the parameters

@@ -29,7 +29,7 @@ from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
-from lipkit.layers.recurrent import UNFOLDED, Unfolded, margins
+from lipkit.layers.recurrent import UNFOLDED, Unfolded, margins, unproved
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
@@ -38,6 +38,7 @@ from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_si
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.registry import export_part
+from lipkit.modules.storage import guard_parts
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
 
@@ -157,10 +158,9 @@ def _lbdn(network: LBDN, input_shape: Shape | None) -> Tensor:
 def _export(network: LBDN, input_shape: Shape) -> nn.Module:
     if input_shape[-1] != network.sizes[0]:
         raise ShapeError(f"expected input of shape (..., {network.sizes[0]}), got {input_shape}")
-    gamma, dtype = float(lipschitz(network)), network.output.y_free.dtype
-    double = copy.deepcopy(network).double()  # float32 would round the factors, too
-    multipliers = [m.to(dtype) for m in double.multipliers()]  # the proof needs the stored numbers
-    weights = _provable(double.weights(), multipliers, gamma, dtype)
+    gamma, double = float(lipschitz(network)), copy.deepcopy(network).double()  # float32 would round the factors, too
+    multipliers = [m.to(network.output.y_free) for m in double.multipliers()]  # the proof needs the stored numbers
+    weights = _provable(network, double.weights(), multipliers, gamma)
     modules: list[nn.Module] = []
     for layer, weight in zip((*network.hidden, network.output), weights, strict=True):
         modules.append(linear_module(weight, layer.bias))
@@ -182,14 +182,13 @@ def _unfolded(network: LBDN) -> Unfolded | None:
 UNFOLDED[LBDN] = _unfolded
 
 
-def _provable(
-    weights: Sequence[Tensor], multipliers: Sequence[Tensor], gamma: float, dtype: torch.dtype
-) -> list[Tensor]:
-    r"""The weights, rounded to ``dtype`` and reduced just enough for their LMI to be proved at ``gamma``.
+def _provable(network: LBDN, weights: Sequence[Tensor], multipliers: Sequence[Tensor], gamma: float) -> list[Tensor]:
+    r"""The weights, rounded to the network's dtype and reduced just enough for their LMI to be proved at ``gamma``.
 
     The LMI of :math:`(1 - \delta) W` is :math:`(1 - \delta) H + \delta\, \mathrm{diag}(H)`: positive definite by a
     margin of :math:`\delta` where H is only semidefinite.
     """
+    dtype = network.output.y_free.dtype
     for delta in margins(dtype):
         stored = [((1 - delta) * w).to(dtype) for w in weights]
         # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run. If a
@@ -197,9 +196,7 @@ def _provable(
         room = any(not bool(w.any()) for w in stored) or gain_bound(stored, multipliers) <= gamma * (1 - 1e-14)
         if room and proves_gain(stored, multipliers, gamma):
             return stored
-    raise OptionError(
-        f"expected finite parameters with a proof of gain {gamma}, got none even with weights reduced by 5 %"
-    )
+    raise unproved(network, gamma)
 
 
 @checked
@@ -324,6 +321,7 @@ def _taken_apart(
     """The parts of a chain, in order: a Flatten in front (or None), linear layers, activations, multipliers."""
     if type(network) not in (Network, nn.Sequential):
         raise OptionError(f"expected a lipkit.modules.Network or nn.Sequential, got {type(network).__qualname__}")
+    guard_parts(network)
     # A copy, because Network changes the modes and requires_grad of its modules.
     chain = Network([copy.deepcopy(network)], getattr(network, "input_shape", (1,)))
     modules = list(chain)
@@ -335,8 +333,8 @@ def _taken_apart(
         raise OptionError(f"expected Linear, activation with slope in [0, 1], Linear, ..., Linear, got {kinds}")
     given = chain.multipliers() if multipliers is None else multipliers
     ordered = [given[i] for i in sorted(given)] if isinstance(given, Mapping) else list(given)
-    if len(ordered) != len(activations):
-        raise OptionError(f"multipliers: expected one for each of {len(activations)} activations, got {len(ordered)}")
+    if len(ordered) != (n := len(activations)):
+        raise OptionError(f"multipliers: expected one for each of {n} activations (lipsdp.solve), got {len(ordered)}")
     return modules[0] if start else None, linears, activations, ordered  # type: ignore[return-value]
 
 

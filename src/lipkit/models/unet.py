@@ -49,7 +49,7 @@ def unet(
         depth: levels below it; 0 for a chain of convolutions.
         blocks: convolutions on each side of a level.
         layer: family of the convolutions; ``plain_conv`` for ordinary convolutions of the same sizes.
-        kernel_size: of all of them.
+        kernel_size: of all convolutions.
         patch: side of the patches of the first level.
         activation: name or module; None for MaxMin.
         options: of the family's convolutions.

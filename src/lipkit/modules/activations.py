@@ -39,7 +39,7 @@ from lipkit.modules.plain import (
     real,
 )
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.modules.views import Shift2d, shift
+from lipkit.modules.views import Shift2d, channels_of, shift
 from lipkit.proof.roundoff import Arithmetic, Line, flat, grow, to_double
 
 
@@ -96,7 +96,7 @@ def maxmin(x: Tensor) -> Tensor:
     """The halves a, b of dimension 1, of even size, become (max(a, b), min(a, b)): an isometry at almost every point.
 
     Raises:
-        ShapeError: an odd number of channels.
+        ShapeError: an odd number of channels, or a sample without its batch.
 
     >>> maxmin(torch.tensor([[1.0, 5.0, 3.0, 2.0]])).tolist()
     [[3.0, 5.0, 1.0, 2.0]]
@@ -104,7 +104,7 @@ def maxmin(x: Tensor) -> Tensor:
     References:
         Anil, Lucas & Grosse, ICML 2019 (:func:`group_sort` with groups of 2).
     """
-    channels = x.shape[1]
+    channels = channels_of(x, "MaxMin")
     if channels % 2:
         raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
     if torch.compiler.is_compiling() or not x.requires_grad:
@@ -126,7 +126,7 @@ def group_sort(x: Tensor, group_size: int | None) -> Tensor:
     References:
         Anil, Lucas & Grosse, ICML 2019.
     """
-    channels = x.shape[1]
+    channels = channels_of(x, "GroupSort")
     group_size = channels if group_size is None else group_size
     if channels % group_size:
         raise ShapeError(
@@ -297,6 +297,9 @@ def _softplus(module: nn.Softplus) -> float:
     return _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
 
 
+# On CUDA torch multiplies by 1 / 6 as rounded to float32, in float64, too: it is larger by this share.
+_SIXTH = 2.0**-25
+
 GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
 
 
@@ -382,8 +385,9 @@ for _row in (
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
     Activation(nn.Sigmoid, 0.25, (1.0, LIBRARY + 4), {}, True,
                (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_")),
-    # (x + 3) / 6 and its product by x inside (-3, 3); a rounded 1 / 6
-    Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), (4.0, 8.0), {}, True, (F.hardsigmoid,)),
+    # (x + 3) / 6 inside (-3, 3), at most 1, and its product by x
+    Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), lambda m, *at: pointwise(4.0, 8.0, _SIXTH, *at), {}, True,
+               (F.hardsigmoid,)),
     Activation(nn.Softplus, _softplus, _softplus_error, {"beta": real, "threshold": real},
                lambda m: 0 < m.beta < math.inf and SOFTPLUS_THRESHOLD <= m.threshold < math.inf, (F.softplus,)),
     # x / (1 + |x|)
@@ -413,7 +417,8 @@ for _row in (
     Activation(nn.SiLU, 1.0998393202, (LIBRARY + 8, 0.0), functions=(F.silu,)),
     # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
     Activation(nn.Mish, 1.0884981618, (4 * LIBRARY + 8, 0.0), functions=(F.mish,)),
-    Activation(nn.Hardswish, 1.5, (16.0, 0.0), functions=(F.hardswish,)),
+    Activation(nn.Hardswish, 1.5, lambda m, shape, a: pointwise(16.0 + _SIXTH / a.unit, 0.0, 0.0, shape, a),
+               functions=(F.hardswish,)),
     Activation(Sine, 1.0, (0.0, LIBRARY), functions=(torch.sin, torch.sin_, "sin", "sin_"), largest=1.0),
     Activation(Cosine, 1.0, (0.0, LIBRARY), functions=(torch.cos, torch.cos_, "cos", "cos_"), largest=1.0),
 ):  # fmt: skip

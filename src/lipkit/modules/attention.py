@@ -102,7 +102,7 @@ class GradientStep(nn.Module):
         step: s, 0-d.
 
     Raises:
-        OptionError: ``first`` is no ``nn.Linear``. ShapeError: ``step`` is not 0-d.
+        OptionError: ``first`` is not an ``nn.Linear``. ShapeError: ``step`` is not 0-d.
 
     >>> step = GradientStep(nn.Linear(1, 1), nn.Softmax(-1), torch.tensor(0.0))
     >>> step(torch.ones(1, 1)).item(), lipschitz(step).item()

@@ -164,7 +164,7 @@ class ChainProof:
 
     @property
     def body_constant(self) -> float | None:
-        """The constant of all modules before the last layer; None without such a layer."""
+        """The constant of all modules before `last`; None if there is no `last`."""
         return None if self.last is None else self.prefixes[-2]
 
 

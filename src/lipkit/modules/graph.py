@@ -175,7 +175,7 @@ class Graph(nn.Module):
         sources: for each module the numbers of the values that it reads.
 
     Raises:
-        OptionError: a value is read before it is made, or never; a module that is no join reads several.
+        OptionError: a value is read before it is made, or never; a module that is not a `Join` reads several.
 
     >>> block = Graph([nn.ReLU(), Add(1, -1)], [[0], [0, 1]])
     >>> block(torch.tensor([[-2.0, 2.0]])).tolist()
@@ -256,7 +256,7 @@ def forms_of(
 ) -> list[Form]:
     """The bound of every value of a wiring.
 
-    For a module that is no join, ``behind`` maps its number and the bounds so far to the bound of its output.
+    For a module that is not a join, ``behind`` maps its number and the bounds so far to the bound of its output.
     """
     pieces = _disjoint(nodes, sources)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()

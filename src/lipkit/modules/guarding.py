@@ -8,7 +8,6 @@ own functions, in the code object of a method, or in a method that asks if it is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,8 @@ def type_name(kind: type) -> str:
 
 def remember(kind: type[nn.Module]) -> None:
     """Record the methods of a class and its bases as the ones that its rule covers. Only the first call counts."""
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise NoRuleError(f"expected rules for types of modules, as by @lipschitz_rule(Layer), got {kind!r}")
     for base in kind.__mro__[:-1]:
         _METHODS.setdefault(base, methods(base))
 
@@ -43,18 +44,6 @@ def methods(kind: type) -> dict[str, object]:
     if kind is nn.Module:
         return {name: own[name] for name in _CALLED & own.keys()}
     return {name: value for name, value in own.items() if callable(value) or hasattr(type(value), "__get__")}
-
-
-def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The module and all its submodules with their paths; a module in two places comes twice.
-
-    ``named_modules`` is not used, because an instance could hide it. Parts of a chain are named by their places.
-    """
-    yield path, module
-    for place, (name, part) in enumerate(vars(module)["_modules"].items()):
-        if part is not None:
-            name = str(place) if isinstance(module, nn.Sequential | nn.ModuleList) else name
-            yield from parts(part, f"{path}.{name}".removeprefix("."))
 
 
 def guard(*modules: nn.Module) -> None:
@@ -160,7 +149,7 @@ _WRAPPERS = {
 
 
 def refuse_wrapper(module: object, function: str) -> None:
-    """Refuse a module that only wraps a network, naming the attribute that holds it, or whose weights are unknown."""
+    """Refuse a module whose weights are unknown, or a wrapper: the message names the attribute with the network."""
     if isinstance(module, LazyModuleMixin):
         got = f"{type_name(type(module))} before its first batch"
         raise NoRuleError(f"{function}: expected known weights, got {got}: run the network once")

@@ -12,7 +12,7 @@ from lipkit.errors import OptionError, finite
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.plain import COUNT, Plain, RoundingError, Shape, Shown, add_plain
-from lipkit.modules.views import per_channel
+from lipkit.modules.views import channels_of, per_channel
 from lipkit.proof.roundoff import Arithmetic, grow
 
 
@@ -29,7 +29,7 @@ class HalfAbs(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1] // 2  # rounded down
+        n = channels_of(x, "HalfAbs") // 2  # rounded down
         return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
 
 
@@ -42,7 +42,7 @@ class NActivation(Shown):
         low, high: thresholds at the start. In whichever order training leaves them, the smaller one is t_1.
 
     Raises:
-        OptionError: ``channels`` below 1, thresholds that are not finite. ShapeError: an input with other channels.
+        OptionError: ``channels`` below 1, thresholds that are not finite. ShapeError: a wrong number of channels.
 
     >>> NActivation(1, -1.0, 0.0)(torch.tensor([[-3.0], [-0.5], [2.0]])).flatten().tolist()
     [-1.0, 0.5, 2.0]
@@ -94,10 +94,10 @@ class Householder(Shown):
     Args:
         order: how many folds follow each other, each with angles of its own.
 
-    Parameters ``angles`` (order, channels / 2), :math:`\pi/2` at the start, later folds at half of the angle before.
+    Parameters ``angles`` (order, channels / 2), at the start :math:`\pi/2` for the first fold, then half for each next.
 
     Raises:
-        OptionError: an odd number of channels, ``order`` below 1. ShapeError: an input with other channels.
+        OptionError: an odd number of channels, ``order`` below 1. ShapeError: a wrong number of channels.
 
     >>> Householder(2)(torch.tensor([[1.0, 5.0], [3.0, 2.0]])).round(decimals=4).tolist()
     [[5.0, 1.0], [3.0, 2.0]]

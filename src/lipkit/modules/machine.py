@@ -108,7 +108,7 @@ def start(x: Tensor) -> ErrorBound:
 def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
     r"""The bounds after one more module of constant L: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`.
 
-    own is the rounding error of that module alone, at a distance from ``centre``.
+    own is the rounding error of that module alone, at a distance from ``centre``; C, D, E: see `ErrorBound`.
     """
     spread, own = bound.spread, step.machine(bound.centre)
     own64 = own if step.double is step.machine else step.double(bound.centre)

@@ -159,7 +159,7 @@ class Center(Shown):
     Buffer ``running_mean`` (channels,).
 
     Raises:
-        OptionError: ``channels`` below 1, another momentum. ShapeError: an input with other channels.
+        OptionError: ``channels`` below 1, another momentum. ShapeError: a wrong number of channels.
 
     >>> layer = Center(1, momentum=1.0)
     >>> layer(torch.tensor([[1.0], [3.0]])).flatten().tolist(), layer.running_mean.tolist()
@@ -224,8 +224,8 @@ class BatchLipNorm(Center):
     Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
 
     Raises:
-        OptionError: options out of range. ShapeError: an input with other channels, or, in training, with one
-            number per channel.
+        OptionError: options out of range. ShapeError: a wrong number of channels, or, in training, one number per
+            channel.
 
     >>> layer = BatchLipNorm(2, momentum=1.0, eps=1e-9)
     >>> y = layer(torch.tensor([[1.0, 1.0], [3.0, 5.0]]))

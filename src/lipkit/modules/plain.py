@@ -1,4 +1,4 @@
-"""The table of modules: for each exact type one row with all its rules, and what rules give and rows accept.
+"""The table of modules, one row of rules for each exact type, and the types of the rules' results.
 
 A layer for training adds two rules, `lipschitz_rule` and `export_rule`; a module of exported networks adds a whole row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz. A module without a rule is refused, and so is one whose forward
@@ -188,7 +188,7 @@ class Shown(nn.Module):
 
 
 class Plain(NamedTuple):
-    """One row of the table of modules. What needs an entry that is missing is refused; the message names the module.
+    """One row of the table of modules. Uses that need a missing entry are refused; the message names the module.
 
     Attributes:
         kind: the type of the module, matched exactly.
@@ -229,11 +229,11 @@ def add_plain(row: Plain) -> None:
     Traceback (most recent call last):
     lipkit.errors.NoRuleError: torch.nn.modules.activation.ReLU already has a rule; expected one rule for each type
     """
+    remember(row.kind)
     taken = row.kind if row.kind in ROWS else None if row.stored is None else stored_type(row.kind.__name__)
     if taken is not None:
         raise NoRuleError(f"{type_name(taken)} already has a rule; expected one rule for each type")
     ROWS[row.kind] = row._replace(stored=Stored(row.stored)) if isinstance(row.stored, Mapping) else row
-    remember(row.kind)
 
 
 def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
@@ -264,9 +264,10 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
                 raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
             answer: dict[str, Any] = {column: rule}
             ROWS[kind] = row._replace(**answer)
-            remember(kind)
         return rule
 
+    for kind in types:
+        remember(kind)
     return filled
 
 

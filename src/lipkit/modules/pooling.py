@@ -67,7 +67,7 @@ def average_norm(n: int | None, kernel: int, stride: int, padding: int, ceil_mod
     return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))  # three roundings of half a unit each
 
 
-def _pair(value: int | tuple[int, ...]) -> list[int]:
+def pair(value: int | tuple[int, ...]) -> list[int]:
     """An option for both axes: (rows, columns)."""
     return [value, value] if isinstance(value, int) else list(value)
 
@@ -75,9 +75,9 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
 def _sizes(module: nn.MaxPool2d | nn.AvgPool2d, *names: str) -> list[list[int]]:
     """Options for both axes. Refuses sizes below 1, which torch refuses only in the forward pass."""
     for name in names:
-        if min(_pair(size := getattr(module, name))) < 1:
+        if min(pair(size := getattr(module, name))) < 1:
             raise NoRuleError(f"nn.{type(module).__name__}: expected a {name} of at least 1, got {size}")
-    return [_pair(getattr(module, name)) for name in names]
+    return [pair(getattr(module, name)) for name in names]
 
 
 def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
@@ -93,7 +93,7 @@ def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
 
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     kernels, strides = _sizes(module, "kernel_size", "stride")
-    axes = list(zip(kernels, strides, _pair(module.padding), strict=True))
+    axes = list(zip(kernels, strides, pair(module.padding), strict=True))
     if module.divisor_override is not None:
         if not module.divisor_override:
             raise NoRuleError(f"nn.{type(module).__name__}: expected a divisor_override other than 0, got 0")
@@ -115,7 +115,7 @@ def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shap
             f"{name}: expected an input_shape, because its constant depends on the image, got none: "
             "lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
-    sizes = _pair(module.output_size) if isinstance(module.output_size, int) else module.output_size or (None, None)
+    sizes = pair(module.output_size) if isinstance(module.output_size, int) else module.output_size or (None, None)
     axes = [(n, n if m is None else m) for n, m in zip(input_shape[-2:], sizes, strict=True)]
     if min(m for _, m in axes) < 1:
         raise NoRuleError(f"{name}: expected output sizes of at least 1, got {module.output_size}")
@@ -234,7 +234,7 @@ Average = nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean | EnlargeBilinear
 def window_terms(module: Average, input_shape: Shape) -> int:
     """A bound of both the numbers in one window and the windows that hold one number."""
     if isinstance(module, nn.AvgPool2d):
-        return math.prod(_pair(module.kernel_size))
+        return math.prod(pair(module.kernel_size))
     if isinstance(module, EnlargeBilinear):
         return 5  # four pixels, by two products each
     if isinstance(module, Mean):

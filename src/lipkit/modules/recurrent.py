@@ -62,8 +62,8 @@ class Recurrent(nn.Module):
         multiplier: diagonal of Lambda ``(nv,)``.
         phi: a module on ``(B, nv)``: an activation or, if all units are one block, any plain network.
         states, units, block: nx, (nv, nw), and how many units are computed at once.
-        gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
-            wherever they are used, never trusted.
+        gain, rate: the bounds that P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims,
+            checked wherever they are used, never trusted.
 
     Raises:
         ShapeError: sizes that do not fit.
@@ -98,9 +98,9 @@ class Recurrent(nn.Module):
         self.in_features = matrix.shape[-1] - nw - states  # columns are those of (w, x, u)
         self.out_features = matrix.shape[0] - nv - states  # rows are those of (v, next x, y)
         wanted = [(nv + states + self.out_features,), (states, states), (nv,)]
-        sizes = min(self.in_features, self.out_features, states, block) > 0 <= min(nv, nw) and matrix.ndim == 2
+        positive = min(self.in_features, self.out_features, states, block) > 0 and min(nv, nw) >= 0
         given = [tuple(t.shape) for t in (bias, metric, multiplier)]
-        if not sizes or given != wanted or nv % block or (block < nv and nv != nw):
+        if matrix.ndim != 2 or not positive or given != wanted or nv % block or (block < nv and nv != nw):
             raise ShapeError(
                 f"Recurrent: expected bias, metric and multiplier of shapes {wanted} and blocks that divide the units, "
                 f"got {given} for a matrix {tuple(matrix.shape)}, {states} states, units {units} in blocks of {block}"
@@ -183,6 +183,8 @@ def contraction(module: Recurrent) -> float:
     >>> contraction(Recurrent(half, half[0], torch.eye(1), half[0, :0], nn.Identity(), 1, (0, 0), 1, 9.0, 0.75))
     0.75
     """
+    if not isinstance(module, Recurrent):
+        raise NoRuleError(f"contraction: expected a Recurrent of an exported network, got {type(module).__name__}")
     return module.rate if math.isfinite(_gain(module)) else math.inf
 
 

@@ -82,7 +82,7 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is already plain. Options without a rule raise the errors of `lipschitz`."""
+    """A copy of a module that is already plain. Options for which `lipschitz` has no rule raise its errors."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):  # the proof of a matrix's norm takes long and is made where it is needed
         lipschitz(module, input_shape)
@@ -132,15 +132,15 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
             (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
         tight: bound runs of dense layers by LipSDP (`lipkit.certificates.tight`; seconds to minutes). A module that is
-            not exported is exported first, in float64: narrower formats would round what is folded.
+            not exported is exported first, in float64: narrower formats would round the folded weights.
 
     Returns:
         0-d float64, differentiable (a learnable gain has a gradient) unless ``tight``.
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Of the export,
-        whose batch normalisations are folded into the layers before them, the bound can be several times smaller.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. An export, whose
+        batch normalisations are folded into the layers before them, can have a several times smaller bound.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
@@ -155,7 +155,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         if "tight" not in LATER:
             raise OptionError("tight=True: expected lipkit.lipschitz, or lipkit.certificates to be imported")
         if type(module) is not Network:
-            module = export(LATER["constant"](module).double(), checked_shape(input_shape or ()))
+            if input_shape is None:
+                raise ShapeError("tight=True: expected an input_shape, such as (12,), or an exported network, got none")
+            module = export(LATER["constant"](module).double(), checked_shape(input_shape))
         module = LATER["tight"](module)
     with without_autocast():
         module = settled(module)
@@ -165,9 +167,12 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         shape = None if input_shape is None else checked_shape(input_shape)
         check_samples_apart(module, shape)
         value = rule(module, shape)
-    bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    try:
+        bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    except (TypeError, ValueError, RuntimeError):  # no number, or several
+        bound = torch.tensor(-1.0)
     if bool(bound < 0):  # NaN passes, see below
-        raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
+        raise NoRuleError(f"the rule of {type_name(type(module))} gave {value!r}, expected one number >= 0")
     # Comparisons with NaN are all false, so NaN must not leave this function: it becomes an infinite bound.
     # A module with children is bounded through them. Its own buffers may be mere claims, which need not be finite.
     own = () if module._modules else (*module.parameters(), *module.buffers())
@@ -185,9 +190,10 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`).
         input_shape: shape of one input without the batch. The result accepts no other.
         box: (low, high) of every entry of the inputs that the network is for, its ``input_range``. Products of two
-            values, such as those of attention, have a Lipschitz constant there only: the result limits their factors
-            to what such inputs can reach (`lipkit.modules.limits`), so that it has a constant everywhere, and is the
-            function of ``module`` for inputs in the box.
+            values, such as those of attention, have a Lipschitz constant only in a box: the result limits the factors
+            to the values that they have for inputs in it (`lipkit.modules.limits`), so that the result has a constant
+            everywhere, and is the function of ``module`` for inputs in the box. None: no
+            limits, and the range of a ``module`` that is exported already.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
@@ -196,7 +202,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     Raises:
         NoRuleError: as :func:`lipschitz`.
         ShapeError: the module does not accept ``input_shape``.
-        OptionError: a ``box`` that is no interval, or parameters so large that a constrained weight becomes singular.
+        OptionError: a ``box`` that is not an interval, or parameters so large that a constrained weight is singular.
 
     >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
     Network(
@@ -210,6 +216,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         output_shape(network, network.input_shape)  # a rule may not have run what it made
     if limits is None:
         LATER["refused"](network)
+        network.input_range = module.input_range if isinstance(module, Network) else None
         return network
     limited: Network = LATER["limited"](network, limits)
     return limited
@@ -226,7 +233,12 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
         try:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
-            network = _generalised(Network([rule(module, shape)], shape), type(module))
+            if not isinstance(made := rule(module, shape), nn.Module):
+                raise NoRuleError(f"the export rule of {type_name(type(module))} gave {made!r}, expected a module")
+            own, parts = ({*map(id, (*m.modules(), *m.parameters(), *m.buffers()))} for m in (module, made))
+            # A copy of shared parts: a network takes gradients and training mode from what it holds.
+            made = made if own.isdisjoint(parts) else copy.deepcopy(made)
+            network = _generalised(Network([made], shape), type(module))
             buffers = {b.dtype for b in network.buffers() if b.is_floating_point()} - {torch.float64}  # as multipliers
             formats = buffers | {p.dtype for p in network.parameters()}
             if len(formats) > 1:  # constrained weights of a network of halves are float32: one format for all parts

@@ -1,4 +1,4 @@
-"""Plain networks as a folder: ``config.json`` + ``model.safetensors``, no code in either.
+"""Stored networks: their hash, their exact copy in float64, and their folder of a configuration and weights, no code.
 
 Loading builds exactly the modules that the configuration names by their short names, from a closed list: the row of
 each says how it is stored (`lipkit.modules.plain.Stored`). It checks every shape against the weights file and never
@@ -16,7 +16,8 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
 from lipkit.files import parse_json, read_bytes, read_text, write_atomic
-from lipkit.modules.guarding import parts, type_name
+from lipkit.modules.guarding import guard, type_name
+from lipkit.modules.limits import Elementary, MatrixProduct, Product
 from lipkit.modules.network import Network
 from lipkit.modules.plain import Stored, row_of, stored_type, stored_types, submodule, submodules
 from lipkit.modules.registry import check_samples_apart
@@ -114,7 +116,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
     """The configuration of one plain module, as JSON values.
 
     Raises:
-        OptionError: the module is not plain, or an argument is neither a number of Python nor a word.
+        OptionError: the module is not plain, or an argument is a value that JSON cannot hold.
 
     >>> describe(nn.LeakyReLU(0.1)), build(describe(nn.LeakyReLU(0.1)))
     ({'type': 'LeakyReLU', 'negative_slope': 0.1}, LeakyReLU(negative_slope=0.1))
@@ -174,14 +176,19 @@ def build(config: Any, depth: int = 0) -> nn.Module:
 
 def sha256(network: nn.Module) -> str:
     """Hash of the configuration and of every stored tensor (name, dtype, shape, bytes) of a plain network."""
-    digest = hashlib.sha256()
-    for text, numbers in contents(network):
-        digest.update(text.encode())
-        digest.update(numbers.data)
-    return digest.hexdigest()
+    return digest(contents(network))
 
 
 Contents = list[tuple[str, np.ndarray[Any, Any]]]
+
+
+def digest(stored: Contents) -> str:
+    """The `sha256` of a network with these contents."""
+    found = hashlib.sha256()
+    for text, numbers in stored:
+        found.update(text.encode())
+        found.update(numbers.data)
+    return found.hexdigest()
 
 
 def contents(network: nn.Module) -> Contents:
@@ -194,6 +201,23 @@ def contents(network: nn.Module) -> Contents:
         words = numbers.view(np.uint8 if numbers.nbytes % 8 else np.int64)  # words of eight bytes are compared faster
         found.append((f"{name} {data.dtype} {tuple(data.shape)}", words))
     return found
+
+
+def parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The module and all its submodules with their paths; a module in two places comes twice.
+
+    ``named_modules`` is not used, because an instance could hide it. Parts of a chain are named by their places.
+    """
+    yield path, module
+    for place, (name, part) in enumerate(vars(module)["_modules"].items()):
+        if part is not None:
+            name = str(place) if isinstance(module, nn.Sequential | nn.ModuleList) else name
+            yield from parts(part, f"{path}.{name}".removeprefix("."))
+
+
+def guard_parts(network: nn.Module) -> None:
+    """`lipkit.modules.guard` the network and all its parts."""
+    guard(*(part for _, part in parts(network)))
 
 
 def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -212,6 +236,84 @@ def same_contents(a: Contents, b: Contents) -> bool:
     return texts[0] == texts[1] and all(np.array_equal(x, y) for (_, x), (_, y) in zip(a, b, strict=True))
 
 
+# Attributes that no forward pass of exactly these types reads: a line of the source, the initial value of a weight.
+_IDLE = {"where": (Product, MatrixProduct, Elementary), "init": (nn.PReLU,)}
+
+# Attributes of every module that `guard` checks, or that no forward pass reads.
+_NO_SWITCHES = vars(nn.Module()).keys() - {"training"} | {"input_range"}
+
+
+# Only values of exactly these types are compared: a subclass may define its own comparison.
+_PLAIN = (bool, int, float, str, type(None), np.float64, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
+
+
+def _exact(value: Any) -> bool:
+    """True if == compares the value reliably: one of the types `_PLAIN`, or a tuple, list or set of such values."""
+    return all(map(_exact, value)) if type(value) in (tuple, list, set, torch.Size) else type(value) in _PLAIN
+
+
+def exact_copy(network: Network, device: str | torch.device = "cpu") -> Network:
+    """A float64 copy, rebuilt from what is stored and hashed; on the CPU if ``device`` has no float64.
+
+    Raises:
+        NoRuleError, OptionError: hooks, methods, attributes or buffers of the network differ from its stored form.
+    """
+    guard_parts(network)
+    numbers = {name: t.detach().to("cpu", torch.float64, copy=True) for name, t in stored_tensors(network).items()}
+    try:
+        exact = rebuilt({"network": describe(network)}, numbers, run=False)  # no trial run: the proof runs it
+    except (DataError, OptionError):  # a network that no file could hold, such as one with a wrong in_features
+        exact = float64_copy(network)
+        for name, copied in stored_tensors(exact).items():
+            if not torch.equal(copied.double().view(torch.int64), numbers[name].view(torch.int64)):
+                raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
+    exact.input_range = network.input_range
+    for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        for key in ("training", "inplace"):  # they are not stored
+            if hasattr(module, key):
+                setattr(twin, key, getattr(module, key))
+    check_alike(network, exact, "expected the module {!r} as its stored form gives it", "make it anew")
+    return exact.to(float64_device(device))
+
+
+def check_alike(network: Network, exact: Network, expected: str, remedy: str) -> None:
+    """Raise if a network differs from the float64 copy of its stored form: in types, attributes or unstored buffers."""
+    for (name, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
+        kind, unread = type(module), {key for key, types in _IDLE.items() if type(module) in types}
+        pairs = {"type": (kind, type(twin))}
+        # No forward pass reads an attribute that the copy and its class lack.
+        for key in dict.fromkeys((*vars(module), *vars(twin))):
+            if key not in _NO_SWITCHES | unread and hasattr(module, key) and hasattr(twin, key):
+                pairs[key] = getattr(module, key), getattr(twin, key)
+        if kind is type(twin) and getattr(module, "padding_mode", None) == "zeros":
+            pairs.pop("_reversed_padding_repeated_twice", None)  # torch reads it in other modes only
+        for key, pair in pairs.items():
+            if key != "type" and not all(map(_exact, pair)):
+                what = f"{key} as a number of Python or a word, got {pair[0]!r}"
+                raise OptionError(f"{type_name(kind)}: expected {what}: make a tensor a buffer")
+            value, then = (tuple(v) if isinstance(v, list) else v for v in pair)
+            if value != then:
+                raise OptionError(f"{expected.format(name)}, with {key} = {then!r}, got {value!r}: {remedy}")
+        for key in twin._non_persistent_buffers_set:  # the twin has made them anew, from its sizes
+            now, anew = getattr(module, key), getattr(twin, key).cpu()
+            if not torch.equal(now.cpu(), anew.to(now.dtype)):
+                raise OptionError(f"expected {key!r} of {module} as its sizes give it, got other numbers: load it anew")
+
+
+def float64_copy(network: Network) -> Network:
+    """A copy in float64, on the CPU, that holds exactly the same numbers."""
+    return copy.deepcopy(network).cpu().double()  # first to the CPU: mps cannot even hold a float64 tensor
+
+
+def float64_device(device: str | torch.device) -> torch.device:
+    """``device``, or the CPU where that device has no float64."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise OptionError(f"device: expected a device of torch, such as 'cpu' or 'cuda', got {device!r}") from None
+    return torch.device("cpu") if found.type == "mps" else found
+
+
 def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Path:
     """Write an exported network to ``folder`` (made if needed): ``config.json`` and ``model.safetensors``.
 
@@ -221,10 +323,11 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 
     Raises:
         OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
-            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16.
+            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16. NoRuleError: hooks.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
+    guard_parts(network)
     if bits not in (None, *BITS):
         raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}

@@ -49,6 +49,13 @@ def per_channel(module: Any, values: Tensor, x: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (x.ndim - 2))
 
 
+def channels_of(x: Tensor, name: str) -> int:
+    """The size of dimension 1; ``ShapeError`` for a sample without its batch."""
+    if x.ndim > 1:
+        return x.shape[1]
+    raise ShapeError(f"{name}: expected a batch (N, C, ...), got shape {tuple(x.shape)}: one sample is x[None]")
+
+
 def reshaped(shape: Shape) -> nn.Module:
     """The module that gives samples this shape."""
     return nn.Flatten() if len(shape) == 1 else Reshape(*shape)
@@ -165,7 +172,7 @@ class Enlarge(Shown):
     r"""Every pixel ``rows`` times ``cols``: nearest-neighbour upsampling, of constant :math:`\sqrt{rows\,cols}`.
 
     Raises:
-        OptionError: factors below 1. ShapeError: an input that is no image.
+        OptionError: factors below 1. ShapeError: an input that is not an image.
 
     >>> Enlarge(1, 2)(torch.tensor([[[[1.0, 2.0]]]])).tolist()
     [[[[1.0, 1.0, 2.0, 2.0]]]]
@@ -194,7 +201,7 @@ class EnlargeBilinear(Enlarge):
     of 1 / 2f, exact in every format; pixels lie as with ``align_corners=False``.
 
     Raises:
-        OptionError: factors that are no powers of two. ShapeError: an input that is no image.
+        OptionError: factors that are not powers of two. ShapeError: an input that is not an image.
 
     >>> EnlargeBilinear(1, 2)(torch.tensor([[[[0.0, 4.0]]]])).tolist()
     [[[[0.0, 1.0, 3.0, 4.0]]]]
@@ -321,7 +328,7 @@ class Shift2d(Shown):
     """:func:`shift` as a module, for inputs with ``channels`` channels: 1-Lipschitz.
 
     Raises:
-        OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.
+        OptionError: fewer than 4 ``moved`` channels. ShapeError: a wrong number of channels, or no image.
 
     >>> Shift2d(16, 2)(torch.zeros(1, 16, 4, 4)).shape
     torch.Size([1, 16, 4, 4])

@@ -70,7 +70,7 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
     if gram.shape[-1] >= MANY and not gram.is_complex():
         return torch.stack([_lanczos(one)[0] for one in gram])
     if _by_lapack(gram):
-        return torch.stack([_last(one)[0] for one in gram])
+        return torch.stack([largest_eigenpair(one)[0] for one in gram])
     return torch.linalg.eigvalsh(gram)[..., -1] if gram.shape[-1] > 1 else gram[..., 0, 0].real
 
 
@@ -84,7 +84,7 @@ def _lanczos(a: Tensor, tolerance: float = 1e-10, *, factor: bool = False) -> tu
     try:
         values, vectors = eigsh(matrix, k=1, which="LA", v0=start.numpy(), tol=tolerance, **_SEEDED)
     except ArpackError:  # no convergence, or a zero matrix
-        return _last(gram_matrix(a) if factor else a)
+        return largest_eigenpair(gram_matrix(a) if factor else a)
     return torch.from_numpy(values)[0].to(a.device), torch.from_numpy(vectors[:, 0]).to(a.device)
 
 
@@ -182,7 +182,7 @@ class Quick(NamedTuple):
         bound: 0-d float64.
         u, v: unit vectors with ``u^T A v`` within 5 % of the norm; its singular vectors if the largest singular value
             is simple and the steps have converged. float64 if proved.
-        ratio: bound over ``u^T A v``; 0 for matrices that are zero or not finite.
+        ratio: ``bound / (u^T A v)``; 0 for matrices that are zero or not finite.
     """
 
     bound: Tensor
@@ -211,11 +211,11 @@ def quick_spectral_norm(a: Tensor) -> Quick:
     if float(kind) == 1:
         gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
         # Up to side 8, all eigenvalues cost less than a call of Lanczos.
-        value, rows = _lanczos(wide.float(), 1e-3, factor=True) if len(gram) > 8 else _last(gram)
+        value, rows = _lanczos(wide.float(), 1e-3, factor=True) if len(gram) > 8 else largest_eigenpair(gram)
         level = _level(scaled, gram[None], value.double()[None], (_ABOVE, 1e-2, 5e-2))
         if not bool(level < 1.1 * value):
             # Lanczos missed the largest eigenvalue, so only the Frobenius norm is proved: start again with LAPACK.
-            value, rows = _last(gram)
+            value, rows = largest_eigenpair(gram)
             level = _level(scaled, gram[None], value[None], _SLACKS)
         rows = rows.to(wide.dtype)
         columns = wide.mT @ rows
@@ -248,14 +248,15 @@ def _by_lapack(gram: Tensor) -> bool:
     return plain and gram.shape[-1] >= ALONE
 
 
-def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
+def largest_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
     """The largest eigenvalue of one Hermitian matrix and its vector, from a dense eigenvalue routine."""
-    if not _by_lapack(gram):
-        values, vectors = torch.linalg.eigh(gram)
-        return values[-1], vectors[:, -1]
-    last = len(gram) - 1
-    value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[last, last])
-    return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
+    if _by_lapack(gram):
+        last = len(gram) - 1
+        value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[last, last])
+        if len(value):  # LAPACK may find none where all eigenvalues coincide, as for an orthogonal matrix
+            return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
+    values, vectors = torch.linalg.eigh(gram)
+    return values[-1], vectors[:, -1]
 
 
 def spectral_norm(a: Tensor) -> Tensor:
@@ -290,7 +291,7 @@ def largest_singular_value(a: Tensor) -> Tensor:
         scaled = fixed / largest if bool(largest >= 2.0**-1000) else fixed * 2.0**1000
         gram = gram_matrix(scaled)
         many = len(gram) >= MANY and not gram.is_complex()
-        one_side = (_lanczos if many else _last)(gram)[1]
+        one_side = (_lanczos if many else largest_eigenpair)(gram)[1]
         tall = a.shape[0] >= a.shape[1]
         other = scaled @ one_side if tall else scaled.mH @ one_side
         other = other / torch.linalg.vector_norm(other)

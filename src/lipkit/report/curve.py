@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
+from lipkit.modules.storage import float64_copy
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
 from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
@@ -47,7 +47,7 @@ class Curve:
 
 
 def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: Split) -> Curve | None:
-    """The graph of a network with inputs of shape (1,), sampled in float64; None for others."""
+    """The graph of a network with inputs of shape (1,), sampled in float64; None for other networks."""
     if tuple(network.input_shape) != (1,):
         return None
     sample_x = split.batch(torch.arange(len(split)))[0].cpu().double()[:, 0]

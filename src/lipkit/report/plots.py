@@ -189,7 +189,7 @@ def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list
 
 
 def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Loss and accuracies against the epoch, side by side; an empty string if no figure has two epochs.
+    """Loss and accuracies against the epoch, side by side; an empty string if none of them has two epochs.
 
     ``series`` are (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
     """

@@ -223,7 +223,7 @@ class RegressionRecord(RunRecord):
     def metrics(self) -> dict[str, float]:
         """Flat numbers by name: ``test_mse``, ``lipschitz``, ``lower``, ``tightness``.
 
-        If the model claims a constant, also ``reached``: ``lower`` over the claim (an export may prove a smaller one).
+        If the model claims a constant, also ``reached``: ``lower / claimed`` (an export may prove a smaller one).
         """
         computed, claimed = self.lipschitz.computed, self.lipschitz.claimed
         found = {"test_mse": self.mse, "lipschitz": computed, "lower": self.lower, "tightness": self.tightness}

@@ -196,7 +196,7 @@ def _input(what: str, verb: Callable[[nn.Module, Shape], Any], shape: Shape, *si
 
 
 def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, ...]:
-    """Bad arguments of a constrained convolution for inputs of this shape, whose factory takes them as keywords."""
+    """Bad arguments of a convolution, as keywords of its factory, and bad inputs; inputs of this shape are right."""
     wrong = (in_channels + 1, height, width)
     return (
         *_arguments(kernel_size=(0, (3, 3, 3), 3.0), stride=(0, (1, 2)), padding=(7, None), padding_mode=("mirror",)),
@@ -208,7 +208,7 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
 
 
 def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
-    """Bad arguments of a constrained dense layer, whose factory takes them as keywords."""
+    """Bad arguments of a dense layer, as keywords of its factory, and bad inputs."""
     return (
         *_arguments(in_features=(0,), out_features=(-1, True), dtype=(torch.bfloat16,)),
         _input("another number of features", output_shape, (in_features + 1,), in_features, in_features + 1),

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, rewording
 from lipkit.shown import Shown, axes
+from lipkit.text import printable
 from lipkit.training import checkpoints, sources
 from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.options import TrainOptions
@@ -24,6 +25,8 @@ from lipkit.training.schedules import Request
 from lipkit.training.session import Session, update
 from lipkit.training.sources import batches, generator, own_random_state, set_random_state, source
 from lipkit.training.step import CapturedStep, take_step
+
+_COSTS = ("lr", "seconds", "cpu_seconds", "samples_per_second", "memory_mib")
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,8 +60,7 @@ class Run(Shown):
         """Epochs and last figures; no constant, which is a mere claim until the export is proved."""
         last = self.history[-1] if self.history else {}
         # The last line is for results, not for costs.
-        costs = ("lr", "seconds", "cpu_seconds", "samples_per_second", "memory_mib")
-        figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in costs]
+        figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in _COSTS]
         seconds, early = sum(row.get("seconds", 0.0) for row in self.history), ", stopped before the last one"
         count = sum(p.numel() for p in self.model.parameters())
         return "\n".join(
@@ -226,14 +228,19 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
     if options.penalty is not None:
         row["penalty"] = float(options.penalty(session.model).detach())
     if evaluated and options.evaluate is not None:
-        measured, evaluate = session.measured(), options.evaluate
+        measured, evaluate, own = session.measured(), options.evaluate, {*row, *_COSTS}
 
         def values() -> dict[str, float]:
             with torch.no_grad(), own_random_state(fabric.device):  # evaluation must not change the training
                 found = evaluate(measured)
                 if not isinstance(found, Mapping):
                     raise OptionError(f"evaluate: expected numbers by name, a dict, got {type(found).__name__}")
-                return {name: float(value) for name, value in found.items()}
+                if taken := [name for name in found if not isinstance(name, str) or name in own]:
+                    kept, name = ", ".join(sorted(own)), taken[0]
+                    raise OptionError(f"evaluate: expected names beside {kept}, got {name!r}: call it 'test_{name}'")
+                got = f"evaluate: expected numbers, got {printable(repr(dict(found)), 80)}: "
+                with rewording(OptionError, got, TypeError, ValueError, RuntimeError):
+                    return {name: float(value) for name, value in found.items()}
 
         row |= on_first(fabric, values)
     row["seconds"] = round(totals.state()["seconds"], 3)

@@ -71,7 +71,7 @@ class SpectralDescent(_ManifoldOptimizer):
         every: k, at least 1.
 
     Raises:
-        OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
+        OptionError: an argument is out of range. ShapeError: a parameter is not a matrix.
 
     >>> w = nn.Parameter(torch.eye(2))
     >>> optimizer = SpectralDescent([w], lr=0.1)
@@ -120,7 +120,7 @@ class RiemannianAdam(_ManifoldOptimizer):
         lr, betas, eps: :math:`\alpha`, :math:`(\beta_1, \beta_2)`, :math:`\epsilon`.
 
     Raises:
-        OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
+        OptionError: an argument is out of range. ShapeError: a parameter is not a matrix.
 
     >>> w = nn.Parameter(torch.eye(2))
     >>> optimizer = RiemannianAdam([w], lr=0.1)

@@ -124,7 +124,7 @@ class Totals:
         return {"loss": self.loss / self.samples, **accuracy, **counts}
 
     def state(self) -> dict[str, float]:
-        """The numbers to continue the epoch from. Call it right after a reading, when no sums are pending."""
+        """The numbers to continue the epoch from. Call it right after `add` has read the sums, when none is pending."""
         seconds = self.seconds + time.perf_counter() - self.start
         cpu = self.cpu + time.process_time() - self.cpu_start
         sums = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
