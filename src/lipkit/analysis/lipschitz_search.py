@@ -155,9 +155,8 @@ def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps
         with torch.no_grad():
             compare(fx, fy)
         distance = _norms(y - x).clamp_min(1e-7)
-        # The logarithm makes the gradient independent of the scale of the network.
-        objective = (_norms(fy - fx).clamp_min(1e-30).log() - distance.log()).sum()
-        (-objective).backward()
+        # Minus the slope's logarithm, whose gradient is independent of the scale of the network.
+        (distance.log() - _norms(fy - fx).clamp_min(1e-30).log()).sum().backward()
         optimizer.step()
         with torch.no_grad():
             if box is not None:

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lipkit.conv.block import half_autocorrelation, half_lags
+from lipkit.conv.block import half_autocorrelation, half_lags, row_sums
 from lipkit.conv.spectrum import angles
 from lipkit.conv.symbol import check_kernel, half_grid
 from lipkit.errors import OptionError
@@ -156,10 +156,9 @@ def _rows(sizes: tuple[int, int], kernels: Tensor) -> Tensor:
     r"""``sum_i max_w sum_j |f_ij(w)|^2`` of each group ``(g,)`` on the grid, rounding included."""
     groups, cout, cin, kh, kw = kernels.shape
     rows, lags = kernels.reshape(groups * cout, cin, 1, kh, kw), half_lags(kh, kw)
-    coefficients = half_autocorrelation(rows).flatten(1)
     waves = angles(torch.stack(half_grid(*sizes), 1), lags, *sizes).cos().to(kernels.device)
     waves[:, 1:] *= 2  # each lag but zero stands for its negative, too
-    largest = (coefficients @ waves.mT).amax(1).clamp_min(0)
+    largest = (half_autocorrelation(rows).flatten(1) @ waves.mT).amax(1).clamp_min(0)
     # Inner products over channels, sums over taps and lags, cosines: all errors are relative to sums of moduli.
     absolute = up(rows.detach().abs().sum((-3, -2, -1)).square().sum(-1), kh * kw + cin + 4)
     error = absolute * gamma(2 * (cin + (kh * kw) ** 2 + len(lags)) + 64)
@@ -190,18 +189,16 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 2: the kernel rescaled by these sums, column by column, is 1-Lipschitz.
     """
-    return scaled_bound(kernel, groups, lambda k: up(_better_side(k, _row_sums).sqrt(), 2))
+    return scaled_bound(kernel, groups, lambda k: up(_better_side(k, _largest_row_sums).sqrt(), 2))
 
 
-def _row_sums(kernels: Tensor) -> Tensor:
+def _largest_row_sums(kernels: Tensor) -> Tensor:
     """The largest sums ``(g,)`` of absolute values along a row of the autocorrelation, rounding included."""
-    size = half_autocorrelation(kernels).abs()
-    # The other half of the lags has the transposed matrices: their row sums are column sums here.
-    rows = size.sum((1, 3)) + size[:, 1:].sum((1, 2))
+    half = half_autocorrelation(kernels)
     absolute = kernels.detach().abs().sum((-2, -1))
     worst = absolute.mT @ absolute.sum(-1, keepdim=True)  # row sums of |K|^T |K|: roundings are relative to them
-    terms = kernels[0].numel() + size[0].numel()
-    return (rows + up(worst[..., 0], terms + 8) * gamma(2 * terms + 64)).amax(-1)
+    terms = kernels[0].numel() + half[0].numel()
+    return (row_sums(half) + up(worst[..., 0], terms + 8) * gamma(2 * terms + 64)).amax(-1)
 
 
 def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] = 1) -> Tensor:

@@ -251,8 +251,7 @@ def _positions(shape: Shape) -> Tensor:
 @circuit_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d, Expand)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
     # The module moves the numbers of the entries, 1, 2, ..., exactly: they show where each entry goes.
-    moved = module(_positions(circuit.shapes[value]))
-    return circuit.select(value, moved[0].long())
+    return circuit.select(value, module(_positions(circuit.shapes[value]))[0].long())
 
 
 @circuit_rule(nn.Linear)

@@ -138,6 +138,12 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     return sums
 
 
+def row_sums(half: Tensor) -> Tensor:
+    """Row sums ``(g, c)`` of the moduli of all matrices of :func:`half_autocorrelation`, negative lags included."""
+    size = half.abs()
+    return size.sum((1, 3)) + size[:, 1:].sum((1, 2))  # lag zero counts once; the others' negatives are transposes
+
+
 # Up to this many columns one product of all pairs of taps is faster than a call for each tap.
 FEW_COLUMNS = 300
 

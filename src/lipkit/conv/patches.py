@@ -12,7 +12,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.block import bcop_kernel, block_convolve, half_autocorrelation
+from lipkit.conv.block import bcop_kernel, block_convolve, half_autocorrelation, row_sums
 from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
@@ -172,8 +172,6 @@ def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
     """
     groups, cout, cin, kh, kw = kernels.shape
     phases = polyphase(kernels.flatten(0, 1), classes).unflatten(0, (groups, cout))
-    half = half_autocorrelation(phases).abs()
-    # Lag zero counts once; each other lag also stands for its negative, with the transposed matrix: column sums.
-    sums = half.sum((1, 3)) + half[:, 1:].sum((1, 2))
+    sums = row_sums(half_autocorrelation(phases))
     wide = sums.reshape(groups, cin, *classes).repeat(1, 1, -(-kh // classes[0]), -(-kw // classes[1]))
     return wide[..., :kh, :kw]

@@ -284,12 +284,12 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
     """Points in float64, moved outward by a relative 1e-4 at most where the float64 network classifies correctly."""
     clean, points = clean.double(), points.double()
     result = points
-    for further in (0.0, 1e-6, 1e-5, 1e-4):  # in float32 the boundary may be a little closer
-        ahead = clip(clean + (points - clean) * (1 + further) if further else points, box)
+    for further in (1e-6, 1e-5, 1e-4):  # in float32 the boundary may be a little closer
         with torch.no_grad():
             right = ~misclassified(exact(result), labels)
         if not bool(right.any()):
             break
+        ahead = clip(clean + (points - clean) * (1 + further), box)
         result = torch.where(like(right, ahead), ahead, result)
     return result
 

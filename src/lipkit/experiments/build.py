@@ -87,8 +87,7 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
 def network_of(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     """The network that a factory makes; ``OptionError`` with the model's name if it fails or makes something else."""
     try:
-        # The imported object may be the network itself.
-        model = factory if isinstance(factory, nn.Module) else factory(**options)
+        model = factory if isinstance(factory, nn.Module) else factory(**options)  # it may be the network itself
     except LipkitError:
         raise
     except Exception as error:  # whatever the user's code raises

@@ -175,32 +175,34 @@ def _count(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
     """The number of values below a node of YAML, each alias counted as often as it is used.
 
     Raises:
-        ValueError: more than MOST_VALUES; an anchor that holds itself; a key written twice, of which YAML would
-            silently keep the last; a text that YAML reads in a surprising way.
+        ValueError: more than MOST_VALUES; an anchor that holds itself; what `_inner` refuses.
     """
     if id(node) in above:
         raise ValueError("expected values, got an anchor that holds itself")
     if id(node) not in known:
-        inner: list[yaml.Node] = []
-        line = f"line {node.start_mark.line + 1}"
-        if isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        elif isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]  # keys are values, too
-            seen: set[str] = set()
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if key.value in seen:
-                    raise ValueError(f"key {key.value!r} twice, on line {key.start_mark.line + 1} again")
-                seen.add(key.value)
-        elif (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
-            read = json.dumps(yaml.safe_load(text))
-            raise ValueError(f"{line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
         above.add(id(node))  # the nodes on the path from the root: one that recurs holds itself
-        known[id(node)] = 1 + sum(_count(part, known, above) for part in inner)
+        known[id(node)] = 1 + sum(_count(part, known, above) for part in _inner(node))
         above.remove(id(node))
     if known[id(node)] > MOST_VALUES:
         raise ValueError(f"expected at most {MOST_VALUES} values, got more: its aliases multiply")
     return known[id(node)]
+
+
+def _inner(node: yaml.Node) -> list[yaml.Node]:
+    """The nodes in a node; refuses a key written twice, of which YAML keeps the last, and a text it misreads."""
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise ValueError(f"key {key.value!r} twice, on line {key.start_mark.line + 1} again")
+            seen.add(key.value)
+        return [part for pair in node.value for part in pair]  # keys are values, too
+    if (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
+        read, line = json.dumps(yaml.safe_load(text)), node.start_mark.line + 1
+        raise ValueError(f"line {line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
+    return []
 
 
 def _override(content: dict[str, Any], override: str) -> dict[str, Any]:

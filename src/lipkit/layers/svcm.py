@@ -71,8 +71,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
         raise ShapeError(f"image: expected a height and width of at least 1, got {h} x {w}")
     kh, kw = kernel.shape[-2:]
     with torch.no_grad():
-        start = fold(at_least_float32(kernel), h, w)
-        folded = start
+        start = folded = fold(at_least_float32(kernel), h, w)
         for _ in range(rounds):
             before = symbol(folded, h, w)
             after = polar(before) if orthogonal else clip(before)

@@ -98,9 +98,9 @@ class Recurrent(nn.Module):
         self.in_features = matrix.shape[-1] - nw - states  # columns are those of (w, x, u)
         self.out_features = matrix.shape[0] - nv - states  # rows are those of (v, next x, y)
         wanted = [(nv + states + self.out_features,), (states, states), (nv,)]
-        sizes = min(self.in_features, self.out_features, states, block) > 0 <= min(nv, nw) and matrix.ndim == 2
+        positive = min(self.in_features, self.out_features, states, block) > 0 and min(nv, nw) >= 0
         given = [tuple(t.shape) for t in (bias, metric, multiplier)]
-        if not sizes or given != wanted or nv % block or (block < nv and nv != nw):
+        if matrix.ndim != 2 or not positive or given != wanted or nv % block or (block < nv and nv != nw):
             raise ShapeError(
                 f"Recurrent: expected bias, metric and multiplier of shapes {wanted} and blocks that divide the units, "
                 f"got {given} for a matrix {tuple(matrix.shape)}, {states} states, units {units} in blocks of {block}"
