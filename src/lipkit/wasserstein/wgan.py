@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers import after_step
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules import Shape
+from lipkit.modules import Affine, Shape
 from lipkit.training import sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
-from lipkit.wasserstein.samples import as_samples
+from lipkit.wasserstein.samples import as_samples, centre_and_unit
 
 HIDDEN = 256
 
@@ -84,7 +84,7 @@ def train(
     Args:
         x: data, tensor or array (n, *shape); uint8 images are divided by 255.
         latent: dimension of the normal z.
-        generator: maps (n, latent) to (n, *shape); a copy is trained. None: `generator` of this module.
+        generator: maps (n, latent) to (n, *shape); a copy is trained. None: `generator`, for vectors moved and scaled.
         critic: as in `wasserstein.distance`.
         steps, critic_steps: number of generator steps, and of critic steps before each.
         batch_size: samples of a step.
@@ -114,7 +114,10 @@ def train(
     with sources.own_random_state(where, seed, 3):
         # globals(): the argument hides the function `generator`.
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
-        judge = critics.instance(critic, shape)
+        if generator is None and len(shape) != 3:  # images end in a sigmoid
+            centre, spread = centre_and_unit(data)
+            maker.append(Affine(torch.full_like(centre, spread), centre))
+        judge, unit = critics.instance(critic, data)
         for net in (maker, judge):
             net.to(where).train()
         drawn = sources.generator(seed, 4)
@@ -129,9 +132,6 @@ def train(
                 raise ShapeError(f"expected a generator of samples of shape {shape}, got {tuple(fake.shape[1:])}")
             return fake
 
-        def values(samples: Tensor) -> Tensor:
-            return one_output(judge(samples), len(samples))
-
         history: list[float] = []
         for step in range(steps):
             found, left = 0.0, 1 - step / steps
@@ -139,14 +139,14 @@ def train(
                 real = data[torch.randint(len(data), (batch_size,), generator=drawn)].to(where, torch.float32)
                 with torch.no_grad():
                     fake = made()
-                both = values(torch.cat([real, fake]))  # one pass for both
+                both = one_output(judge(torch.cat([real, fake])), 2 * batch_size)  # one pass for both
                 loss = kr_loss(both[:batch_size], both[batch_size:])
-                descend(judging, loss, critic_lr * left)
+                descend(judging, loss, critic_lr * left, unit)
                 number = step * critic_steps + inner + 1  # counts all critic steps, for `after_step`
                 after_step(judge, shape, number if number < steps * critic_steps else None)
                 found = -float(loss.detach())
-            loss = -values(made()).mean()
-            descend(making, loss, lr * left)
+            loss = -one_output(judge(made()), batch_size).mean()
+            descend(making, loss, lr * left, unit)
             if not (math.isfinite(found) and math.isfinite(float(loss.detach()))):
                 raise OptionError(f"expected finite losses, got {found} at step {step + 1}: smaller rates may help")
             history.append(found)
