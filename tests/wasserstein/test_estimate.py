@@ -319,6 +319,24 @@ X = normal(1, 20, 2)
         (X, X, {"critic": nn.ReLU()}, OptionError, "a critic with parameters to train, got ReLU"),
         (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.Softmin(1))}, NoRuleError, "Softmin"),
         (X, X, {"loss": lambda a, b: (a - b).mean() * math.nan}, OptionError, "finite loss, got nan at step 1"),
+        (X, X, {"loss": lambda a, b: a - b}, OptionError, r"loss: expected one number that depends .*, got tensor\("),
+        (X, X, {"loss": lambda a, b: 1.0}, OptionError, "loss: expected one number that depends .*, got 1.0"),
+        (X, X, {"loss": lambda a, b: a.detach().mean()}, OptionError, "loss: expected one number that depends"),
+        (X, X, {"device": "toaster"}, OptionError, "expected a device of this machine, got 'toaster'"),
+        (
+            X.double() * 1e40,
+            X,
+            {"critic": "cayley"},
+            OptionError,
+            "got nan at step 1: try another lr or unit",
+        ),
+        (
+            X.double() * 1e-60,
+            X * 0,
+            {"critic": "cayley"},
+            OptionError,
+            "got nan at step 1: try another lr or unit",
+        ),
     ],
 )
 def test_refusals(x, y, options, error, message):

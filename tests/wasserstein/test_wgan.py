@@ -69,11 +69,14 @@ def test_own_networks_are_copied():
         ({"critic": nn.Linear(3, 2)}, OptionError, "critic of one output"),
         ({"critic": nn.Flatten()}, OptionError, "a critic with parameters to train, got Flatten"),
         ({"generator": nn.Tanh()}, OptionError, "a generator with parameters to train, got Tanh"),
+        ({"device": "toaster"}, OptionError, "expected a device of this machine, got 'toaster'"),
         ({"generator": lambda z: z}, OptionError, "expected generator as an nn.Module, got function"),
     ],
 )
 def test_refusals(options, error, message):
     with pytest.raises(error, match=message):
         wgan.train(torch.zeros(8, 3), **{"steps": 1, "batch_size": 4} | options)
+    with pytest.raises(OptionError, match="finite losses, got nan at step 1: try other rates or units"):
+        wgan.train(1e40 * torch.rand(8, 3, dtype=torch.float64))
     with pytest.raises(DataError, match="finite"):
         wgan.train(torch.full((8, 3), float("inf")))

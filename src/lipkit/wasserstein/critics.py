@@ -61,7 +61,7 @@ def instance(given: str | nn.Module | None, *samples: Tensor) -> tuple[nn.Module
     if isinstance(given, nn.Module):
         return copy.deepcopy(given), 1.0
     centre, unit = centre_and_unit(*samples)
-    inwards = Affine(torch.full_like(centre, 1 / unit), -centre / unit)
+    inwards = Affine(torch.ones_like(centre) / unit, -centre / unit)
     return nn.Sequential(inwards, *critic(tuple(centre.shape), given or "cayley"), Scale(unit)), unit
 
 

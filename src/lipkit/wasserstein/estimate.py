@@ -24,7 +24,7 @@ from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
 from lipkit.shown import Shown, lower, upper
-from lipkit.training import sources
+from lipkit.training import devices, sources
 from lipkit.training.losses import Loss
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
@@ -158,7 +158,7 @@ def distance(
         _check_diameter(x, y, finite("diameter", diameter, positive=True))
     if steps == 0 and not isinstance(critic, nn.Module):
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
-    where, shape = torch.device(device), tuple(x.shape[1:])
+    where, shape = devices.device_here(device), tuple(x.shape[1:])
     parts = _parts(len(x), len(y), folds if steps else 0, seed)  # 0: hold out all samples
 
     exported, held_out = list[Network](), list[tuple[Moments, Moments]]()
@@ -215,8 +215,10 @@ def fit(
         drawn = [s[torch.randint(len(s), (batch_size,), generator=generator)] for s in (x, y)]
         values = one_output(model(torch.cat(drawn).to(device, dtype)), 2 * batch_size)
         value = loss(values[:batch_size], values[batch_size:])
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise OptionError(f"loss: expected one number that depends on the critic's values, got {value!r}")
         if not math.isfinite(found := float(value.detach())):
-            raise OptionError(f"expected a finite loss, got {found} at step {step + 1}: a smaller lr or unit may help")
+            raise OptionError(f"expected a finite loss, got {found} at step {step + 1}: try another lr or unit")
         curve.append(-float(kr_loss(values[:batch_size], values[batch_size:]).detach()))
         descend(optimizer, value, lr * (1 - step / steps), unit)
         after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)

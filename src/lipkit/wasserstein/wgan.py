@@ -21,7 +21,7 @@ from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers import after_step
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Affine, Shape
-from lipkit.training import sources
+from lipkit.training import devices, sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
 from lipkit.wasserstein.samples import as_samples, centre_and_unit
@@ -110,19 +110,17 @@ def train(
     lr, critic_lr = finite("lr", lr, positive=True), finite("critic_lr", critic_lr, positive=True)
     if not isinstance(generator, nn.Module | None):
         raise OptionError(f"expected generator as an nn.Module, got {type(generator).__name__}")
-    where, shape = torch.device(device), tuple(data.shape[1:])
+    where, shape = devices.device_here(device), tuple(data.shape[1:])
     with sources.own_random_state(where, seed, 3):
         # globals(): the argument hides the function `generator`.
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
         if generator is None and len(shape) != 3:  # images end in a sigmoid
             centre, spread = centre_and_unit(data)
-            maker.append(Affine(torch.full_like(centre, spread), centre))
+            maker.append(Affine(torch.ones_like(centre) * spread, centre))
         judge, unit = critics.instance(critic, data)
-        for net in (maker, judge):
-            net.to(where).train()
         drawn = sources.generator(seed, 4)
         making, judging = (
-            torch.optim.Adam(trainable(net, name), betas=(0.5, 0.9))
+            torch.optim.Adam(trainable(net.to(where).train(), name), betas=(0.5, 0.9))
             for net, name in ((maker, "generator"), (judge, "critic"))
         )
 
@@ -148,7 +146,7 @@ def train(
             loss = -one_output(judge(made()), batch_size).mean()
             descend(making, loss, lr * left, unit)
             if not (math.isfinite(found) and math.isfinite(float(loss.detach()))):
-                raise OptionError(f"expected finite losses, got {found} at step {step + 1}: smaller rates may help")
+                raise OptionError(f"expected finite losses, got {found} at step {step + 1}: try other rates or units")
             history.append(found)
             if progress is not None:
                 progress(step + 1, found)
