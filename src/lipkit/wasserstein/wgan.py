@@ -116,7 +116,7 @@ def train(
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
         if generator is None and len(shape) != 3:  # images end in a sigmoid
             centre, spread = centre_and_unit(data)
-            maker.append(Affine(torch.ones_like(centre) * spread, centre))
+            maker = nn.Sequential(maker, Affine(torch.ones_like(centre) * spread, centre))
         judge, unit = critics.instance(critic, data)
         drawn = sources.generator(seed, 4)
         making, judging = (
