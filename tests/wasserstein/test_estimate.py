@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -77,6 +78,26 @@ def test_critics_that_still_rise_are_warned_of():
 def test_spheres():
     found = quick(sphere(1, 2000, 2, 1.0), sphere(2, 2000, 2, 2.0), critic="cayley", steps=150, lr=0.01)
     assert 0.8 < found.value <= found.high <= 1.01
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:the critics still rose")
+def test_neither_unit_nor_origin_matters():
+    """Metres or micrometres, 0 or 300 kelvin: nothing moves but the unit."""
+    x, y = sphere(1, 400, 2, 1.0).double(), sphere(2, 400, 2, 2.0).double()
+    found = quick(x, y, critic="cayley", steps=30)
+    assert found.low > 0.5
+    for scale in (2.0**-40, 2.0**40):
+        scaled = quick(scale * x, scale * y, critic="cayley", steps=30)
+        ends = scaled.low / scale, scaled.value / scale, scaled.high / scale
+        assert ends == pytest.approx((found.low, found.value, found.high), rel=1e-6)  # rounding bounds apart
+        assert scaled.constant == pytest.approx(1, abs=1e-6)
+    origin = torch.tensor([300.0, -1e5])
+    assert quick(x + origin, y + origin, critic="cayley", steps=30).value == pytest.approx(found.value, abs=0.02)
+    hinge = functools.partial(hinge_kr_loss, margin=0.5)  # the margin is in units of the samples
+    wide = functools.partial(hinge_kr_loss, margin=8.0)
+    ends = [quick(s * x, s * y, critic="cayley", steps=9, loss=f).value / s for s, f in ((1, hinge), (16, wide))]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-6)
 
 
 @pytest.mark.thorough
@@ -298,6 +319,24 @@ X = normal(1, 20, 2)
         (X, X, {"critic": nn.ReLU()}, OptionError, "a critic with parameters to train, got ReLU"),
         (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.Softmin(1))}, NoRuleError, "Softmin"),
         (X, X, {"loss": lambda a, b: (a - b).mean() * math.nan}, OptionError, "finite loss, got nan at step 1"),
+        (X, X, {"loss": lambda a, b: a - b}, OptionError, r"loss: expected one number that depends .*, got tensor\("),
+        (X, X, {"loss": lambda a, b: 1.0}, OptionError, "loss: expected one number that depends .*, got 1.0"),
+        (X, X, {"loss": lambda a, b: a.detach().mean()}, OptionError, "loss: expected one number that depends"),
+        (X, X, {"device": "toaster"}, OptionError, "expected a device of this machine, got 'toaster'"),
+        (
+            X.double() * 1e40,
+            X,
+            {"critic": "cayley"},
+            OptionError,
+            "got nan at step 1: try another lr or unit",
+        ),
+        (
+            X.double() * 1e-60,
+            X * 0,
+            {"critic": "cayley"},
+            OptionError,
+            "got nan at step 1: try another lr or unit",
+        ),
     ],
 )
 def test_refusals(x, y, options, error, message):

@@ -44,10 +44,8 @@ def command(
     """
     import torch
 
-    from lipkit.training.devices import device_here
     from lipkit.wasserstein import distance, wgan
 
-    device_here(device)
     first = samples(x, root, limit)
     if y is None:
         order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))

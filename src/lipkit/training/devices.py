@@ -84,13 +84,13 @@ def check_recordable(fabric: Any, options: TrainOptions) -> None:
             raise OptionError(f"cuda_graph: expected {wanted}, got {got}")
 
 
-def device_here(name: str) -> torch.device:
+def device_here(name: str | torch.device) -> torch.device:
     """The device of this name; ``OptionError`` if this machine has none."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)  # torch.device accepts names of absent devices
     except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"expected a device of this machine, got {name!r}: {first_line(error)}") from error
+        raise OptionError(f"expected a device of this machine, got {str(name)!r}: {first_line(error)}") from error
     return device
 
 

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, finite
-from lipkit.layers import families
+from lipkit.layers import Scale, families
 from lipkit.models import mlp
 from lipkit.models.frame import Layers
-from lipkit.modules import Shape
+from lipkit.modules import Affine, Shape
+from lipkit.wasserstein.samples import centre_and_unit
 
 HIDDEN, CHANNELS, UNITS = (64, 64), (16, 32), 128
 
@@ -52,9 +53,16 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
     )
 
 
-def instance(given: str | nn.Module | None, input_shape: Shape) -> nn.Module:
-    """A critic to train: a copy of a module, or a new critic of the named family (None: "cayley")."""
-    return copy.deepcopy(given) if isinstance(given, nn.Module) else critic(input_shape, given or "cayley")
+def instance(given: str | nn.Module | None, *samples: Tensor) -> tuple[nn.Module, float]:
+    """A critic to train and the unit u of its values: a copy of a module (u = 1), or f(x) = u g((x - c) / u).
+
+    g is new, of the named family (None: "cayley"), c and u by `centre_and_unit`: like W1, f moves and scales with x.
+    """
+    if isinstance(given, nn.Module):
+        return copy.deepcopy(given), 1.0
+    centre, unit = centre_and_unit(*samples)
+    inwards = Affine(torch.ones_like(centre) / unit, -centre / unit)
+    return nn.Sequential(inwards, *critic(tuple(centre.shape), given or "cayley"), Scale(unit)), unit
 
 
 def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
@@ -103,12 +111,12 @@ def trainable(model: nn.Module, name: str) -> list[nn.Parameter]:
     return parameters
 
 
-def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
-    """One step of the optimiser on ``loss`` at the learning rate ``lr``."""
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float, unit: float) -> None:
+    """One step of the optimiser on ``loss / unit`` at the rate ``lr``: Adam's squares have a range."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss / unit).backward()
     optimizer.step()
 
 

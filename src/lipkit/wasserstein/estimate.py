@@ -24,7 +24,7 @@ from lipkit.linalg.matrices import check_integer, check_positive
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Network
 from lipkit.shown import Shown, lower, upper
-from lipkit.training import sources
+from lipkit.training import devices, sources
 from lipkit.training.losses import Loss
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
@@ -119,8 +119,8 @@ def distance(
     Args:
         x: samples of P, tensor or array (n, *shape); uint8 images are divided by 255.
         y: samples of Q, (m, *shape).
-        critic: acronym of a family for `critics.critic`, None for "cayley"; or a module with one output that
-            ``export`` takes, independent of the samples: a copy of it is trained for each fold.
+        critic: acronym of a family for `critics.critic` (None: "cayley") of centred and scaled samples; or a module
+            with one output that ``export`` takes, independent of the samples: a copy is trained for each fold.
         steps: training steps; 0 evaluates the given module as it is, on all samples.
         batch_size: samples of each of P and Q in one step.
         lr: of Adam, at the start; it falls linearly to zero.
@@ -158,17 +158,19 @@ def distance(
         _check_diameter(x, y, finite("diameter", diameter, positive=True))
     if steps == 0 and not isinstance(critic, nn.Module):
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
-    where, shape = torch.device(device), tuple(x.shape[1:])
+    where, shape = devices.device_here(device), tuple(x.shape[1:])
     parts = _parts(len(x), len(y), folds if steps else 0, seed)  # 0: hold out all samples
 
     exported, held_out = list[Network](), list[tuple[Moments, Moments]]()
     constants, fitted, curves, rounding = list[float](), list[float](), list[list[float]](), 0.0
     for k, (train, test) in enumerate(parts):
         with sources.own_random_state(where, seed, k, 1):
-            model = critics.instance(critic, shape).to(where)
+            seen = x[train[0]], y[train[1]]
+            model, unit = critics.instance(critic, *seen)
+            model.to(where)
             if steps:
                 generator = sources.generator(seed, k, 2)
-                curves.append(fit(model, x[train[0]], y[train[1]], steps, batch_size, lr, loss, generator, where))
+                curves.append(fit(model, *seen, steps, batch_size, lr, loss, generator, where, unit))
         network = export(model.eval(), shape)
         proof = prove(network, device=where)
         # The larger constant of the measured float64 copy and the returned network: Fourier layers round differently.
@@ -203,7 +205,7 @@ def distance(
 
 def fit(
     model: nn.Module, x: Tensor, y: Tensor, steps: int, batch_size: int, lr: float, loss: Loss,
-    generator: torch.Generator, device: torch.device,
+    generator: torch.Generator, device: torch.device, unit: float,
 ) -> list[float]:  # fmt: skip
     """Train a critic in place, by Adam, on batches from ``generator``; return its difference of means on each batch."""
     parameters = trainable(model, "critic")
@@ -213,10 +215,12 @@ def fit(
         drawn = [s[torch.randint(len(s), (batch_size,), generator=generator)] for s in (x, y)]
         values = one_output(model(torch.cat(drawn).to(device, dtype)), 2 * batch_size)
         value = loss(values[:batch_size], values[batch_size:])
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise OptionError(f"loss: expected one number that depends on the critic's values, got {value!r}")
         if not math.isfinite(found := float(value.detach())):
-            raise OptionError(f"expected a finite loss, got {found} at step {step + 1}: a smaller lr may help")
+            raise OptionError(f"expected a finite loss, got {found} at step {step + 1}: try another lr or unit")
         curve.append(-float(kr_loss(values[:batch_size], values[batch_size:]).detach()))
-        descend(optimizer, value, lr * (1 - step / steps))
+        descend(optimizer, value, lr * (1 - step / steps), unit)
         after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)
     return curve
 
@@ -279,8 +283,6 @@ def moments(values: Tensor) -> Moments:
     >>> moments(torch.tensor([1.0, 3.0]))
     Moments(count=2, mean=2.0, variance=2.0)
     """
-    if len(values) < 2:
-        raise OptionError(f"expected at least 2 values for a variance, got {len(values)}")
     values = values.double()
     return Moments(len(values), float(values.mean()), float(values.var()))
 
@@ -305,7 +307,6 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
         Welch, "The generalization of 'Student's' problem when several different population variances are involved",
         Biometrika 34 (1947).
     """
-    check_confidence(confidence)
     half = 0.0
     for pair in pairs:
         terms = [(m.variance / m.count, m.count - 1) for m in pair]  # squared error, degrees of freedom
@@ -337,8 +338,6 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     References:
         Maurer & Pontil, "Empirical Bernstein bounds and sample-variance penalization", COLT 2009, theorem 4.
     """
-    check_confidence(confidence)
-    width = finite("width", width, positive=True)
     log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))  # union bound: K folds, two means, two sides
     means = [m for pair in pairs for m in pair]
     each = (math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1)) for m in means)

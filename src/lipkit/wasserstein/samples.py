@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,13 @@ def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
     if first.shape[1:] != second.shape[1:]:
         raise ShapeError(f"expected x and y of one shape, got {tuple(first.shape[1:])} and {tuple(second.shape[1:])}")
     return first, second
+
+
+def centre_and_unit(*samples: Tensor) -> tuple[Tensor, float]:
+    """Mean of the samples' means, float32, and a power of 2 near the mean modulus of all deviations; 1 if that is 0."""
+    centre = torch.stack([s.mean(0, dtype=torch.float64) for s in samples]).mean(0)
+    sums = (float((part - centre).abs().sum()) / s.numel() for s in samples for part in s.split(1024))
+    return centre.float(), 2.0 ** math.frexp(sum(sums) / len(samples) / 1.5)[1]
 
 
 MAX_SAMPLES = 4096

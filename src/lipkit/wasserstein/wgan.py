@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers import after_step
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules import Shape
-from lipkit.training import sources
+from lipkit.modules import Affine, Shape
+from lipkit.training import devices, sources
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.critics import descend, kr_loss, one_output, trainable
-from lipkit.wasserstein.samples import as_samples
+from lipkit.wasserstein.samples import as_samples, centre_and_unit
 
 HIDDEN = 256
 
@@ -84,7 +84,7 @@ def train(
     Args:
         x: data, tensor or array (n, *shape); uint8 images are divided by 255.
         latent: dimension of the normal z.
-        generator: maps (n, latent) to (n, *shape); a copy is trained. None: `generator` of this module.
+        generator: maps (n, latent) to (n, *shape); a copy is trained. None: `generator`, for vectors moved and scaled.
         critic: as in `wasserstein.distance`.
         steps, critic_steps: number of generator steps, and of critic steps before each.
         batch_size: samples of a step.
@@ -110,16 +110,17 @@ def train(
     lr, critic_lr = finite("lr", lr, positive=True), finite("critic_lr", critic_lr, positive=True)
     if not isinstance(generator, nn.Module | None):
         raise OptionError(f"expected generator as an nn.Module, got {type(generator).__name__}")
-    where, shape = torch.device(device), tuple(data.shape[1:])
+    where, shape = devices.device_here(device), tuple(data.shape[1:])
     with sources.own_random_state(where, seed, 3):
         # globals(): the argument hides the function `generator`.
         maker = copy.deepcopy(generator) if generator is not None else globals()["generator"](shape, latent)
-        judge = critics.instance(critic, shape)
-        for net in (maker, judge):
-            net.to(where).train()
+        if generator is None and len(shape) != 3:  # images end in a sigmoid
+            centre, spread = centre_and_unit(data)
+            maker = nn.Sequential(maker, Affine(torch.ones_like(centre) * spread, centre))
+        judge, unit = critics.instance(critic, data)
         drawn = sources.generator(seed, 4)
         making, judging = (
-            torch.optim.Adam(trainable(net, name), betas=(0.5, 0.9))
+            torch.optim.Adam(trainable(net.to(where).train(), name), betas=(0.5, 0.9))
             for net, name in ((maker, "generator"), (judge, "critic"))
         )
 
@@ -129,9 +130,6 @@ def train(
                 raise ShapeError(f"expected a generator of samples of shape {shape}, got {tuple(fake.shape[1:])}")
             return fake
 
-        def values(samples: Tensor) -> Tensor:
-            return one_output(judge(samples), len(samples))
-
         history: list[float] = []
         for step in range(steps):
             found, left = 0.0, 1 - step / steps
@@ -139,16 +137,16 @@ def train(
                 real = data[torch.randint(len(data), (batch_size,), generator=drawn)].to(where, torch.float32)
                 with torch.no_grad():
                     fake = made()
-                both = values(torch.cat([real, fake]))  # one pass for both
+                both = one_output(judge(torch.cat([real, fake])), 2 * batch_size)  # one pass for both
                 loss = kr_loss(both[:batch_size], both[batch_size:])
-                descend(judging, loss, critic_lr * left)
+                descend(judging, loss, critic_lr * left, unit)
                 number = step * critic_steps + inner + 1  # counts all critic steps, for `after_step`
                 after_step(judge, shape, number if number < steps * critic_steps else None)
                 found = -float(loss.detach())
-            loss = -values(made()).mean()
-            descend(making, loss, lr * left)
+            loss = -one_output(judge(made()), batch_size).mean()
+            descend(making, loss, lr * left, unit)
             if not (math.isfinite(found) and math.isfinite(float(loss.detach()))):
-                raise OptionError(f"expected finite losses, got {found} at step {step + 1}: smaller rates may help")
+                raise OptionError(f"expected finite losses, got {found} at step {step + 1}: try other rates or units")
             history.append(found)
             if progress is not None:
                 progress(step + 1, found)
