@@ -284,5 +284,5 @@ def test_plain_form_refuses_what_does_not_fit() -> None:
         FourierConv2d(2, 2, 8, 9, (3, 3))
     with pytest.raises(ShapeError, match=r"expected positive .*got 2, 2, 8, 9, \(0, 3\)"):
         FourierConv2d(2, 2, 8, 9, (0, 3))
-    with pytest.raises(ShapeError, match=r"expected input of shape \(B, \*\(2, 6, 9\)\), got \(1, 2, 6, 6\)"):
+    with pytest.raises(ShapeError, match=r"expected input of shape \(B, 2, 6, 9\), got \(1, 2, 6, 6\)"):
         FourierConv2d(2, 2, 6, 9, (3, 3))(torch.zeros(1, 2, 6, 6))

@@ -106,7 +106,7 @@ def test_from_symbol_copies() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 5, 6), (1, 3, 5, 6), (1, 2, 6, 5), (1, 2, 5, 7)])
 def test_fourier_convolution_refuses_other_inputs(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match=r"expected input of shape \(B, \*\(2, 5, 6\)\), got"):
+    with pytest.raises(ShapeError, match=r"expected input of shape \(B, 2, 5, 6\), got"):
         fourier((5, 6))[0](torch.zeros(shape))
 
 
@@ -213,7 +213,7 @@ def test_a_network_checks_the_shape_of_its_input() -> None:
     net = Network([nn.ReLU()], (3, 4, 4))
     assert net(torch.zeros(5, 3, 4, 4)).shape == (5, 3, 4, 4)
     for shape in ((3, 4, 4), (1, 3, 4, 5), (1, 1, 4, 4), (1, 48)):
-        with pytest.raises(ShapeError, match="expected input of shape"):
+        with pytest.raises(ShapeError, match=r"expected input of shape \(B, 3, 4, 4\), got"):
             net(torch.zeros(shape))
 
 

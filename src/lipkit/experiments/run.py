@@ -269,7 +269,7 @@ def certify(
     folder, where = Path(folder), device_here(device)
     network = load_network(folder)
     data = load_data(recipe, large_eps)
-    _share_range(network, data)
+    _check_range(network, data)
     facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
     if (folder / RECORD).exists():
         before = read_record(folder)
@@ -294,7 +294,8 @@ def certify_network(
             f"expected a network from inputs of shape {data.input_shape} to {data.outputs} outputs, as the data "
             f"{data.name}, got one from {network.input_shape} to {found}"
         )
-    _share_range(network, data)
+    _check_range(network, data)
+    network.input_range = network.input_range or data.input_range
     folder = checkpoints.create(Path(out), recipe.name)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
     modules.save(network, folder / NETWORK)
@@ -304,12 +305,10 @@ def certify_network(
     return finish(folder, recipe, network, data, facts, display or Display(), torch.device(device))
 
 
-def _share_range(network: modules.Network, data: Data) -> None:
-    """Take the data's range for a network without one; DataError if both state one and, so, other units of radii."""
+def _check_range(network: modules.Network, data: Data) -> None:
+    """Raise DataError if network and data state different ranges of inputs: radii would have other units."""
     own, given = network.input_range, data.input_range
-    if own is None:
-        network.input_range = given
-    elif given is not None and tuple(own) != given:
+    if own is not None and given is not None and tuple(own) != tuple(given):
         raise DataError(
             f"expected data in the network's input_range [{own[0]:g}, {own[1]:g}], got {data.name} in [{given[0]:g}, "
             f"{given[1]:g}]: give data.range={own[0]:g},{own[1]:g} if theirs is the same, or correct the network's"

@@ -146,7 +146,7 @@ class FourierConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         expected = (self.in_channels, self.height, self.width)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
-            raise ShapeError(f"FourierConv2d: expected input of shape (B, *{expected}), got {tuple(x.shape)}")
+            raise ShapeError(f"FourierConv2d: expected input of shape (B, {str(expected)[1:-1]}), got {tuple(x.shape)}")
         if self.whole:
             return apply_symbol(self.symbol(), x, self.matrices(), self.bias)
         return apply_phases(self.symbol(), x, self.kernel_size, self.matrices(), self.bias)

@@ -113,7 +113,7 @@ class Network(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         if tuple(x.shape[1:]) != self.input_shape:
-            raise ShapeError(f"expected input of shape (B, *{self.input_shape}), got {tuple(x.shape)}")
+            raise ShapeError(f"expected input of shape (B, {str(self.input_shape)[1:-1]}), got {tuple(x.shape)}")
         if is_empty(x):
             return with_zeros(self, x)
         for module in self:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from scipy.linalg import eigh
+from scipy.linalg import LinAlgError, eigh
 from scipy.sparse.linalg import ArpackError, aslinearoperator, eigsh
 from torch import Tensor
 
@@ -252,9 +253,10 @@ def largest_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
     """The largest eigenvalue of one Hermitian matrix and its vector, from a dense eigenvalue routine."""
     if _by_lapack(gram):
         last = len(gram) - 1
-        value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[last, last])
-        if len(value):  # LAPACK may find none where all eigenvalues coincide, as for an orthogonal matrix
-            return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
+        with suppress(LinAlgError):
+            value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[last, last])
+            if len(value):  # LAPACK may find none where all eigenvalues coincide, as for an orthogonal matrix
+                return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
     values, vectors = torch.linalg.eigh(gram)
     return values[-1], vectors[:, -1]
 
