@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import Rescale
+from lipkit.layers import Normalize, Rescale, Scale
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Affine
 
@@ -49,7 +49,7 @@ def test_it_is_saved_with_the_model() -> None:
 @pytest.mark.parametrize(
     ("units", "offset", "message"),
     [
-        ([], None, "units and offset of equally many finite numbers, at least one"),
+        ([], None, r"units and offset of equally many finite numbers .*, at least one"),
         ([1.0], [1.0, 2.0], r"equally many .* got \[1.0\] and \[1.0, 2.0\]"),
         ([0.0], None, "units other than 0"),
         ([math.nan], None, "finite numbers"),
@@ -64,6 +64,14 @@ def test_it_is_saved_with_the_model() -> None:
 def test_refusals(units: list[float] | None, offset: list[float] | None, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Rescale(units, offset)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_layers_of_structure_are_built_without_memory(within: bool) -> None:
+    with torch.device("meta" if within else "cpu"):
+        device = None if within else "meta"
+        made = Rescale([2.0], device=device), Normalize([0.5], [2.0], device=device), Scale(3.0, device=device)
+    assert all(t.is_meta for layer in made for t in layer.buffers())
 
 
 def test_another_number_of_channels() -> None:

@@ -32,7 +32,7 @@ class _PerChannel(nn.Module):
                 raise OptionError(f"{kind}: {name}: expected {wanted}, got {values!r}") from None
             self.register_buffer(name, torch.tensor(lists[-1], device=device, dtype=dtype))
         one, two = lists
-        held = torch.tensor(one + two, dtype=dtype)
+        held = torch.tensor(one + two, device="cpu", dtype=dtype)
         if not one or len(one) != len(two) or not bool(held.isfinite().all()):
             wanted = f"{' and '.join(numbers)} of equally many finite numbers ({held.dtype}), at least one"
             raise OptionError(f"{kind}: expected {wanted}, got {one} and {two}")
@@ -111,7 +111,7 @@ class Scale(nn.Module):
         super().__init__()
         check_dtype(dtype)
         gamma = finite("gamma", gamma, positive=True)
-        if not 0 < float(held := torch.tensor(gamma, dtype=dtype)) < math.inf:
+        if not 0 < float(held := torch.tensor(gamma, device="cpu", dtype=dtype)) < math.inf:
             raise OptionError(f"gamma: expected a positive number within the range of {held.dtype}, got {gamma}")
         self.learnable = learnable
         if learnable:
