@@ -1693,9 +1693,9 @@ def numbers(stored):
     return found
 
 
-def load_network(folder):
+def load_network(folder, beside=False):
     """Configuration, tensors and hash of the network in or beside a folder; refuses a stated hash that differs."""
-    places = (folder / "network", folder, folder.parent / "network")
+    places = (folder / "network", folder, *[folder.parent / "network"] * beside)
     folder = next((place for place in places if (place / "config.json").exists()), None)
     need(folder is not None, "no network/config.json")
     config = parse(read(folder / "config.json", 1 << 22))
@@ -1800,7 +1800,7 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     global ops
     ops = Integers() if exact else Floats()
     folder = Path(folder)
-    config, tensors, digest = load_network(folder)
+    config, tensors, digest = load_network(folder, beside=gain is None)
     if gain is not None:
         return check_gain(config, tensors, digest, gain, say)
     header, rows = load_certificate(folder)
