@@ -1698,9 +1698,9 @@ def numbers(stored):
     return found
 
 
-def load_network(folder):
+def load_network(folder, beside=False):
     """Configuration, tensors and hash of the network in or beside a folder; refuses a stated hash that differs."""
-    places = (folder / "network", folder, folder.parent / "network")
+    places = (folder / "network", folder, *[folder.parent / "network"] * beside)
     folder = next((place for place in places if (place / "config.json").exists()), None)
     need(folder is not None, "no network/config.json")
     config = parse(read(folder / "config.json", 1 << 22))
@@ -1802,7 +1802,7 @@ def check_gain(config, tensors, digest, gain, say):
 
 def load_run(folder, spec, root_folder):
     """Header, rows, configuration, tensors, hash of the network, samples and labels of a run; refuses any mismatch."""
-    config, tensors, digest = load_network(folder)
+    config, tensors, digest = load_network(folder, beside=True)
     header, rows = load_certificate(folder)
     types = [part.get("type") for part in config["network"]["modules"]]
     shape = config["network"]["input_shape"]

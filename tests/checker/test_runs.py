@@ -364,6 +364,13 @@ def test_no_gain_is_confirmed_beyond_the_tolerance_or_of_other_numbers(tmp_path:
     assert "its hash is" in capsys.readouterr().out
 
 
+def test_a_gain_is_that_of_the_folder_that_is_named(tmp_path: Path, capsys: Any) -> None:
+    lipkit.save(lipkit.export(nn.Sequential(nn.ReLU()), (1,)), tmp_path / "network")
+    assert k.main([str(tmp_path), "--gain=1"]) == 0
+    assert k.main([str(tmp_path / "misspelt"), "--gain=1"]) == 1  # the network beside it is another one
+    assert "no network/config.json" in capsys.readouterr().out
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", range(len(CORRUPTIONS)), ids=[c.__name__ for c in CORRUPTIONS])
 def test_corruptions_are_refused(kind: int, run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -431,7 +431,7 @@ def margins(dtype: torch.dtype) -> list[float]:
 
 def unproved(network: nn.Module, gamma: float) -> OptionError:
     """The error of an export for which none of the `margins` gives a proof."""
-    largest = torch.tensor([float(p.abs().max()) for p in network.parameters()], dtype=torch.float64).max()
+    largest = torch.tensor([float(p.detach().abs().max()) for p in network.parameters()], dtype=torch.float64).max()
     wanted = f"finite parameters with a proof of gain {gamma}"
     return OptionError(f"expected {wanted}, got none even with weights reduced by 5 %: the largest is {largest:.3g}")
 
