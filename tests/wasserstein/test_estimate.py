@@ -94,6 +94,9 @@ def test_neither_unit_nor_origin_matters():
         assert scaled.constant == pytest.approx(1, abs=1e-6)
     origin = torch.tensor([300.0, -1e5])
     assert quick(x + origin, y + origin, critic="cayley", steps=30).value == pytest.approx(found.value, abs=0.02)
+    x.requires_grad_()
+    assert quick(x, y, critic="cayley", steps=30).value == found.value
+    x.requires_grad_(False)
     hinge = functools.partial(hinge_kr_loss, margin=0.5)  # the margin is in units of the samples
     wide = functools.partial(hinge_kr_loss, margin=8.0)
     ends = [quick(s * x, s * y, critic="cayley", steps=9, loss=f).value / s for s, f in ((1, hinge), (16, wide))]

@@ -250,7 +250,7 @@ def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], Lipschi
 
 
 def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
-    """Register ``rule(module, input_shape) -> plain module`` as the export of exactly these types."""
+    """Register ``rule(module, input_shape) -> plain module`` as the export of these types; shared parts are copied."""
     return fill("export", types)
 
 

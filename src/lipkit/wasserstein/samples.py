@@ -48,8 +48,9 @@ def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
 
 def centre_and_unit(*samples: Tensor) -> tuple[Tensor, float]:
     """Mean of the samples' means, float32, and a power of 2 near the mean modulus of all deviations; 1 if that is 0."""
-    centre = torch.stack([s.mean(0, dtype=torch.float64) for s in samples]).mean(0)
-    sums = (float((part - centre).abs().sum()) / s.numel() for s in samples for part in s.split(1024))
+    given = [s.detach().cpu() for s in samples]  # not every device has float64
+    centre = torch.stack([s.mean(0, dtype=torch.float64) for s in given]).mean(0)
+    sums = (float((part - centre).abs().sum()) / s.numel() for s in given for part in s.split(1024))
     return centre.float(), 2.0 ** math.frexp(sum(sums) / len(samples) / 1.5)[1]
 
 
