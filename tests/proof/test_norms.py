@@ -179,7 +179,7 @@ def test_singular_values_that_all_coincide(lapack: Any, monkeypatch: pytest.Monk
         monkeypatch.setattr(norms, "eigh", lapack)
     for seed in range(48 if lapack is None else 3):
         a = torch.linalg.qr(random((200, norms.ALONE + seed), seed=seed))[0]
-        assert 1 - 1e-14 <= float(spectral_norm(a)) <= 1 + (1e-7 if norms.MANY == 3 else 1e-10)
+        assert 1 - 1e-14 <= float(spectral_norm(a)) <= 1 + (1e-7 if norms.MANY == 3 else 1.5e-15 * a.numel())
 
 
 def test_batches_chunks_and_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
