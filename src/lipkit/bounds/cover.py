@@ -82,7 +82,7 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
-    """Points per turn of each axis with the fewest tests if ``||G||`` is distributed as in ``sample``; that number."""
+    """The ``periods`` with the fewest expected tests if ``||G||`` is distributed as in ``sample``, and that number."""
     axes = sum(m > 0 for m in symbol.degrees)
     one, two = symbol.degrees
     # Even numbers of points per turn, about q per degree.
