@@ -205,7 +205,7 @@ class Floats:
 
 
 class Integers:
-    """Arrays of multiples of 2^-44, as integers: no floating point. Products are rounded down, by halves of 22 bits."""
+    """Arrays of multiples of 2^-44, as integers: no floating point. Products, by 22-bit halves, are rounded down."""
 
     left = math.inf
     unit = Fraction(2, 1 << PLACES)
@@ -1218,8 +1218,8 @@ def join(config, get, shapes):
 def settled(rows, known, whole=False):
     """The numbers g of Theorem 10 for a concatenation of values: a dict {source s: g_s} with a single source.
 
-    ``rows`` are the dicts of the values. Pieces of a value are replaced by ``known``, the dict of that value, the last
-    value cut first; with ``whole`` until the input, (), is the source.
+    ``rows`` are such dicts of the values, ``known`` those of all values of the graph. They replace pieces by the value
+    that was cut, the last one first, until one source is left; with ``whole`` until it is the input, ().
     """
     while len(sources := set().union(*rows)) > 1 or (whole and sources - {()}):
         spend(sum(map(len, rows)) << 6, "values of many pieces")
@@ -1242,7 +1242,7 @@ def settled(rows, known, whole=False):
 
 
 def partitions(parts, sources):
-    """The piece (value, dim, start, stop, step) that part i cuts, {i: piece}, if no other piece of it overlaps."""
+    """{i: piece (value, dim, start, stop, step)} for the parts i that cut one, unless pieces of that value overlap."""
     cuts, together = {}, {}
     for i, (part, read) in enumerate(zip(parts, sources, strict=True)):
         if getattr(part, "kind", "") == "Piece":

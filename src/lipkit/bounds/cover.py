@@ -33,7 +33,7 @@ _DEPTH = 10
 
 
 class Cover(NamedTuple):
-    """A proved upper bound of sup ``||G||`` (a level), and the frequency (group, point, periods) that required it."""
+    """A proved upper bound (level) of sup ``||G||``, and the group and frequency, 2 pi point / periods, that set it."""
 
     level: float
     group: int
@@ -82,7 +82,7 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
-    """The periods that need the fewest tests, and the expected number, if ``||G||`` is distributed as in ``sample``."""
+    """The ``periods`` with the fewest expected tests if ``||G||`` is distributed as in ``sample``, and that number."""
     axes = sum(m > 0 for m in symbol.degrees)
     one, two = symbol.degrees
     # Even numbers of points per turn, about q per degree.

@@ -1,7 +1,7 @@
 r"""The symbol :math:`G(w) = F(w)^* F(w)` of a convolution followed by its adjoint; proved tests of :math:`G(w) \le t`.
 
-It is a Hermitian trigonometric polynomial of degree ``k - 1`` per axis, whose matrix coefficients are the
-autocorrelation of the kernel, made once: each frequency then costs ``(2k-1)^2 c^2`` to form and ``4/3 c^3`` to test.
+It is a Hermitian trigonometric polynomial of degree ``k - 1`` per axis, whose matrix coefficients A[l] are the kernel's
+autocorrelation at lag l, made once: each frequency then costs ``(2k-1)^2 c^2`` to form and ``4/3 c^3`` to test.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PACKED_FROM = 16
 
 
 class GramSymbol:
-    """The symbol G(w) of each group, of the size of the smaller number of channels, and proved tests of its norm.
+    """The symbol G(w) of each group, (c, c) with c the smaller number of channels, and proved tests of its norm.
 
     Args:
         kernels: ``(g, cout, cin, kh, kw)``, float64, largest entry in [1/2, 1), no gradient.
 
     Attributes:
         degrees: (kh - 1, kw - 1).
-        curvature: bound of the sum of ``||A[delta]|| max_i (delta_i / degree_i)^2`` over all delta.
+        curvature: bound of the sum of ``||A[l]|| max_i (l_i / degree_i)^2`` over all lags l.
     """
 
     def __init__(self, kernels: Tensor) -> None:
@@ -51,9 +51,9 @@ class GramSymbol:
         self._entries = stored_entries(cin, kernels.device)
         self._table = self._interleaved(half)
         size = half.abs().sum(1)
-        # Norm of the sum of |A[delta]| over all delta, by its row sums.
+        # Norm of the sum of |A[l]| over all lags l, by its row sums.
         self.spread = float((size + size.mT).sum(-1).amax()) * (1 + gamma(4 * cin * len(self.lags)))
-        # A = || sum_s |K_s| ||_F: A^2 bounds the norm of the sum of |A[delta]|, hence all roundings of the
+        # a = || sum_s |K_s| ||_F: a^2 bounds the norm of the sum of |A[l]|, hence all roundings of the
         # coefficients (inner products of cout kh kw terms), of the cosines (angles below 2 pi) and of the sums.
         a_squared = float(kernels.abs().sum((-2, -1)).square().sum((-2, -1)).amax())
         a_squared *= 1 + gamma(kernels[0].numel() + 8)
@@ -61,7 +61,7 @@ class GramSymbol:
         self.curvature = self._curvature(half) + 4 * self.error
 
     def _interleaved(self, half: Tensor) -> Tensor:
-        """Fourier coefficients of -G's entries, ``(g, 2 L - 1, 2 E)``: real for cosines, then imaginary for sines."""
+        """Coefficients of E entries of -G at L lags, ``(g, 2 L - 1, 2 E)``: cosines (real), then sines (imaginary)."""
         row, column, sign = self._entries
         flat = half.flatten(2)
         places = (row * self.side + column, column * self.side + row)

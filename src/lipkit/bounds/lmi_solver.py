@@ -41,7 +41,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     """The positive t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
 
-    For multipliers that were found for all outputs of a network, if only some outputs count. Arguments: those of
+    Use it where multipliers were found for all outputs of a network, but only some outputs count. Arguments: those of
     `lipkit.bounds.lmi.proves_gain`, with at least one multiplier.
 
     >>> one = torch.ones(1, 1)

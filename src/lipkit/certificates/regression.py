@@ -244,7 +244,7 @@ def reach(constants: Tensor, distance: float) -> Tensor:
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
-    """Gain from the run's input to one output: the smaller of those that its multipliers and a multiple prove."""
+    """Gain from the run's input to one output, as its multipliers or a multiple of them prove: the smaller one."""
     weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))

@@ -32,7 +32,7 @@ from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import plain_gradients, transformed
 
-Form = Literal["wide", "tall", "second", "first adjoint"]
+Form = Literal["wide", "tall", "second", "first adjoint"]  # see solve_form
 
 
 class NormalMatrices(NamedTuple):
@@ -219,7 +219,7 @@ class Group(NamedTuple):
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Fill ``out`` with ``form`` applied to the rows; return the arguments h and x2 of :func:`backward_rows`.
 
-    h is the conjugate of the solve with N ('first adjoint': the solve with N^*), x2 that of W_2's inputs, if any.
+    h is the conjugate of N's solution ('first adjoint': the solution of N^*), x2 that of the inputs of W_2, or None.
     """
     if form == "first adjoint":
         return _adjoint_rows(form, group, rows, out), None

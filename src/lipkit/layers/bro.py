@@ -206,7 +206,7 @@ BRO = Family(
 )
 LIRESNET = Family(
     name="liresnet",
-    title="Identity plus noise, divided by a proved bound of its norm",
+    title="Identity plus a free kernel, divided by a proved bound of their norm",
     paper="Hu et al., NeurIPS 2023",
     equation="section 3",
     definition=definitions.liresnet,

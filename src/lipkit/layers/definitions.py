@@ -244,7 +244,7 @@ def svcm(layer: Any, h: int, w: int) -> Tensor:
 
 @linear
 def liresnet(layer: Any, h: int, w: int) -> Tensor:
-    """Hu et al., NeurIPS 2023, section 3: identity plus noise, divided by a proved bound of its norm."""
+    """Hu et al., NeurIPS 2023, section 3: identity plus a free kernel, divided by a bound of the sum's norm."""
     noise, (kh, kw) = layer.free, layer.kernel_size
     kernel = layer.scale * noise / math.sqrt(layer.depth)
     centre = torch.zeros(kh, kw)

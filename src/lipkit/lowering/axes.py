@@ -123,7 +123,7 @@ def indexed(call: Build) -> Build:
 
 
 def contracted(call: Build) -> Build:
-    """Rewrites ``torch.einsum`` of two values: its arguments become the three parts without batch, sizes, values."""
+    """Rewrites ``torch.einsum`` of two values; arguments: the three parts without batch, sizes by letter, values."""
     equation, *values = call.args
     parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
     values = [*values[0]] if isinstance(values[0], (tuple, list)) else values

@@ -165,7 +165,7 @@ class Build:
         return self.scale(self.same_format(x), 1.0)
 
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:
-        """A value under another shape of the same entries; numbers of shape () are vectors of one entry."""
+        """A value with its entries in the shape ``after``; the shape () counts as (1,)."""
         before, after = before or (1,), after or (1,)
         return value if before == after else self.add(reshaped(after), value)
 

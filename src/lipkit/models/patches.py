@@ -170,7 +170,7 @@ def liresnet(
     dense: Sequence[int] = (512,),
     **common: Unpack[Common],
 ) -> list[nn.Module]:
-    r"""Blocks ``MaxMin(K x + b - mean)`` with kernels K = I + noise, divided by proved bounds of their norms.
+    r"""Blocks ``MaxMin(K x + b - mean)`` with kernels K = I + a free part, divided by proved bounds of their norms.
 
     Stem, neck and dense layers are those of `lipkit.models.bronet`; a block is `LiResConv2d` 3 x 3,
     `lipkit.modules.Center`, MaxMin.

@@ -195,11 +195,11 @@ add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), linear_erro
 
 
 def moduli_sizes(module: Callable[[Tensor], Tensor]) -> Sizes:
-    r"""For a dense layer, bounds of :math:`\| |W| |x| \|`, divided by the norm of |W| that `inner_products` uses.
+    r"""For a dense layer, lower and upper bounds of :math:`\| |W| |x| \|`, over the norm of |W| in `inner_products`.
 
-    .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \|
+    .. math:: \sum_{ij} |W_{ij}| |x_j| / \sqrt m \le \| |W| |x| \| \le \sum_j |x_j| \| W e_j \| \quad\text{(m rows)}
 
-    Only the upper bound is rounded. Other modules, and weights that could be flushed, get `norm_sizes`.
+    The upper bound includes rounding, the lower one does not. Other modules and subnormal weights get `norm_sizes`.
     """
     if type(module) is not nn.Linear or _has_subnormal(module.weight, FLOAT64):
         return norm_sizes

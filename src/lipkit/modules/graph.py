@@ -273,7 +273,7 @@ def forms_of(
 
 
 def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[range]]:
-    """For each (value, dimension) that is cut: its pieces, if they are disjoint; others are left out."""
+    """The pieces of each (value, dimension) that is cut; cuts with overlapping pieces are left out."""
     found: dict[tuple[int, int], list[range]] = {}
     for node, read in zip(nodes, sources, strict=True):
         if type(node) is Piece:

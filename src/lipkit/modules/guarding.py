@@ -149,7 +149,7 @@ _WRAPPERS = {
 
 
 def refuse_wrapper(module: object, function: str) -> None:
-    """Refuse a module whose weights are unknown, or a wrapper: the message names the attribute with the network."""
+    """Refuse lazy modules before their first batch, and wrappers, with the attribute that holds the network."""
     if isinstance(module, LazyModuleMixin):
         got = f"{type_name(type(module))} before its first batch"
         raise NoRuleError(f"{function}: expected known weights, got {got}: run the network once")

@@ -192,7 +192,7 @@ def build(options: Numbers, model: nn.Module, device: torch.device) -> Optimizer
     """The optimiser named by ``options`` for all trained parameters of ``model``, which will be on ``device``.
 
     Raises:
-        OptionError: the network has Stiefel layers and the optimiser would leave their manifold, or the reverse.
+        OptionError: Stiefel layers without an optimiser for their manifold, or such an optimiser without these layers.
     """
     inner, outer = split(model)
     along, lr = options.optimizer in ("spectral", "riemannian_adam"), options.lr

@@ -142,7 +142,7 @@ def sizes(case: Case) -> dict[str, float]:
 
 
 def _repeated_matrices(p: Tensor) -> Tensor:
-    """Semi-orthogonal matrices in the last two dimensions: all their singular values are 1."""
+    """Random semi-orthogonal matrices of the shape of p: all their singular values are 1."""
     if p.ndim < 2:
         return p
     tall = p.shape[-2] >= p.shape[-1]
@@ -151,7 +151,7 @@ def _repeated_matrices(p: Tensor) -> Tensor:
 
 
 def _repeated_kernel(p: Tensor) -> Tensor:
-    """A kernel of one tap, a semi-orthogonal matrix: all singular values of the convolution are 1."""
+    """A kernel of the shape of p with one random semi-orthogonal tap: the convolution has all singular values 1."""
     if p.ndim != 4:
         return _repeated_matrices(p)
     kernel = torch.zeros_like(p)
