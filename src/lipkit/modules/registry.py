@@ -113,10 +113,6 @@ def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: i
 def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
     """Refuse modules of torch that would mix samples of this shape, or take the batch for channels."""
     check_dims(module, input_shape, *row_of(type(module)).dims)
-    for name, at in (("in_features", -1), ("in_channels", 0)):
-        size = getattr(module, name, None) if bounded(type(module)) and not module._modules else None
-        if size is not None and input_shape and input_shape[at] != size:
-            raise ShapeError(f"{type_name(type(module))}: expected {name}={size}, got inputs of shape {input_shape}")
     if isinstance(module, nn.Softmax | nn.Flatten | nn.Unflatten):
         dim = module.start_dim if isinstance(module, nn.Flatten) else module.dim
         least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
@@ -170,6 +166,10 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         shape = None if input_shape is None else checked_shape(input_shape)
         check_samples_apart(module, shape)
         value = rule(module, shape)
+    for name, at in (("in_features", -1), ("in_channels", 0)):
+        size = getattr(module, name, None) if bounded(type(module)) and not module._modules else None
+        if size is not None and shape and shape[at] != size:
+            raise ShapeError(f"{type_name(type(module))}: expected {name}={size}, got inputs of shape {shape}")
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
     if bool(bound < 0):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
