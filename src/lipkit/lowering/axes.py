@@ -208,6 +208,4 @@ def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
         used = 0
     elif kind in (nn.Linear, nn.LayerNorm):
         used = 1 if kind is nn.Linear else len(module.normalized_shape)
-    elif kind is nn.Softmax and (module.dim or 0) < 0:
-        used = -module.dim
     return x.place[:2] == y.place[:2] == (0, 1) or (x.place == y.place and x.axis + used < x.rank)
