@@ -139,11 +139,16 @@ KNOWN: dict[str, Known] = {
     "SiLU": _steepest(nn.SiLU, "1.0998"),
     "Sigmoid": _steepest(nn.Sigmoid, "1/4"),
     "Softmax": Known(lambda: nn.Softmax(1), (3,), "1/2", 0.5),
+    "Softmax2d": Known(nn.Softmax2d, (2, 1, 1), "1/2", 0.5),
+    "Softmin": Known(lambda: nn.Softmin(1), (3,), "1/2", 0.5),
     "Softplus": Known(nn.Softplus, (3,), "1", 1.0),
     "Softshrink": _steepest(nn.Softshrink, "1"),
     "Softsign": _steepest(nn.Softsign, "1"),
     "Tanh": _steepest(nn.Tanh, "1"),
     "Tanhshrink": Known(nn.Tanhshrink, (3,), "1", 1.0),
+    "Threshold": Known(
+        lambda: nn.Threshold(0.5, 0.5), (3,), "1; none if the value is not the threshold: it jumps", 1.0
+    ),
     "Unflatten": _one(lambda: nn.Unflatten(1, (1, 3))),
     "Unfold": _linear(lambda: nn.Unfold(2, padding=1), (2, 3, 4), _EXACT),
     "Upsample": _linear(lambda: nn.Upsample(scale_factor=2.5, mode="bilinear"), (1, 2, 2), _EXACT),
@@ -165,8 +170,7 @@ REFUSED: dict[str, str] = {
     "GaussianNLLLoss HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss MarginRankingLoss "
     "MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss NLLLoss2d PoissonNLLLoss SmoothL1Loss "
     "SoftMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss AdaptiveLogSoftmaxWithLoss",
-    "takes two inputs; with stored directions `F.linear(F.normalize(x, eps=e), F.normalize(w))`": "CosineSimilarity",
-    "takes two inputs": "PairwiseDistance",
+    "takes two inputs: bounded inside of a forward pass of one": "CosineSimilarity PairwiseDistance",
     "has no forward pass: it only holds others": "Container Module ModuleDict ModuleList ParameterDict ParameterList",
     "has no weights before its first input; then it is the layer without `Lazy`": "LazyBatchNorm1d LazyBatchNorm2d "
     "LazyBatchNorm3d LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d "
@@ -179,7 +183,7 @@ REFUSED: dict[str, str] = {
     "multiplies values that depend on the input: it has a constant on a box": "GLU TransformerEncoder "
     "TransformerEncoderLayer",
     "takes two inputs and multiplies them: written out, the products have a constant on a box": "Bilinear",
-    "jumps: no constant": "Hardshrink Threshold",
+    "jumps: no constant": "Hardshrink",
     "takes whole numbers": "Embedding EmbeddingBag",
     "takes whole numbers beside its input": "MaxUnpool1d MaxUnpool2d MaxUnpool3d",
     "draws its windows at random": "FractionalMaxPool2d FractionalMaxPool3d",
@@ -189,8 +193,6 @@ REFUSED: dict[str, str] = {
     "no rule: pooling by norms is `lipkit.modules.L2NormPool2d`": "LPPool1d LPPool2d",
     "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d LocalResponseNorm",
     "no rule: its constant would be the root of the number of classes; leave it to the loss": "LogSoftmax",
-    "no rule: write `nn.Softmax(1)`": "Softmax2d",
-    "no rule: write `nn.Softmax` of the negative": "Softmin",
     "no rule: an `nn.ConvTranspose2d` whose kernels are one-hot does the same": "Fold",
     "belongs to several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
     "wraps a network: pass its `.module`": "DataParallel",
@@ -201,7 +203,6 @@ REASONS = {name: reason for reason, names in REFUSED.items() for name in names.s
 _ARGUMENTS: dict[tuple[Any, ...], str] = {
     (1,): "CircularPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
     (1, 0.0): "ConstantPad3d",
-    (0.1, 1.0): "Threshold",
     (2,): "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d MaxPool3d CrossMapLRN2d LazyLinear LocalResponseNorm "
     "MaxUnpool1d MaxUnpool2d MaxUnpool3d SyncBatchNorm",
     (2, 2): "FractionalMaxPool2d FractionalMaxPool3d GRU GRUCell LPPool1d LPPool2d LPPool3d LSTM LSTMCell LazyConv1d "

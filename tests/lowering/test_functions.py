@@ -25,10 +25,21 @@ class Net(nn.Module):
         super().__init__()
         self.f, self.linear, self.columns = f, nn.Linear(6, 6), nn.Unfold(2, padding=1, stride=2)
         self.w, self.m = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 6))
+        self.soft, self.least, self.pixels = nn.Softmax(dim=-1), nn.Softmin(dim=2), nn.Softmax2d()
+        self.register_buffer(
+            "both", torch.tensor([[[1, 0], [0, 0], [0, 1]], [[0, 0], [1, 0], [0, 1]]]).bool().repeat(1, 1, 3)
+        )
+        self.register_buffer("runs", torch.tensor([[1, 0, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]).bool())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.f(self, x)
 
+
+def _softmax_and_sum(x: Tensor) -> Tensor:
+    return x.softmax(-1) + x
+
+
+CAUSAL = torch.ones(3, 3, dtype=torch.bool).triu(1)  # what is hidden
 
 # Name: function of the network and the input.
 SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -65,6 +76,29 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
         s.w[:, None, None] > 0, x.permute(2, 1, 0), -x.permute(2, 1, 0)
     ).permute(2, 1, 0),
     "filled by a mask": lambda s, x: x.masked_fill(s.m > 0, 0.5),
+    "hidden": lambda s, x: (x @ s.linear.weight[:3].T).masked_fill(CAUSAL, -math.inf).softmax(-1) @ s.m,
+    "hidden by a sum": lambda s, x: s.soft(x[..., :3] + torch.full((3, 3), -math.inf).triu(1)),
+    "hidden by a choice": lambda s, x: torch.where(~CAUSAL, x[..., :3], -math.inf).softmax(dim=2),
+    "hidden columns": lambda s, x: torch.softmax(x[:, :, 3:].masked_fill(CAUSAL.T, -math.inf), 1),
+    "hidden in runs": lambda s, x: F.softmax(s.linear(x).masked_fill(s.runs, -math.inf), -1),
+    "hidden, the same in all rows": lambda s, x: (x.masked_fill(s.runs[0], -math.inf) + s.m).softmax(-1),
+    "hidden twice": lambda s, x: (x.masked_fill(s.runs, -math.inf) + (torch.arange(6) > 0).log()).softmax(-1),
+    "hidden, the batch second": lambda s, x: (
+        x.transpose(0, 1).clone().masked_fill_(s.runs[:, None], -math.inf).softmax(-1).transpose(0, 1)
+    ),
+    "hidden beside moving terms": lambda s, x: (x.masked_fill(s.runs, -math.inf) + s.linear(x).tanh()).softmax(-1),
+    "deviations": lambda s, x: x.std(-1) + torch.std(x.transpose(0, 1), (0, 2), unbiased=False)[:, None],
+    "deviations by name": lambda s, x: s.linear(x).std(dim=(1, 2), correction=3, keepdim=True) + x,
+    "similarities": lambda s, x: F.cosine_similarity(x[:, None], s.m[None, :, None], dim=-1, eps=0.1),
+    "similarities of columns": lambda s, x: torch.cosine_similarity(x1=x, x2=s.m[None], eps=0.5),
+    "distances of pairs": lambda s, x: (
+        F.pairwise_distance(x, s.m, keepdim=True)[..., 0] - F.pairwise_distance(s.w, x, eps=1.0)
+    ),
+    "distances to centres": lambda s, x: torch.cdist(x, s.m) + torch.cdist(x, x, p=2.0),
+    "smallest share": lambda s, x: F.softmin(x, dim=1) + s.least(x) - s.pixels(x[..., None])[..., 0],
+    "thresholds": lambda s, x: F.threshold(x, 0.25, 0.25) + F.threshold(s.linear(x), -1.0, -1.0, True),
+    "instances": lambda s, x: F.instance_norm(x, weight=s.w[:3], eps=0.2) + F.instance_norm(x, eps=0.5),
+    "products with a factor": lambda s, x: torch.addmm(s.w, x[:, 0], s.linear.weight, alpha=-2),
     "a vector": lambda s, x: x @ s.w,
     "side by side": lambda s, x: torch.hstack((x, x.tanh())),
     "dropouts": lambda s, x: F.alpha_dropout(F.dropout1d(x, 0.5, s.training), 0.5, s.training),
@@ -106,7 +140,22 @@ def test_the_same_numbers_and_no_jacobian_above_the_constant(name: str) -> None:
 @pytest.mark.parametrize(
     ("f", "words"),
     [
-        (lambda s, x: x.masked_fill(s.m > 0, -math.inf).softmax(-1), r"masked_fill .*: expected finite numbers"),
+        (lambda s, x: x.masked_fill(s.m > 0, -math.inf).amax(-1), r"masked_fill .*: expected finite numbers"),
+        (lambda s, x: 2 * (x + (s.m > 0).log()), r"operator.add .*: expected finite numbers, .*in front of a softmax"),
+        (
+            lambda s, x: _softmax_and_sum(x[..., :3].masked_fill(CAUSAL, -math.inf)),
+            r"operator.add .*: expected finite numbers",
+        ),
+        (lambda s, x: (x - (s.m > 0).log()).softmax(-1), r"operator.sub .*: expected finite numbers"),
+        (
+            lambda s, x: x.masked_fill(s.w > -99, -math.inf).softmax(-1),
+            r"softmax .*: expected numbers .*, got some at \[\]",
+        ),
+        (lambda s, x: (x + (torch.arange(6) % 2).log()).softmax(-1), r"without gaps .* got some at \[1, 3, 5\]"),
+        (
+            lambda s, x: torch.stack((x, x), 1).masked_fill(s.both, -math.inf).softmax(-1),
+            "varies along -1 and one other, got",
+        ),
         (lambda s, x: torch.maximum(x, s.w / 0), r"torch\.maximum .*: expected finite numbers as limits"),
         (lambda s, x: F.pad(x, (1, 1), value=math.inf), "expected a finite number around the input, got inf"),
         (lambda s, x: x.max(1)[1], "whole numbers, bits and truth values jump"),
@@ -115,7 +164,6 @@ def test_the_same_numbers_and_no_jacobian_above_the_constant(name: str) -> None:
         (lambda s, x: x.transpose(0, 1).amax(1), "mixes the batch with other dimensions"),
         (lambda s, x: x.repeat(2, 1, 1), "mixes the batch with other dimensions"),
         (lambda s, x: x.topk(2, 0)[0].sum(0), "mixes the batch with other dimensions"),
-        (lambda s, x: torch.softmax(x + (s.m > 0).log(), -1), "expected finite numbers, .* -1e4 has the effect"),
         (lambda s, x: torch.where(x > 0, x, -x), "whole numbers, bits and truth values jump"),
     ],
 )

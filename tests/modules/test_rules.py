@@ -627,7 +627,7 @@ FOOLS = {
     "pruned": pruned,
     "batch norm": lambda: nn.BatchNorm1d(2),
     "lazy": lambda: nn.LazyLinear(3),
-    "softmin": lambda: nn.Softmin(1),
+    "hard shrink": nn.Hardshrink,
     "layer norm without eps": lambda: nn.LayerNorm(2, eps=0.0),
     "dropout": nn.Dropout,
 }
@@ -681,7 +681,7 @@ def test_messages_name_the_remedy() -> None:
         "spectral norm": r"call \.eval\(\)",
         "instance forward": "subclass with its own rule",
         "unknown": "input_shape",
-        "softmin": "lipschitz_rule",
+        "hard shrink": "lipschitz_rule",
     }.items():
         with pytest.raises(NoRuleError, match=word):
             lipschitz(FOOLS[name]())
@@ -770,6 +770,28 @@ def test_wrong_input_shapes(shape: object) -> None:
         lipschitz(nn.ReLU(), shape)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="expected positive sizes"):
         export(nn.ReLU(), shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (nn.Linear(2, 3), (7,), r"Linear: expected in_features=2, got inputs of shape \(7,\)"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(2, 3)), (1, 7), r"in_features=2, got inputs of shape \(7,\)"),
+        (nn.Conv2d(3, 4, 3), (5, 8, 8), r"Conv2d: expected in_channels=3, got inputs of shape \(5, 8, 8\)"),
+        (CayleyConv2d(3, 3, 3), (5, 8, 8), r"CayleyConv2d: expected in_channels=3"),
+    ],
+)
+def test_a_shape_with_other_channels_has_no_constant(layer: nn.Module, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        lipschitz(layer, shape)
+    assert float(lipschitz(layer).detach()) > 0
+
+
+def test_layers_take_sizes_of_numpy() -> None:
+    layer, x = CayleyLinear(np.int64(3), np.int32(3)), torch.randn(2, 3)
+    torch.testing.assert_close(export(layer, (3,))(x), layer(x))
+    with pytest.raises(OptionError, match="in_features: expected an integer of at least 1, got True"):
+        CayleyLinear(True, 3)
 
 
 def test_rules_of_ones_own() -> None:

@@ -206,12 +206,9 @@ def test_undefined_slopes_bound_nothing(module: nn.Module) -> None:
     "module",
     [
         nn.Hardshrink(),
-        nn.Threshold(0.1, 1.0),
         nn.RReLU(),
         nn.Fold(4, 2),
-        nn.Softmin(1),
         nn.LogSoftmax(1),
-        nn.Softmax2d(),
     ],
 )
 def test_no_rule_no_bound(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from lipkit.errors import DataError, NoRuleError
 from lipkit.files import open_regular
 from lipkit.interop.reading import LARGEST, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
-from lipkit.lowering.functions import FUNCTIONS
+from lipkit.lowering.build import COMPOSED, FUNCTIONS
 from lipkit.lowering.written import KINDS
 from lipkit.modules import Network
 from lipkit.modules.network import checked_shape
@@ -95,7 +95,7 @@ def _function(name: str) -> Callable[..., Any] | None:
         return found
     base = name.partition(".")[0]
     found = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base, None))
-    if (found or base) not in FUNCTIONS and base not in KINDS:
+    if (found or base) not in {*FUNCTIONS, *COMPOSED} - {F.instance_norm} and base not in KINDS:  # of another order
         return None
     return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ P = ParamSpec("P")
 
 def check_integer(name: str, value: int, least: int, most: int | None = None) -> None:
     """Raise ``OptionError`` unless ``value`` is an integer of at least ``least`` and at most ``most``, if given."""
-    fits = isinstance(value, int) and not isinstance(value, bool)  # True and False are integers to Python
+    fits = isinstance(value, int | np.integer) and not isinstance(value, bool)  # True and False are integers to Python
     if not fits or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise OptionError(f"{name}: expected an integer {limits}, got {value!r}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import string
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -122,31 +123,51 @@ def indexed(call: Build) -> Build:
     return call.to(operator.getitem, x, (slice(None), *items))
 
 
+def _rank(value: Any) -> int:
+    """Number of dimensions of a value of the network, or of a constant."""
+    return value.rank if isinstance(value, Operand) else (value.row if isinstance(value, Rows) else value).ndim
+
+
+def _spelled(equation: str, values: list[Any]) -> list[str]:
+    """The letters of each value and of the result, where an equation may have ``...`` or leave out its result."""
+    before, arrow, after = equation.replace(" ", "").partition("->")
+    parts, letters = before.split(","), before.replace(",", "").replace("...", "")
+    after = after if arrow else "..." * ("..." in before) + "".join(c for c in sorted(letters) if letters.count(c) == 1)
+    hidden = [_rank(v) + 3 - len(one) if "..." in one else 0 for v, one in zip(values, parts, strict=True)]
+    spare = "".join(c for c in string.ascii_letters if c not in letters)[: max(hidden)]
+    named = zip((*parts, after), (*hidden, max(hidden)), strict=True)
+    return [one.replace("...", spare[len(spare) - n :]) for one, n in named]
+
+
 def contracted(call: Build) -> Build:
-    """Rewrites ``torch.einsum`` of two values; arguments: the three parts without batch, sizes by letter, values."""
+    """Rewrites ``torch.einsum``; its arguments become the parts without batch, sizes by letter, and the values."""
     equation, *values = call.args
-    parts, sizes = equation.replace(" ", "").replace("->", ",").split(","), dict[str, int]()
     values = [*values[0]] if isinstance(values[0], (tuple, list)) else values
-    letters = "".join(parts)
-    fits = len(values) == len(parts) - 1 == 2 and letters.isalpha() and all(len({*one}) == len(one) for one in parts)
-    expected = "expected two values, each letter once in at least two of the equation's three parts, of one size"
-    call.require(fits and all(letters.count(one) > 1 for one in letters), f"{expected}, got {equation!r}")
-    batch = parts[-1][call.results[0].axis]
+    call.require(isinstance(equation, str), "expected an equation in letters, got lists of numbers")
+    parts, sizes = _spelled(equation, values), dict[str, int]()
+    fits = all(one.isalpha() and len({*one}) == len(one) for one in parts if one)
+    call.require(fits, f"expected each letter once in a part, got {equation!r}")
+    batch, inner = parts[-1][call.results[0].axis], call.results[0].inner
+    gone = batch if inner == 1 else ""  # otherwise it stands for the numbers of a sample in the dimension of the batch
     for k, value in enumerate(values):
-        if isinstance(value, Rows) and parts[k].find(batch) == value.axis:
-            parts[k], values[k] = parts[k].replace(batch, ""), value.row.squeeze(value.axis)
+        at, row = parts[k].find(batch), value.row if isinstance(value, Rows) else value
+        if at >= 0 and isinstance(row, Tensor) and row.shape[at] == 1 and getattr(value, "axis", at) == at:
+            parts[k], values[k] = parts[k].replace(batch, ""), row.squeeze(at)
     for part, value in zip(parts, (*values, *call.results), strict=True):
-        place = value.axis if isinstance(value, Operand) and value.inner == 1 else None  # no sum runs over the batch
-        fits = part.find(batch) == (-1 if isinstance(value, Tensor) else place)
+        place = value.axis if isinstance(value, Operand) and value.inner == inner else None
+        fits = part.find(batch) == (-1 if isinstance(value, Tensor) else place)  # no sum runs over the batch
         call.require(fits, f"expected the batch in all parts except those of constants, got {equation!r}")
-        for letter, size in zip(part.replace(batch, ""), value.shape, strict=True):
-            call.require(sizes.setdefault(letter, size) == size, f"{expected}, got {equation!r} with other {letter!r}")
-    return call.to(call.target, [part.replace(batch, "") for part in parts], sizes, *values)
+        for letter, size in zip(part.replace(gone, ""), value.shape, strict=True):
+            call.require(sizes.setdefault(letter, size) == size, f"expected one size of {letter!r} in {equation!r}")
+    return call.to(torch.einsum, [part.replace(gone, "") for part in parts], sizes, *values)
 
 
-def _for_each(value: Any) -> bool:
-    """True for a constant that holds several matrices."""
-    return isinstance(value, Tensor) and value.ndim > 2
+def multiplied(call: Build) -> Build:
+    """Rewrites matrix products as contractions."""
+    x, y = call.args
+    front = string.ascii_lowercase[: max(_rank(x), _rank(y), 2) - 2]
+    first, last = (front + "YX")[-_rank(x) :], "X" if _rank(y) == 1 else (front + "XZ")[-_rank(y) :]
+    return contracted(call.to(torch.einsum, f"{first},{last}->{front}{first[-2:-1]}{last[1:][-1:]}", x, y))
 
 
 def stacked(call: Build) -> Build:
@@ -156,23 +177,6 @@ def stacked(call: Build) -> Build:
     before = out.axis - (at < out.axis), out.inner, out.rank - 1
     call.require(all(v.place == before for v in tensors if isinstance(v, Operand)))
     return call.to(call.target, tensors, out.moved(at))
-
-
-def multiplied(call: Build) -> Build:
-    """Rewrites matrix products of two values, or of a value and constant matrices. No sum can run over the batch."""
-    out = call.results[0]
-    x, y = (_beside(call, v) if isinstance(v, Rows) or (_for_each(v) and len(v) == 1) else v for v in call.args)
-    if _for_each(x) or _for_each(y):
-        front = "abcdefgh"[: out.rank - 2]
-        ranks = (v.rank if isinstance(v, Operand) else v.ndim for v in (x, y))
-        first, last = ((front + pair)[-rank:] for pair, rank in zip(("xy", "yz"), ranks, strict=True))
-        return contracted(call.to(torch.einsum, f"{first},{last}->{front}xz", x, y))
-    for v in (x, y):
-        call.require(isinstance(v, Operand) or (isinstance(v, Tensor) and v.ndim == 2), "expected a constant matrix")
-        call.require(not isinstance(v, Operand) or v.place == out.place)
-    if isinstance(x, Tensor) and out.axis == out.rank - 1 and out.inner == 1:
-        return call.to(call.target, y, x.T)  # without the batch, the dimension before it is the last
-    return call.to(call.target, x, y)
 
 
 def batch_first(call: Build) -> Build:
@@ -185,8 +189,9 @@ def batch_first(call: Build) -> Build:
         for v in [*flat((call.args, call.kwargs)), *call.results]
     )
     place = FUNCTIONS.get(call.target, Function()).place
-    turns = place in (ordered, indexed, contracted) and (call.target is not getattr or call.args[1] in ("T", "mT"))
-    turns |= place is multiplied and any(map(_for_each, call.args))
+    turns = place in (ordered, indexed, contracted, multiplied) and (
+        call.target is not getattr or call.args[1] in ("T", "mT")
+    )
     if (call.target is operator.getitem and isinstance(call.args[0], tuple)) or not (moved or turns):
         return call
     call.require(all(v.place == call.results[0].place for v in call.results))
@@ -203,6 +208,4 @@ def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
         used = 0
     elif kind in (nn.Linear, nn.LayerNorm):
         used = 1 if kind is nn.Linear else len(module.normalized_shape)
-    elif kind is nn.Softmax and (module.dim or 0) < 0:
-        used = -module.dim
     return x.place[:2] == y.place[:2] == (0, 1) or (x.place == y.place and x.axis + used < x.rank)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, NoRuleError
 from lipkit.linalg.matrices import all_finite
+from lipkit.lowering.composed import COMPOSED
 from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
 from lipkit.modules.dense import Affine
@@ -23,7 +24,7 @@ from lipkit.modules.views import Expand, Permute, Piece, reshaped
 from lipkit.proof.roundoff import to_double
 
 MIXED = "expected a result with one row per sample, got one whose shape mixes the batch with other dimensions"
-FINITE = "expected finite numbers, got infinite ones or NaN; in front of a softmax, -1e4 has the effect of -inf"
+FINITE = "expected finite numbers, got infinite ones or NaN (-inf is for a mask, right in front of a softmax)"
 
 Value = int | tuple[int, ...]
 Rule = Callable[..., Value]
@@ -38,6 +39,14 @@ class Bounded(nn.Module):
     def __init__(self, constant: float | Tensor, method: str, shape: Shape | None = None) -> None:
         super().__init__()
         self.constant, self.method, self.shape = torch.as_tensor(constant, dtype=torch.float64), method, shape
+
+
+class Masked(nn.Module):
+    """Marks a value that is -inf where ``hidden`` is true (of a sample's shape): for a softmax, no network holds it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
 
 
 @dataclass(frozen=True)
@@ -180,10 +189,9 @@ class Build:
 
     def shift(self, x: Any) -> Tensor:
         """The constant ``x`` that is added; 1 for bounds, which do not depend on it (0 would look like no addition)."""
-        self.constant(x, "term")
-        term = self.like + 1 if self.bounding else self.number(x, "term")
+        term = self.number(x, "term")
         self.require(all_finite(term), FINITE)
-        return term
+        return self.like + 1 if self.bounding else term
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, with torch's broadcasting."""
@@ -195,6 +203,21 @@ class Build:
             channels = max(t.shape[0] for t in full)
             full = [t.reshape(-1).expand(channels) for t in full]
         return self.add(Affine(*full), given)
+
+    def unmasked(self, x: Any) -> tuple[Any, Tensor]:
+        """A value or a constant with finite numbers for -inf, and where it is -inf."""
+        marked = self.wiring.modules[x.number - 1] if isinstance(x, Operand) and x.number > 0 else None
+        if isinstance(marked, Masked):
+            return replace(x, number=self.wiring.sources[x.number - 1][0]), marked.hidden
+        if isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point()):
+            hidden = torch.as_tensor(x).isneginf()
+            if bool(hidden.any()):
+                return torch.as_tensor(x).masked_fill(hidden, 0.0), self.number(hidden, "mask").bool()
+        return x, torch.tensor(False)
+
+    def masked(self, value: Any, hidden: Tensor) -> int:
+        """A value that is the result, but for -inf where ``hidden`` is true."""
+        return self.add(Masked(hidden.expand(self.shape)), value) if bool(hidden.any()) else int(value)
 
     def named(self, limited: ToLimit) -> ToLimit:
         """Give ``limited`` this call's name for messages. Refused while bounding: without a box it has no bound."""
@@ -265,7 +288,7 @@ def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Rule], Rule]:
 
     def put(rule: Rule) -> Rule:
         for target in targets:
-            if target in FUNCTIONS:
+            if target in FUNCTIONS or target in COMPOSED:
                 raise NoRuleError(f"{function_name(target)} already has a rule; expected one rule for each function")
             FUNCTIONS[target] = Function(rule, exported=False)
         return rule

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lipkit.lowering.composed import COMPOSED
 from lipkit.lowering.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 
 # Attributes and methods that are not recorded, because tracing answers them itself.
@@ -81,9 +82,15 @@ class Calls(TorchFunctionMode):
         given = tensors((args, kwargs))
         if not any(t in self._moving for t in given):
             return func(*args, **kwargs)
-        name = _name(func)
         recorded = not self._inside
-        what = (name, self._summary(args), self._summary(kwargs)) if recorded and name not in _METADATA else None
+        if recorded and func in COMPOSED:
+            with self:
+                return COMPOSED[func](*args, **kwargs)
+        name = _name(func)
+        told = name in _METADATA or (
+            name == "len" and (self._moving[args[0]] or 0) > 0
+        )  # a length that is not the batch's
+        what = None if told or not recorded else (name, self._summary(args), self._summary(kwargs))
         # Tensors of inference mode count no versions.
         before = [(t, t._version) for t in given if not t.is_inference()]
         result = func(*args, **kwargs)

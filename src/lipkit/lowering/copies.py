@@ -162,19 +162,13 @@ def equal(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
         if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
             return type(a) is type(b)  # refused wherever it holds a weight
         alike = a.shape == b.shape and a.dtype == b.dtype
+        if alike and a.is_floating_point() and not torch.equal(a.signbit() & (a == 0), b.signbit() & (b == 0)):
+            return False  # 0.0 and -0.0
         return alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))  # a != a: NaN
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    return type(a) is type(b) and (repr(a) == repr(b) if isinstance(a, float) else bool(a == b or (a != a and b != b)))
 
 
 # Attention of torch.
-
-
-def _refuse_masks(name: str, *masks: Any) -> None:
-    if any(mask is not None and mask is not False for mask in masks):
-        raise NoRuleError(
-            f"analyze: nn.{name}: expected no mask and is_causal=False, got one: -inf has no range; leave the tokens "
-            "out, or write attention with torch.matmul and torch.softmax"
-        )
 
 
 class PlainAttention(nn.MultiheadAttention):
@@ -191,7 +185,8 @@ class PlainAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        _refuse_masks("MultiheadAttention", key_padding_mask, attn_mask, is_causal)
+        if key_padding_mask is not None:
+            raise NoRuleError("analyze: nn.MultiheadAttention: expected no key_padding_mask, got one: use attn_mask")
         if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
             raise NoRuleError("analyze: nn.MultiheadAttention: expected add_bias_kv=False and add_zero_attn=False")
         if key is None or value is None:
@@ -211,7 +206,10 @@ class PlainAttention(nn.MultiheadAttention):
             .transpose(1, 2)
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         )
-        p = F.dropout((q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(-1), self.dropout, self.training)
+        scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
+        if attn_mask is not None:  # is_causal only says of which form it is
+            scores = scores.masked_fill(attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        p = F.dropout(scores.softmax(-1), self.dropout, self.training)
         y = F.linear((p @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
         shown = (p.mean(1) if average_attn_weights else p) if need_weights else None  # 1: the heads
         return (y if self.batch_first else y.transpose(0, 1)), shown
@@ -220,22 +218,22 @@ class PlainAttention(nn.MultiheadAttention):
 class PlainEncoderLayer(nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer`` without its fast path."""
 
-    def forward(self, src: Tensor, *masks: Any, **named: Any) -> Tensor:
-        _refuse_masks("TransformerEncoderLayer", *masks, *named.values())
+    def forward(
+        self, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
+    ) -> Tensor:
         if self.norm_first:
-            src = src + self._sa_block(self.norm1(src), None, None)
+            src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask)
             return src + self._ff_block(self.norm2(src))
-        src = self.norm1(src + self._sa_block(src, None, None))
+        src = self.norm1(src + self._sa_block(src, src_mask, src_key_padding_mask))
         return self.norm2(src + self._ff_block(src))
 
 
 class PlainEncoder(nn.TransformerEncoder):
     """``nn.TransformerEncoder``: its layers one after the other."""
 
-    def forward(self, src: Tensor, *masks: Any, **named: Any) -> Any:
-        _refuse_masks("TransformerEncoder", *masks, *named.values())
+    def forward(self, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
         for layer in self.layers:
-            src = layer(src)
+            src = layer(src, mask, src_key_padding_mask)
         return src if self.norm is None else self.norm(src)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import along, behind, viewed
-from lipkit.lowering.build import FUNCTIONS, Build, Function, function_name
+from lipkit.lowering.build import COMPOSED, FUNCTIONS, Build, Function, function_name
 from lipkit.lowering.observe import Operand
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.dense import linear
@@ -52,7 +52,7 @@ def function_module(
             return call.add(module, call.operand(inspect.signature(make).bind(call, *args, **kwargs).args[1]))
 
         for target in targets:
-            if target in FUNCTIONS and FUNCTIONS[target].exported:
+            if target in COMPOSED or (target in FUNCTIONS and FUNCTIONS[target].exported):
                 raise NoRuleError(f"{function_name(target)} already has a module; expected one for each function")
             FUNCTIONS[target] = Function(rule, place)
         return make
@@ -104,12 +104,6 @@ def _normalize(
 ) -> nn.Module:
     call.require(call.constant(p, "norm") == 2, f"expected the norm p=2, got {p}")
     return UnitNorm(*call.dims(call.operand(input), dim), eps=call.constant(eps, "eps"))
-
-
-@function_module(F.softmax, torch.softmax, "softmax", place=along(1))
-def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> nn.Module:
-    call.dims(call.operand(input), dim)
-    return nn.Softmax(dim)
 
 
 @function_module(

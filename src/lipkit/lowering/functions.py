@@ -264,21 +264,26 @@ def _interpolate(
     place=joined,
 )
 def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
-    sign = -1 if "sub" in call.name else 1
+    sign, hidden = -1 if "sub" in call.name else 1, torch.tensor(False)
     weight = call.number(alpha, "alpha")
+    if sign * float(weight) == 1:
+        (x, first), (y, second) = call.unmasked(x), call.unmasked(y)
+        hidden = first | second
     if isinstance(x, Operand) and isinstance(y, Operand):
         other = call.broadcast(y) if float(weight) == 1 else call.elementwise(y, scale=weight)
-        return call.add(Add(1, sign), call.broadcast(x), other)
-    if isinstance(x, Operand):
-        return call.elementwise(x, shift=sign * weight * call.shift(y))
-    return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
+        value = call.add(Add(1, sign), call.broadcast(x), other)
+    elif isinstance(x, Operand):
+        value = call.elementwise(x, shift=sign * weight * call.shift(y))
+    else:
+        value = call.elementwise(y, scale=sign * weight, shift=call.shift(x))
+    return call.masked(value, hidden)
 
 
 plain(torch.rsub, place=joined)(lambda call, x, y, *, alpha=1: _add(call, y, x, alpha=alpha))
 
 
 @plain(torch.lerp, "lerp", "lerp_", place=joined)
-def _lerp(call: Build, input: Any, end: Any, weight: Any) -> int:
+def _lerp(call: Build, input: Any, end: Any, weight: Any) -> Value:
     w = call.number(weight, "weight")
     stored = [w, *(call.number(t, "value") for t in (input, end) if not isinstance(t, Operand))]
     call.require(all(map(all_finite, stored)), FINITE)
@@ -299,9 +304,17 @@ def _mul(call: Build, x: Any, y: Any) -> int:
     return call.elementwise(moving, scale=call.number(constant, "factor"))
 
 
-plain(torch.where, place=joined)(lambda call, condition, x, y: _lerp(call, y, x, condition))
-plain("where", place=joined)(lambda call, x, condition, y: _lerp(call, y, x, condition))
-plain(torch.masked_fill, "masked_fill", place=joined)(lambda call, x, mask, value: _lerp(call, x, value, mask))
+def _chosen(call: Build, otherwise: Any, x: Any, condition: Any) -> int:
+    """``x`` where the condition holds, each of the two also with a mask of -inf."""
+    (x, first), (otherwise, second) = call.unmasked(x), call.unmasked(otherwise)
+    value, here = _lerp(call, otherwise, x, condition), call.number(condition, "condition").bool()
+    return call.masked(value, (first & here) | (second & ~here))
+
+
+plain(torch.where, place=joined)(lambda call, condition, x, y: _chosen(call, y, x, condition))
+plain("where", place=joined)(lambda call, x, condition, y: _chosen(call, y, x, condition))
+_fill = (torch.masked_fill, "masked_fill", "masked_fill_")
+plain(*_fill, place=joined)(lambda call, x, mask, value: _chosen(call, x, value, mask))
 
 
 @plain(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_", place=joined)
@@ -324,31 +337,32 @@ plain(operator.abs, torch.abs, torch.absolute, "abs", "abs_", place=viewed)(
 )
 
 
-@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm", place=multiplied)
-def _matmul(call: Build, x: Any, y: Any) -> int:
-    if isinstance(x, Operand) and isinstance(y, Operand):
-        fits = 3 <= x.ndim == y.ndim and x.shape[:-2] == y.shape[:-2]
-        call.require(fits, f"expected matrices of each sample, got shapes {x.shape} and {y.shape}")
-        return call.add(call.named(MatrixProduct(x.shape[-2], x.shape[-1], y.shape[-1])), x, y)
-    moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
-    matrix = call.number(constant, "matrix", axes=2)
-    left = moving is y
-    if matrix.ndim == 1 and not left and call.operand(moving).ndim > 1:
-        return call.reshaped(call.add(linear(matrix[None]), moving), (*moving.shape[:-1], 1), call.shape)
-    # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
-    fits = matrix.ndim == 2 and call.operand(moving).ndim >= (3 if left else 2)
-    call.require(fits, f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
-    layer, last = linear(matrix if left else matrix.T), moving.ndim - 1
-    return _along(call, layer, moving.number, last - left, moving.ndim, last)
-
-
-plain(torch.addmm, "addmm")(  # without the options alpha and beta
-    lambda call, term, mat1, mat2: _add(call, call.result(_matmul(call, mat1, mat2)), term)
-)
-
-
 @plain(torch.einsum, place=contracted)
 def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) -> int:
+    """Contract a value that depends on the input with the others, one after the other."""
+    *given, out = parts
+    rest = [*zip(given, values, strict=True)]
+    part, value = rest.pop(next(k for k, one in enumerate(values) if isinstance(one, Operand)))
+    while {*part} != {*out} or rest:
+        alone = "".join(c for c in part if c not in "".join((*(one for one, _ in rest), out)))
+        # What no other part has is summed: a product with ones. Then constants that share a letter come first.
+        after = [({*part}.isdisjoint(other), isinstance(one, Operand)) for other, one in rest]
+        other, factor = (alone, torch.ones([sizes[c] for c in alone])) if alone else rest.pop(after.index(min(after)))
+        later = "".join((*(one for one, _ in rest), out))
+        kept = "".join(c for c in sizes if (c in part) != (c in other) or (c in part and c in later))
+        kept = out if {*kept} == {*out} and not rest else kept
+        value = call.result(_contraction(call, (part, other, kept), sizes, value, factor))
+        part = kept
+    return call.permuted(value, [part.index(c) + 1 for c in out])
+
+
+_products: Any = (operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm")
+FUNCTIONS.update(dict.fromkeys(_products, Function(place=multiplied)))
+
+
+def _contraction(call: Build, parts: Sequence[str], sizes: dict[str, int], *values: Any) -> int:
+    """Contract two values; each letter stands in at least two of the three parts."""
+
     def shape(groups: Sequence[str]) -> Any:
         return tuple(math.prod(sizes[letter] for letter in group) for group in groups)
 
@@ -409,14 +423,6 @@ for _one in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal):
     _name = _one.__name__
     _names = ["sqrt", "reciprocal"] if _name == "rsqrt" else [_name]
     plain(_one, _name, f"{_name}_", place=viewed)(partial(_elementary, _names))
-
-
-@plain(F.glu, place=along(1, default=-1))
-def _gated(call: Build, input: Operand, dim: int = -1) -> int:
-    (at,) = call.dims(call.same_format(input), dim)
-    n = call.shape[at - 1]
-    first, gate = call.piece(input, at, range(n)), call.piece(input, at, range(n, 2 * n))
-    return call.add(call.named(Product()), first, call.add(nn.Sigmoid(), gate))
 
 
 def swish(x: Tensor, slope: float) -> Tensor:
@@ -494,18 +500,30 @@ def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = 
     return value if weight is None else _mul(call, call.result(value), weight)
 
 
-@plain(F.scaled_dot_product_attention)
-def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale: Any = None, **options: Any) -> int:
-    if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
-        raise call.refuse(
-            "expected no mask, dropout, is_causal or grouped heads, got one: write it with softmax and a mask of -1e4"
+@plain(F.softmax, torch.softmax, "softmax", place=along(1))
+def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> int:
+    """A softmax; behind a mask one for each run of equal rows, of what is not -inf there, with zeros around it."""
+    (x, hidden), (at,) = call.unmasked(call.operand(input)), call.dims(input, dim)
+    if not bool(hidden.any()):
+        return call.add(nn.Softmax(dim), x)
+    n, varying = x.shape[at - 1], [d for d in range(1, x.ndim) if bool((hidden != hidden.narrow(d - 1, 0, 1)).any())]
+    row = next((d for d in varying if d != at), at)
+    call.require({*varying} <= {row, at}, f"expected a mask that varies along {dim} and one other, got {varying}")
+    seen = ~hidden.movedim(at - 1, -1)
+    rows = seen[None] if row == at else seen.movedim(row - 1 - (row > at), 0)
+    kinds, counts = rows.reshape(len(rows), -1, n)[:, 0].unique_consecutive(dim=0, return_counts=True)
+    ends, parts = [0, *counts.cumsum(0).tolist()], list[int]()
+    for kind, *these in zip(kinds, ends[:-1], ends[1:], strict=True):
+        here = kind.nonzero().flatten().tolist()
+        fits = bool(here) and here[-1] - here[0] == len(here) - 1
+        call.require(
+            fits, f"expected numbers without gaps in each row of a mask (or -1e4 for -inf), got some at {here}"
         )
-    n, d = call.operand(query).shape[-2:]
-    turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed
-    scaled = call.times(query, d**-0.5 if scale is None else scale)
-    products = call.add(call.named(MatrixProduct(n, d, key.shape[-2])), scaled, turned)
-    weights = call.add(nn.Softmax(-1), products)
-    return call.add(call.named(MatrixProduct(n, key.shape[-2], value.shape[-1])), weights, call.operand(value))
+        part = x if row == at else replace(x, number=call.piece(x, row, range(*these)))
+        weights = call.add(nn.Softmax(dim), call.piece(part, at, range(here[0], here[-1] + 1)))
+        around = (*(0, 0) * (x.ndim - 1 - at), here[0], n - 1 - here[-1])
+        parts.append(call.add(Pad(*around), weights) if any(around) else weights)
+    return call.add(Concatenate(row), *parts) if len(parts) > 1 else parts[0]
 
 
 # Concatenations of values, and reductions.

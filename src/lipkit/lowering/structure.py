@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from lipkit.errors import NoRuleError
 from lipkit.linalg.precision import without_autocast
 from lipkit.lowering.axes import batch_first, keeps_place
-from lipkit.lowering.build import MIXED, Build, Function, function_name
+from lipkit.lowering.build import FINITE, MIXED, Build, Function, Masked, function_name
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.functions import FUNCTIONS
 from lipkit.lowering.observe import Operand, Rows, Varies, check_outputs, close, observe
@@ -103,6 +103,9 @@ class Interpreter:
                 raise NoRuleError(f"analyze: expected one output tensor, got {what}")
         if isinstance(output, Operand) and output.place[:2] != (0, 1):
             raise self._refuse(last, f"{MIXED}, or puts another dimension first")
+        for value in self.wiring.used(output.number) if isinstance(output, Operand) else ():
+            if isinstance(self.wiring.modules[value - 1], Masked):
+                raise NoRuleError(f"analyze: {self.labels[value - 1].what}: {FINITE}")
         return output if isinstance(output, Operand) else None
 
     def _visit(self, node: fx.Node) -> Any:

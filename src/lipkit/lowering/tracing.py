@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.lowering.composed import COMPOSED
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.network import Network, first_floating
 from lipkit.modules.plain import bounded
@@ -122,8 +123,8 @@ def evaluate(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict
 def is_leaf(module: nn.Module) -> bool:
     """True for a module that is one call of the graph (with a rule, or of torch); False if its own calls are traced."""
     kind = type(module)
-    if kind in (nn.Sequential, Network):
-        # A run of layers that multipliers bound together is one unit.
+    if kind in (nn.Sequential, Network, nn.Softmax):
+        # A run of layers that multipliers bound together is one unit. The function of a softmax may have a mask.
         return isinstance(module, Network) and bool(module.multipliers())
     return bounded(kind) or (kind.__module__.startswith("torch.nn.modules") and kind not in TRACED)
 
@@ -301,10 +302,12 @@ class _Proxy(fx.Proxy):
         return super().__getattr__(name) if shape is None else len(shape)
 
     def __len__(self) -> int:
-        value = self.tracer.value(self.node)
-        if isinstance(value, (tuple, list)) and self.tracer.how.get(self.node) != BATCH:
-            return len(value)
+        if (known := self.tracer.length(self.node)) is not None:
+            return known
         return self.tracer.refuse("the length of a tensor, its batch, is asked for: in a shape, write x.shape[0]")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.tracer.iter(self)  # torch.fx unpacks ``a, b = x`` by other calls than torch
 
     def dim(self) -> Any:
         shape = self._shape()
@@ -361,9 +364,9 @@ class _Tracer(fx.Tracer):
 
     def is_fixed(self, node: fx.Node, dim: int) -> bool:
         """True if this size of a tensor is the same for every batch."""
-        few, many = (self.value(node, batch) for batch in (0, 1))
         if node not in self.how:
-            return bool(dim % max(few.ndim, 1))
+            return True
+        few, many = (self.value(node, batch) for batch in (0, 1))
         found = batch_axis(few.shape, many.shape) if isinstance(many, Tensor) else None
         return found is not None and dim % few.ndim != found[0]
 
@@ -385,6 +388,15 @@ class _Tracer(fx.Tracer):
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             # The graph does not record autocast: its runs would compute in another format.
             raise NoRuleError("analyze: expected a forward pass without torch.autocast, got one that enters it")
+        if kind in ("call_function", "call_method") and target in COMPOSED:
+            name = getattr(target, "__name__", target).lstrip("_")
+            self._path.append(".".join((*filter(None, self._path[-1:]), name)))
+            try:
+                return COMPOSED[target](*args, **kwargs)
+            except NoRuleError as error:
+                raise NoRuleError(f"analyze: at {self._path[-1]!r}{self._watch.line()}: {error}") from None
+            finally:
+                self._path.pop()
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         node = proxy.node
         node.meta["where"] = self._path[-1] if self._path else ""
@@ -432,7 +444,14 @@ class _Tracer(fx.Tracer):
         return self.refuse("a value, or what is made from the size of the batch, decides what is computed")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        value = self.value(obj.node)
-        if isinstance(value, (tuple, list)) and self.how.get(obj.node) != BATCH:
-            return iter([operator.getitem(obj, i) for i in range(len(value))])
-        return self.refuse("a tensor, or what is made from the size of the batch, is iterated over")
+        if (known := self.length(obj.node)) is None:
+            return self.refuse("a tensor, or what is made from the size of the batch, is iterated over")
+        items: Any = obj.unbind(0) if isinstance(self.value(obj.node), Tensor) else obj
+        return iter([operator.getitem(items, i) for i in range(known)])
+
+    def length(self, node: fx.Node) -> int | None:
+        """The number of items of a value; None if it may depend on the batch."""
+        value = self.value(node)
+        if isinstance(value, Tensor):
+            return len(value) if value.ndim and self.is_fixed(node, 0) else None
+        return len(value) if isinstance(value, (tuple, list)) and self.how.get(node) != BATCH else None

@@ -21,7 +21,8 @@ from lipkit.modules.plain import Plain, Shape, bounded, row_of, rules
 
 # Modules of torch whose own forward pass is traced, as that of a user's module is.
 TRACED = (
-    *(nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RMSNorm, nn.GLU),
+    *(nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RMSNorm, nn.GLU, nn.CosineSimilarity),
+    *(nn.PairwiseDistance, nn.Softmin, nn.Softmax2d, nn.Threshold),
     *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
     *(nn.ConstantPad1d, nn.ConstantPad2d, nn.CircularPad1d, nn.CircularPad2d, nn.ZeroPad1d, nn.Unfold),
     *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d),
@@ -167,6 +168,10 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         shape = None if input_shape is None else checked_shape(input_shape)
         check_samples_apart(module, shape)
         value = rule(module, shape)
+    for name, at in (("in_features", -1), ("in_channels", 0)):
+        size = getattr(module, name, None) if bounded(type(module)) and not module._modules else None
+        if size is not None and shape and shape[at] != size:
+            raise ShapeError(f"{type_name(type(module))}: expected {name}={size}, got inputs of shape {shape}")
     try:
         bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
     except (TypeError, ValueError, RuntimeError):  # no number, or several
@@ -174,8 +179,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
     if bool(bound < 0):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {value!r}, expected one number >= 0")
     # Comparisons with NaN are all false, so NaN must not leave this function: it becomes an infinite bound.
-    # A module with children is bounded through them. Its own buffers may be mere claims, which need not be finite.
-    own = () if module._modules else (*module.parameters(), *module.buffers())
+    # A module with children, or its own forward pass, is bounded through these. Its buffers may be claims, or masks.
+    own = () if module._modules or rule is LATER.get("lipschitz") else (*module.parameters(), *module.buffers())
     known = all_finite(*own) and not bool(bound.isnan())
     return bound if known else torch.full_like(bound, math.inf)
 
