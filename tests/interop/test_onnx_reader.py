@@ -110,7 +110,7 @@ def test_every_operator(tmp_path, numbers):
 )
 def test_refused_by_name(tmp_path, node, message):
     op, attributes = node
-    path = write(tmp_path / "net.onnx", [H.make_node(op, ["x"], ["y"], **attributes)], {}, [1, 1, 4, 4])
+    path = write(tmp_path / "net.onnx", [H.make_node(op, ["x"], ["y"], **attributes)], {}, ["b", 1, 4, 4])
     with pytest.raises((NoRuleError, DataError), match=message):
         read_onnx(path)
 
@@ -502,6 +502,14 @@ WITHOUT_A_BATCH = {
         ("Gather", ["x", "first"], "f", {}), ("ReduceMin", ["f"], "g", {"axes": [-1], "keepdims": 0}),
         ("Sub", ["e", "g"], "h", {}), ("Concat", ["c", "h"], "y", {"axis": 0}),
     ]),
+    "one sample": ([1, 2, 3], [
+        ("Unsqueeze", ["x", "zero"], "a", {}), ("Squeeze", ["a", "second"], "b", {}), ("Sub", ["x", "b"], "c", {}),
+        ("ReduceMax", ["c"], "d", {"keepdims": 1}), 
+        ("Flatten", ["x"], "f", {"axis": 3}), ("Add", ["f", "row_"], "g", {}), ("Flatten", ["g"], "h", {"axis": 0}),
+        ("Add", ["h", "h"], "k", {}), ("Reshape", ["d", "row"], "l", {}), ("Add", ["k", "l"], "r", {}),
+        ("Reshape", ["r", "flat"], "n", {}), ("Concat", ["n", "n"], "y", {"axis": 0}),
+    ]),
+    "scalar": ([1, 2, 3], [("ReduceMean", ["x"], "y", {"keepdims": 0})]),
     "parallel": ([4, 3], [("Reshape", ["x", "last"], "a", {}), ("Gather", ["a", "first"], "y", {"axis": 1})]),
 }  # fmt: skip
 
@@ -510,7 +518,8 @@ WITHOUT_A_BATCH = {
 def test_values_without_a_batch(tmp_path, name, numbers):
     shape, rows = WITHOUT_A_BATCH[name]
     stored = {
-        "one": [1], "five": [5], "zero": [0], "halves": [4, 4], "flat": [-1], "row": [1, -1], "first": 0,
+        "one": [1], "five": [5], "zero": [0], "halves": [4, 4], "flat": [-1], "row": [1, -1], "first": 0, "second": [1],
+        "row_": np.float32([[7]]),
         "places": [4, 0, 0], "seven": np.float32([7]), "last": [-1, 4, 3],
         "m": numbers.normal(size=(2, 2)).astype(np.float32), "w": numbers.normal(size=(6, 2)).astype(np.float32),
         "v": numbers.normal(size=2).astype(np.float32),

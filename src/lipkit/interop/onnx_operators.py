@@ -124,9 +124,10 @@ def _cast(c: Call) -> Any:
 
 def _reduced(name: str, c: Call) -> Any:
     axes, keep, none = c.axes(), bool(c.get("keepdims", 1)), bool(c.get("noop_with_empty_axes", 0))
-    if not axes and (none or (c.moving and not c.alone)):
+    if not axes and (none or (c.moving and (not c.one or c.rank == 1))):
         raise c.refuse("axes other than the batch", "none")
-    axes = axes or list(range(c.alone, c.rank))
+    c.leaves |= not axes and not keep  # even the batch of a file for one sample
+    axes = axes or list(range(1 if c.moving else 0, c.rank))
     if name == "prod":  # torch takes one axis at a time; from the last on, the earlier ones keep their places
         return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)
     if name == "norm":
@@ -147,14 +148,21 @@ def _shape(c: Call) -> Tensor:
     return sizes[c.get("start", 0) : c.get("end", None)]  # ends are cut and negative ones count, as in Python
 
 
+def _arranged(c: Call, sizes: list[Any]) -> Any:
+    """The first operand in the ``sizes`` of a file for one sample, whose first is the batch if it is 1."""
+    c.leaves = sizes[:1] != [1]
+    return c.moved.reshape([c.source.size(0), *sizes[not c.leaves :]])
+
+
 def _flatten(c: Call) -> Any:
-    axis = c.get("axis", 1)
-    axis = c.rank if axis == c.rank - c.alone else c.axis(axis)
-    if axis == 1:  # in a file without the batch, it adds one
-        c.leaves = False
+    axis, rank = c.get("axis", 1), c.rank - c.alone
+    axis = rank if axis == rank else c.axis(axis) - c.alone
+    if axis == 1 and not c.alone:
         return nn.Flatten(1)
+    if c.moving and c.one:
+        return _arranged(c, [math.prod(c.sizes[:axis]), math.prod(c.sizes[axis:])])
     sizes = [c.x.size(i) for i in range(c.rank)]
-    if c.moving and (c.alone or axis == 0 or math.prod(sizes[1:axis]) != 1):
+    if c.moving and (axis == 0 or math.prod(sizes[1:axis]) != 1):
         raise c.refuse("axis 1", f"{axis}")
     return c.x.reshape([sizes[0] if c.moving else math.prod(sizes[:axis]), math.prod(sizes[axis:])])
 
@@ -168,9 +176,7 @@ def _reshape(c: Call) -> Any:
     if c.one:
         sizes = [1 if n == BATCH else n or c.sizes[i] for i, n in enumerate(sizes)]
         rest = math.prod(c.sizes) // max(-math.prod(sizes), 1)
-        sizes = [rest if n == -1 else n for n in sizes]
-        c.leaves = sizes[:1] != [1]  # a first size of 1 is the batch
-        return x.reshape([c.source.size(0), *sizes[not c.leaves :]])
+        return _arranged(c, [rest if n == -1 else n for n in sizes])
     batch = [n == BATCH for n in sizes]
     return x.reshape([c.source.size(0) if batch[i] else n or x.size(i) for i, n in enumerate(sizes)])
 
@@ -303,17 +309,17 @@ def _squeeze(c: Call) -> Any:
     x = c.moved
     if not axes:
         return x.squeeze()
-    if c.one and axes[0] == 0 and c.moving:
-        c.leaves, axes = True, axes[1:]
-    # torch's squeeze keeps sizes other than 1; this reshape refuses them.
+    # torch's squeeze keeps sizes other than 1; these reshapes refuse them.
+    if c.moving and c.one:
+        return _arranged(c, [n for i, n in enumerate(c.sizes, c.alone) if i not in axes])
     return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
 
 
 def _unsqueeze(c: Call) -> Any:
-    axes, x = c.axes(more=1), c.moved
-    if c.alone and axes[:1] == [1]:  # the new first dimension is the batch
-        c.leaves, axes = False, [axis - 1 for axis in axes[1:]]
-    return reduce(lambda x, axis: x.unsqueeze(axis), axes, x)
+    axes, sizes = c.axes(more=1), c.sizes
+    for axis in axes:
+        sizes.insert(axis - c.alone, 1)
+    return _arranged(c, sizes) if c.moving and c.one else reduce(lambda x, axis: x.unsqueeze(axis), axes, c.moved)
 
 
 def _concat(c: Call) -> Any:
