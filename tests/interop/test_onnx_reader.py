@@ -504,7 +504,7 @@ WITHOUT_A_BATCH = {
     ]),
     "one sample": ([1, 2, 3], [
         ("Unsqueeze", ["x", "zero"], "a", {}), ("Squeeze", ["a", "second"], "b", {}), ("Sub", ["x", "b"], "c", {}),
-        ("ReduceMax", ["c"], "d", {"keepdims": 1}), 
+        ("ReduceMax", ["c"], "d", {"keepdims": 1}),
         ("Flatten", ["x"], "f", {"axis": 3}), ("Add", ["f", "row_"], "g", {}), ("Flatten", ["g"], "h", {"axis": 0}),
         ("Add", ["h", "h"], "k", {}), ("Reshape", ["d", "row"], "l", {}), ("Add", ["k", "l"], "r", {}),
         ("Reshape", ["r", "flat"], "n", {}), ("Concat", ["n", "n"], "y", {"axis": 0}),
