@@ -12,7 +12,7 @@ from tests.interop.test_read_back import without_claim
 from lipkit import export, lipschitz
 from lipkit.analysis import analyze
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError
-from lipkit.interop import onnx_reader, write_onnx
+from lipkit.interop import onnx_reader, reading, write_onnx
 from lipkit.interop.onnx_operators import OPERATORS
 from lipkit.interop.onnx_reader import load_onnx, read_onnx
 
@@ -110,7 +110,7 @@ def test_every_operator(tmp_path, numbers):
 )
 def test_refused_by_name(tmp_path, node, message):
     op, attributes = node
-    path = write(tmp_path / "net.onnx", [H.make_node(op, ["x"], ["y"], **attributes)], {}, [1, 1, 4, 4])
+    path = write(tmp_path / "net.onnx", [H.make_node(op, ["x"], ["y"], **attributes)], {}, ["b", 1, 4, 4])
     with pytest.raises((NoRuleError, DataError), match=message):
         read_onnx(path)
 
@@ -128,8 +128,8 @@ def test_operators_that_mean_something_else_are_refused(tmp_path):
         "", "Relu", ["a"], ["b"], [H.make_node("Mul", ["a", "a"], ["b"])], [H.make_opsetid("", 13)]
     )
     changes = {
-        r"one version from 7 to \d+, got \[6\]": lambda model: setattr(model.opset_import[0], "version", 6),
-        r"one version from 7 to \d+, got \[2000\]": lambda model: setattr(model.opset_import[0], "version", 2000),
+        r"one version from 6 to \d+, got \[5\]": lambda model: setattr(model.opset_import[0], "version", 5),
+        r"one version from 6 to \d+, got \[2000\]": lambda model: setattr(model.opset_import[0], "version", 2000),
         r"one version .* got \[12, 13\]": lambda model: model.opset_import.append(H.make_opsetid("ai.onnx", 12)),
         r"functions of the file: \['.Relu'\]": lambda model: model.functions.append(squared),
         "floating-point input, got 'x' of type INT32": lambda model: setattr(
@@ -470,17 +470,83 @@ def test_a_vector_without_a_batch(tmp_path):
     x = np.array([0.5, -2, 1], np.float32)
     expected = MATRIX[:3] @ (np.maximum(MATRIX @ x + MATRIX[:, 0], 0) @ MATRIX)
     np.testing.assert_allclose(found(torch.from_numpy(x)[None])[0].numpy(), expected, rtol=1e-5)
-    # Operators with axes, and constants that would add one.
-    for node in (("Softmax", ["x"], {"axis": 0}), ("Add", ["x", "w"]), ("Concat", ["x", "x"], {"axis": 0})):
+    # Operators that need the batch, and constants that would add a dimension.
+    for node in (("Pad", ["x", "p"], {}), ("Add", ["x", "w"]), ("MatMul", ["x", "t"])):
         op, given, *more = node
-        path = write(tmp_path / "net.onnx", [H.make_node(op, given, ["y"], **(more or [{}])[0])], stored, [3])
-        with pytest.raises(NoRuleError, match="an input with the batch first, got one of 3 numbers"):
+        more_stored = {**stored, "p": np.array([0, 1]), "t": np.ones((1, 3, 2), np.float32)}
+        path = write(tmp_path / "net.onnx", [H.make_node(op, given, ["y"], **(more or [{}])[0])], more_stored, [3])
+        with pytest.raises(NoRuleError, match="an input with the batch first"):
             load_onnx(path)
-    path = write(
-        tmp_path / "net.onnx", [H.make_node("Add", ["x", "w"], ["y"])], {"w": np.ones((2, 3), np.float32)}, [2, 3]
-    )
+
+
+def run_by_onnx(path, x):
+    return onnx.reference.ReferenceEvaluator(str(path)).run(None, {"x": x})[0]
+
+
+WITHOUT_A_BATCH = {
+    "places": ([5], [
+        ("Slice", ["x", "one", "five"], "a", {}), ("Gather", ["x", "places"], "b", {"axis": -1}),
+        ("Concat", ["seven", "a", "b"], "c", {"axis": 0}), ("Softmax", ["c"], "d", {"axis": 0}),
+        ("Split", ["d", "halves"], "e f", {}), ("Max", ["e", "f"], "g", {}), ("ReduceSum", ["g"], "t", {"keepdims": 1}),
+        ("Concat", ["g", "t"], "h", {"axis": 0}),
+        ("Unsqueeze", ["h", "zero"], "y", {}),
+    ]),
+    "matrix": ([2, 3], [
+        ("Transpose", ["x"], "a", {}), ("MatMul", ["a", "m"], "b", {}), ("Add", ["b", "v"], "c", {}),
+        ("MatMul", ["m", "x"], "d", {}), ("Reshape", ["d", "flat"], "e", {}), ("Relu", ["e"], "f", {}),
+        ("Flatten", ["c"], "g", {"axis": 0}), ("Reshape", ["f", "row"], "h", {}), ("Add", ["g", "h"], "y", {}),
+    ]),
+    "lost": ([1, 2, 3], [
+        ("Reshape", ["x", "flat"], "a", {}), ("MatMul", ["a", "w"], "b", {}), ("Add", ["b", "v"], "c", {}),
+        ("Squeeze", ["x", "zero"], "d", {}), ("ReduceMax", ["d"], "e", {"axes": [1], "keepdims": 0}),
+        ("Gather", ["x", "first"], "f", {}), ("ReduceMin", ["f"], "g", {"axes": [-1], "keepdims": 0}),
+        ("Sub", ["e", "g"], "h", {}), ("Concat", ["c", "h"], "y", {"axis": 0}),
+    ]),
+    "one sample": ([1, 2, 3], [
+        ("Unsqueeze", ["x", "zero"], "a", {}), ("Squeeze", ["a", "second"], "b", {}), ("Sub", ["x", "b"], "c", {}),
+        ("ReduceMax", ["c"], "d", {"keepdims": 1}),
+        ("Flatten", ["x"], "f", {"axis": 3}), ("Add", ["f", "row_"], "g", {}), ("Flatten", ["g"], "h", {"axis": 0}),
+        ("Add", ["h", "h"], "k", {}), ("Reshape", ["d", "row"], "l", {}), ("Add", ["k", "l"], "r", {}),
+        ("Reshape", ["r", "flat"], "n", {}), ("Concat", ["n", "n"], "y", {"axis": 0}),
+    ]),
+    "scalar": ([1, 2, 3], [("ReduceMean", ["x"], "y", {"keepdims": 0})]),
+    "parallel": ([4, 3], [("Reshape", ["x", "last"], "a", {}), ("Gather", ["a", "first"], "y", {"axis": 1})]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_BATCH)
+def test_values_without_a_batch(tmp_path, name, numbers):
+    shape, rows = WITHOUT_A_BATCH[name]
+    stored = {
+        "one": [1], "five": [5], "zero": [0], "halves": [4, 4], "flat": [-1], "row": [1, -1], "first": 0, "second": [1],
+        "row_": np.float32([[7]]),
+        "places": [4, 0, 0], "seven": np.float32([7]), "last": [-1, 4, 3],
+        "m": numbers.normal(size=(2, 2)).astype(np.float32), "w": numbers.normal(size=(6, 2)).astype(np.float32),
+        "v": numbers.normal(size=2).astype(np.float32),
+    }  # fmt: skip
+    nodes = [H.make_node(op, given, out.split(), **more) for op, given, out, more in rows]
+    path = write(tmp_path / "net.onnx", nodes, {k: np.asarray(v) for k, v in stored.items()}, shape)
+    found = load_onnx(path)
+    assert found.input_shape == tuple(shape[shape[0] == 1 :])
+    x = numbers.normal(size=(3, *found.input_shape)).astype(np.float32)
+    for one, y in zip(x, found(torch.from_numpy(x)).numpy(), strict=True):
+        expected = run_by_onnx(path, one.reshape(shape))
+        np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_first_size_that_is_no_batch(tmp_path):
+    path = write(tmp_path / "net.onnx", [H.make_node("Transpose", ["x"], ["y"])], {}, [2, 3])
+    x = torch.randn(4, 2, 3)
+    assert torch.equal(load_onnx(path)(x), x.mT)
+    path = write(tmp_path / "net.onnx", [H.make_node("Relu", ["x"], ["y"])], {}, [2, 3])
+    assert load_onnx(path).input_shape == (3,)
+    assert load_onnx(path, (2, 3)).input_shape == (2, 3)
+    path = write(path, [H.make_node("Add", ["x", "w"], ["y"])], {"w": np.ones((5, 2, 3), np.float32)}, [2, 3])
     with pytest.raises(NoRuleError, match="the first size of the input, 2, is taken for the batch"):
         load_onnx(path)
+    path = write(path, [H.make_node("Relu", ["x"], ["y"])], {}, [1, 3])
+    with pytest.raises(ShapeError, match=r"input_shape of one sample, \[3\], got \(1, 3\)"):
+        load_onnx(path, (1, 3))
 
 
 @pytest.mark.thorough
@@ -815,14 +881,79 @@ def test_values_of_stored_numbers_have_a_budget(tmp_path):
     column, row = np.zeros((2**14, 1), np.float32), np.zeros((1, 2**14), np.float32)
     nodes = made(("Add", ["c", "r"], "w", {}), ("MatMul", ["x", "w"], "y", {}))
     tracemalloc.start()
-    with pytest.raises(DataError, match="at most 67108864 numbers together"):
+    with pytest.raises(DataError, match=r"at most 671\d{5} numbers together"):
         read_onnx(write(tmp_path / "net.onnx", nodes, {"c": column, "r": row}, ["b", 2**14]))
     filled = made(("ConstantOfShape", ["n"], "c", {}), ("Add", ["x", "c"], "y", {}))
-    with pytest.raises(DataError, match="at most 67108864 numbers together"):
+    with pytest.raises(DataError, match="at most 67108866 numbers together"):
         read_onnx(write(tmp_path / "net.onnx", filled, {"n": np.array([1, 2**40])}, ["b", 4], 9))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 26
+
+
+def test_large_weights_are_no_values(tmp_path, monkeypatch, numbers):
+    monkeypatch.setattr(reading, "VALUES", 600)
+    stored = {
+        "w": numbers.normal(size=(30, 20)).astype(np.float32),
+        "k": numbers.normal(size=(20, 20)).astype(np.float32),
+    }
+    nodes = made(
+        ("Gemm", ["x", "w"], "a", {}), ("Transpose", ["k"], "t", {"perm": [1, 0]}), ("MatMul", ["a", "t"], "y", {})
+    )
+    x = numbers.normal(size=(3, 30)).astype(np.float32)
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 30]))
+    np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), x @ stored["w"] @ stored["k"].T, rtol=1e-4)
+    nodes[2:2] = made(("Add", ["t", "t"], "u", {}), ("Add", ["u", "u"], "v", {}), ("Add", ["v", "v"], "z", {}))
+    nodes[-1].input[1] = "z"
+    with pytest.raises(DataError, match="at most 1600 numbers together"):
+        load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 30]))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_version_6(tmp_path, numbers, training):
+    make = lambda *shape: numbers.normal(size=shape).astype(np.float32)  # noqa: E731
+    stored = {"c": make(3), "m": make(4, 5), "one": make(1), "slope": np.abs(make(3)), "w": make(60, 2), "b": make(2),
+              "shape": np.array([0, -1]), "s": make(3), "v": np.abs(make(3)) + 1}  # fmt: skip
+    mode = {"is_test": int(not training)}
+    nodes = made(
+        ("Add", ["x", "c"], "a", {"broadcast": 1, "axis": 1}), ("Mul", ["a", "m"], "d", {"broadcast": 1}),
+        ("Sub", ["d", "m"], "e", {"broadcast": 1, "axis": -2}), ("Div", ["e", "one"], "f", {"broadcast": 1}),
+        ("PRelu", ["f", "slope"], "g", {}), ("Dropout", ["g"], "h", mode),
+        ("BatchNormalization", ["h", "s", "c", "c", "v"], "i", {"is_test": 1}),
+        ("Reshape", ["i", "shape"], "j", {}), ("Gemm", ["j", "w", "b"], "y", {"broadcast": 1}),
+    )  # fmt: skip
+    path = write(tmp_path / "net.onnx", nodes, stored, ["n", 3, 4, 5], 6)
+    if training:
+        with pytest.raises(NoRuleError, match="Dropout"):
+            load_onnx(path)
+        nodes[5] = H.make_node("Dropout", ["g"], ["h"], is_test=1)
+        nodes[6].ClearField("attribute")
+        with pytest.raises(NoRuleError, match="training_mode 0"):
+            load_onnx(write(path, nodes, stored, ["n", 3, 4, 5], 6))
+        return
+    x, channels = make(2, 3, 4, 5), (slice(None), None, None)
+    y = ((x + stored["c"][channels]) * stored["m"] - stored["m"]) / stored["one"]
+    y = np.maximum(y, 0) + stored["slope"][channels] * np.minimum(y, 0)
+    y = (y - stored["c"][channels]) / np.sqrt(stored["v"][channels] + 1e-5) * stored["s"][channels] + stored["c"][
+        channels
+    ]
+    expected = y.reshape(2, -1) @ stored["w"] + stored["b"]
+    np.testing.assert_allclose(load_onnx(path)(torch.from_numpy(x)).numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_refusals_that_say_what_to_do(tmp_path):
+    pointer = tmp_path / "pointer.onnx"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(DataError, match="git lfs pull"):
+        load_onnx(pointer)
+    path = write(tmp_path / "net.onnx", made(("Relu", ["x"], "y", {}), ("Relu", ["y"], "z", {})), {}, ["b", 3])
+    more = H.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)
+    with pytest.raises(DataError, match=r"got \['x'\] and \['y', 'z'\]: onnx.utils.extract_model"):
+        load_onnx(changed(path, lambda model: model.graph.output.append(more)))
+    path = write(path, [H.make_node("Scaler", ["x"], ["y"], domain="ai.onnx.ml")], {}, ["b", 3])
+    changed(path, lambda model: model.opset_import[0].CopyFrom(H.make_opsetid("ai.onnx.ml", 1)))
+    with pytest.raises(NoRuleError, match=r"the operators ai.onnx.ml.Scaler: nothing"):
+        load_onnx(path)
 
 
 def test_a_product_of_stored_vectors_is_evaluated(tmp_path, numbers):

@@ -24,10 +24,10 @@ from lipkit.modules.views import Pad
 FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
 DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, **FLOATS}
 # Attributes without effect at inference with one output, or that belong to refused options.
-_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "cubic_coeff_a", "saturate", "exclude_outside",
+_HARMLESS = ("broadcast", "momentum", "ratio", "seed", "storage_order", "cubic_coeff_a", "saturate", "exclude_outside",
              "extrapolation_value", "round_mode")  # fmt: skip
-NEWEST = 28
-"""Version of ONNX up to which the rules know all definitions of their operators, from 7 on."""
+OLDEST, NEWEST = 6, 28
+"""The versions of ONNX between which the rules know all definitions of their operators."""
 BATCH = 2**23 - 15
 """The batch size while a file is read. No stored number equals it, so a number that does was copied from a shape.
 Numbers computed from it cannot be recognised; they are refused."""
@@ -61,6 +61,7 @@ class Row(NamedTuple):
     rule: Callable[[Call], Any]
     moves: bool = True  # operands may depend on the input
     copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
+    alone: bool = True  # the network's operands may lack the batch in the file
 
 
 @dataclass
@@ -70,14 +71,18 @@ class Call:
     node: Node
     opset: int  # version of the operators
     one: bool  # the file is for one sample, so that a first size of 1 is the batch
-    alone: bool  # the file is for one vector without a batch, which is put first
     dtype: torch.dtype  # of the network
+    alone: bool  # the values of the network lack the batch in the file; here it is put first
     moving: frozenset[int]  # indices of operands that depend on the input
     sized: frozenset[int]  # indices of operands that hold the batch size as a number
     operands: list[Any]  # stored tensors, and values of the network or their sizes
     source: Any  # the input of the network
     used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
     read: set[int] = field(default_factory=set)  # operands that it computed with
+    leaves: bool = field(init=False)  # the results lack the batch in the file
+
+    def __post_init__(self) -> None:
+        self.leaves = self.alone
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""
@@ -115,6 +120,11 @@ class Call:
     @property
     def rank(self) -> int:
         return int(self.operands[0].ndim)
+
+    @property
+    def sizes(self) -> list[Any]:
+        """The sizes of the first operand, a value of the network, in a file for one sample."""
+        return [1] * (not self.alone) + [self.operands[0].size(i) for i in range(1, self.rank)]
 
     def tensors(self) -> list[Any]:
         """All operands; operands of different formats are refused."""
@@ -165,12 +175,12 @@ class Call:
 
     def axis(self, axis: int, rank: int | None = None) -> int:
         """``axis`` counted from the first dimension, also where the file counts from the last (negative numbers)."""
-        rank = self.rank if rank is None else rank
+        rank = (self.rank if rank is None else rank) - self.alone
         # Exporters wrote negative axes before version 11 allowed them; onnxruntime reads them, except in Flatten.
         least = 0 if self.node.kind == "Flatten" and self.opset < 11 else -rank
         if not least <= axis < rank:
             raise self.refuse(f"an axis from {least} to {rank - 1}", f"{axis}")
-        return axis % rank
+        return axis % rank + self.alone
 
     def axes(self, index: int = 1, more: int = 0) -> list[int]:
         """The sorted, distinct ``axes`` (attribute or operand); ``more=1``: they are new dimensions of the result."""
@@ -302,7 +312,9 @@ def _gemm(c: Call) -> nn.Module:
     weight, bias = c.weight(1), c.bias
     if c.get("transA", 0) or c.rank != 2:
         raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
-    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT)
+    weight = weight if c.get("transB", 0) else weight.mT
+    if (alpha := float(c.get("alpha", 1.0))) != 1:
+        weight = alpha * weight
     beta = float(c.get("beta", 1.0))
     if bias is not None:
         flat = bias.squeeze(0) if bias.ndim == 2 else bias  # ONNX broadcasts a row
@@ -312,9 +324,12 @@ def _gemm(c: Call) -> nn.Module:
 
 def _matmul(c: Call) -> Any:
     a, b = c.tensors()
+    stored = [t.ndim for i, t in enumerate((a, b)) if i not in c.moving]
+    if c.alone and (stored[0] > 2 if stored else a.ndim != b.ndim):  # torch would take the batch for another dimension
+        raise c.refuse("an input with the batch first, or matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving == {0} and b.ndim == 1:
         return torch.matmul(a, b[:, None]).squeeze(-1)
-    if c.alone and c.moving == {1}:
+    if c.alone and c.moving == {1} and b.ndim == 2:
         return torch.matmul(b, a.mT)
     if c.moving and min(a.ndim, b.ndim) < 2:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
@@ -324,8 +339,9 @@ def _matmul(c: Call) -> Any:
 
 
 def _batch_norm(c: Call) -> nn.Module:
-    if c.get("training_mode", 0) or c.get("spatial", 1) != 1:
-        raise c.refuse("training_mode 0 and spatial 1", f"{c.get('training_mode', 0)} and {c.get('spatial', 1)}")
+    training = c.get("training_mode", 0) or (c.opset < 7 and not c.get("is_test", 0))
+    if training or c.get("spatial", 1) != 1:
+        raise c.refuse("training_mode 0 and spatial 1", f"{training} and {c.get('spatial', 1)}")
     scale, shift, mean, var = (c.weight(i) for i in (1, 2, 3, 4))
     make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
     module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")

@@ -59,6 +59,8 @@ def _selu(c: Call) -> Any:
 def _prelu(c: Call) -> nn.Module:
     slope = c.weight(1)
     channels = slope.numel() if slope.numel() > 1 else 1
+    if c.opset < 7 and slope.ndim == 1:
+        slope = slope.reshape(-1, *[1] * (c.rank - 2))
     if slope.ndim > c.rank or (channels > 1 and (slope.ndim < c.rank - 1 or slope.shape[1 - c.rank] != channels)):
         raise c.refuse("one slope, or one for each channel", f"shape {tuple(slope.shape)}")
     return filled(nn.PReLU(channels, device="meta"), weight=slope.reshape(channels))
@@ -75,7 +77,15 @@ def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -
 
 
 def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
-    return reduce(function, c.tensors())
+    operands = c.tensors()
+    if c.opset < 7 and "axis" in c.node.attributes:  # the second operand's first dimension is this one of the first
+        behind = c.rank - c.axis(c.get("axis", 0)) - operands[1].ndim
+        operands[1] = reduce(lambda t, _: t.unsqueeze(-1), range(behind), operands[1])
+    ranks = {t.ndim - 1 for i, t in enumerate(operands) if i in c.moving}
+    most = max((t.ndim for i, t in enumerate(operands) if i not in c.moving), default=0)
+    if c.alone and (len(ranks) > 1 or most > min(ranks)):  # torch would take the batch for another dimension
+        raise c.refuse(f"an input with the batch first, or operands of {min(ranks)} dimensions", f"{ranks}, {most}")
+    return reduce(function, operands)
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -114,9 +124,10 @@ def _cast(c: Call) -> Any:
 
 def _reduced(name: str, c: Call) -> Any:
     axes, keep, none = c.axes(), bool(c.get("keepdims", 1)), bool(c.get("noop_with_empty_axes", 0))
-    if not axes and (c.moving or none):
+    if not axes and (none or (c.moving and (not c.one or c.rank == 1))):
         raise c.refuse("axes other than the batch", "none")
-    axes = axes or list(range(c.rank))
+    c.leaves |= not axes and not keep  # even the batch of a file for one sample
+    axes = axes or list(range(1 if c.moving else 0, c.rank))
     if name == "prod":  # torch takes one axis at a time; from the last on, the earlier ones keep their places
         return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)
     if name == "norm":
@@ -130,17 +141,26 @@ def _reduced(name: str, c: Call) -> Any:
 
 
 def _shape(c: Call) -> Tensor:
-    if any(n != BATCH and n % BATCH == 0 and n for n in c.operands[0].shape):
+    shape = c.operands[0].shape[c.alone :]
+    if any(n != BATCH and n % BATCH == 0 and n for n in shape):
         raise c.refuse("no size made from that of the batch", "one")
-    sizes = torch.tensor(list(c.operands[0].shape), dtype=torch.int64)
+    sizes = torch.tensor(list(shape), dtype=torch.int64)
     return sizes[c.get("start", 0) : c.get("end", None)]  # ends are cut and negative ones count, as in Python
 
 
+def _arranged(c: Call, sizes: list[Any]) -> Any:
+    """The first operand in the ``sizes`` of a file for one sample, whose first is the batch if it is 1."""
+    c.leaves = sizes[:1] != [1]
+    return c.moved.reshape([c.source.size(0), *sizes[not c.leaves :]])
+
+
 def _flatten(c: Call) -> Any:
-    axis = c.get("axis", 1)
-    axis = c.rank if axis == c.rank else c.axis(axis)
-    if axis == 1:
+    axis, rank = c.get("axis", 1), c.rank - c.alone
+    axis = rank if axis == rank else c.axis(axis) - c.alone
+    if axis == 1 and not c.alone:
         return nn.Flatten(1)
+    if c.moving and c.one:
+        return _arranged(c, [math.prod(c.sizes[:axis]), math.prod(c.sizes[axis:])])
     sizes = [c.x.size(i) for i in range(c.rank)]
     if c.moving and (axis == 0 or math.prod(sizes[1:axis]) != 1):
         raise c.refuse("axis 1", f"{axis}")
@@ -153,9 +173,10 @@ def _reshape(c: Call) -> Any:
         raise c.refuse("a shape with one size -1 at most, and 0 as a copy", f"{sizes}")
     if not c.moving:
         return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
-    # A first size of 1 comes from files that were made for one sample, where the size of the batch is 1 as well.
-    if c.one and sizes[:1] == [1]:
-        sizes = [BATCH, *(1 if n == BATCH else n for n in sizes[1:])]
+    if c.one:
+        sizes = [1 if n == BATCH else n or c.sizes[i] for i, n in enumerate(sizes)]
+        rest = math.prod(c.sizes) // max(-math.prod(sizes), 1)
+        return _arranged(c, [rest if n == -1 else n for n in sizes])
     batch = [n == BATCH for n in sizes]
     return x.reshape([c.source.size(0) if batch[i] else n or x.size(i) for i, n in enumerate(sizes)])
 
@@ -235,6 +256,11 @@ def _slice(c: Call) -> Any:
     return x[tuple(index.get(place, slice(None)) for place in range(c.rank))]
 
 
+def _transpose(c: Call) -> Any:
+    order = c.get("perm", range(c.rank - c.alone)[::-1])
+    return c.moved.permute([*range(c.alone), *(axis + c.alone for axis in order)])
+
+
 def _gather(c: Call) -> Any:
     axis, x = c.axis(c.get("axis", 0)), c.moved
     if not c.moving:
@@ -243,10 +269,14 @@ def _gather(c: Call) -> Any:
             raise c.refuse(f"entries of {n}", f"{which.tolist()}")
         flat = x.index_select(axis, (which % max(n, 1)).long().flatten())  # which % n: negative ones count from the end
         return flat.reshape((*x.shape[:axis], *which.shape, *x.shape[axis + 1 :]))
+    places = c.numbers("indices", 1)
+    single = isinstance(places, int)
+    if axis == 0 and c.one and places in (0, -1, [0], [-1]):  # the only sample
+        c.leaves = single
+        return x
     if axis == 0:
         raise c.refuse("entries of another axis than the batch", "0")
-    n, places = x.size(axis), c.numbers("indices", 1)
-    single = isinstance(places, int)
+    n = x.size(axis)
     wanted = [places] if single else places
     if not wanted or not all(isinstance(i, int) and -n <= i < n for i in wanted):
         raise c.refuse(f"a row of entries of {n}", f"{places}")
@@ -279,20 +309,28 @@ def _squeeze(c: Call) -> Any:
     x = c.moved
     if not axes:
         return x.squeeze()
-    # torch's squeeze keeps sizes other than 1; this reshape refuses them.
+    # torch's squeeze keeps sizes other than 1; these reshapes refuse them.
+    if c.moving and c.one:
+        return _arranged(c, [n for i, n in enumerate(c.sizes, c.alone) if i not in axes])
     return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
 
 
+def _unsqueeze(c: Call) -> Any:
+    axes, sizes = c.axes(more=1), c.sizes
+    for axis in axes:
+        sizes.insert(axis - c.alone, 1)
+    return _arranged(c, sizes) if c.moving and c.one else reduce(lambda x, axis: x.unsqueeze(axis), axes, c.moved)
+
+
 def _concat(c: Call) -> Any:
-    axis = c.axis(c.get("axis", 1), max(t.ndim for t in c.operands))
+    axis = c.axis(c.get("axis", 1), max(t.ndim for i, t in enumerate(c.operands) if i in c.moving or not c.moving))
     if not c.moving or len(c.moving) == len(c.operands):
         c.read.update(range(len(c.operands)))
         return torch.cat(list(c.operands), axis)
     if not c.one:
         raise c.refuse("a constant expanded to a row for each sample", "one without the batch")
-    return torch.cat(
-        [t if i in c.moving else c.repeated(t, [BATCH, *t.shape[1:]]) for i, t in enumerate(c.tensors())], axis
-    )
+    rows = [t[None] if c.alone and i not in c.moving else t for i, t in enumerate(c.tensors())]
+    return torch.cat([t if i in c.moving else c.repeated(t, [BATCH, *t.shape[1:]]) for i, t in enumerate(rows)], axis)
 
 
 def _resized(c: Call) -> Any:
@@ -368,8 +406,10 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "ConstantOfShape": _filled_shape,
     "DepthToSpace": _depth_to_space,
     "Div": partial(_elementwise, _divided),
-    # Operand 2 says whether it is training.
-    "Dropout": partial(_only, lambda c: not (c.has(2) and c.numbers("", 2)), _SAME),
+    # Operand 2 says whether it is training; before version 7, an attribute does.
+    "Dropout": partial(
+        _only, lambda c: not (c.has(2) and c.numbers("", 2)) and (c.opset > 6 or c.get("is_test", 0)), _SAME
+    ),
     "Einsum": lambda c: torch.einsum(c.get("equation", b"").decode(), *c.tensors()),
     "Elu": activation(nn.ELU, alpha=("alpha", 1.0)),
     "Equal": _equal,
@@ -408,8 +448,8 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Sum": partial(_elementwise, operator.add),
     "Swish": partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)),
     "Tile": _tiled,
-    "Transpose": lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))),
-    "Unsqueeze": lambda c: reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.moved),
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
     "Upsample": _resized,
     "Where": lambda c: torch.where(*c.operands),
 }
@@ -420,4 +460,8 @@ _COPIES = (
     *("Cast", "Concat", "ConstantOfShape", "Equal", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice"),
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
-OPERATORS = {name: Row(rule, name not in _STORED, name in _COPIES) for name, rule in _RULES.items()}
+# These need the batch as the first dimension.
+_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "Resize", "Tile", "Upsample"} - {"MatMul"}
+OPERATORS = {
+    name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()
+}

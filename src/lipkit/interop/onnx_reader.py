@@ -7,6 +7,7 @@ network, and run once on the meta device, for their sizes.
 from __future__ import annotations
 
 import collections
+import contextlib
 import graphlib
 import math
 import os
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
-from lipkit.interop.onnx_layers import BATCH, FLOATS, NEWEST, Call, Node, Row, holds_batch, takes_over
+from lipkit.interop.onnx_layers import BATCH, FLOATS, NEWEST, OLDEST, Call, Node, Row, holds_batch, takes_over
 from lipkit.interop.onnx_operators import BORDERS, OPERATORS, activation, pads_of
 from lipkit.interop.reading import LARGEST, Budget, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
@@ -31,8 +32,6 @@ from lipkit.modules.network import checked_shape
 
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
-# Operators that compute the same for a vector and for the rows of a matrix, as MatMul does.
-_ALONE = ("Add", "Div", "Identity", "LeakyRelu", "Mul", "Neg", "Relu", "Sigmoid", "Sub", "Tanh")
 
 
 def _step(call: Call, numbers: dict[str, Tensor], network: ReadNetwork, values: dict[str, Any]) -> Any:
@@ -51,7 +50,7 @@ def load_onnx(
 
     Args:
         path: the file. Nothing in it is executed.
-        input_shape: of one sample, where the file leaves it open.
+        input_shape: of one sample, where the file leaves it open; or all sizes of an input without a batch.
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
@@ -62,7 +61,14 @@ def load_onnx(
         ShapeError: no ``input_shape``, or another one than the file says.
     """
     shape = None if input_shape is None else checked_shape(input_shape)
-    return load(read_onnx(path, shape), path, shape, box)
+    network = read_onnx(path, shape)
+    try:
+        return load(network, path, shape, box)
+    except NoRuleError:
+        if isinstance(network, ReadNetwork) and network.whole:
+            with contextlib.suppress(LipkitError):
+                return load_onnx(path, network.whole, box=box)
+        raise
 
 
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> ReadNetwork | Network:
@@ -76,7 +82,11 @@ def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> R
     except ImportError:
         raise DataError(f"{path}: expected the package onnx to read it, got none: pip install lipkit[onnx]") from None
     try:
-        return _read(onnx.ModelProto.FromString(read_bytes(path, 1 << 31)), path, input_shape)
+        if (content := read_bytes(path, 1 << 31)).startswith(b"version https://git-lfs"):
+            raise DataError(
+                f"{path}: expected an ONNX file, got a Git LFS pointer in its place: git lfs pull fetches it"
+            )
+        return _read(onnx.ModelProto.FromString(content), path, input_shape)
     except LipkitError:
         raise
     except FileNotFoundError as error:
@@ -101,7 +111,10 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
     stored = {t.name: _numbers(t, t.name, path) for t in graph.initializer}
     inputs = [value for value in graph.input if value.name not in stored]
     if len(inputs) != 1 or len(graph.output) != 1:
-        raise DataError(f"{path}: expected one input and one output, got {len(inputs)} and {len(graph.output)}")
+        got = f"{[v.name for v in inputs]} and {[v.name for v in graph.output]}"
+        raise DataError(
+            f"{path}: expected one input and one output, got {got}: onnx.utils.extract_model cuts out a part"
+        )
     for entry in file.metadata_props:
         if entry.key == CLAIM:
             ours = claimed(entry.value, stored, lambda network: _written_alike(network, file))
@@ -114,9 +127,9 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
-    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
-    if alone := not declared and batch > 0:
-        batch, declared = 1, [batch]
+    sizes = batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
+    if alone := batch > 0 and (not declared or (batch > 1 and len(input_shape or ()) == len(sizes))):
+        batch, declared = 1, sizes
     given = tuple(declared) if input_shape is None else input_shape
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
@@ -131,11 +144,15 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
     network.input_shape = given
     nodes = _with_activations(nodes, network.result, stored)
     x = torch.empty(BATCH, *given, dtype=dtype, device="meta")
-    reader = _Reader(network, stored, x, partial(Call, opset=opset, one=batch == 1, alone=alone, dtype=dtype))
-    with torch.no_grad(), Budget(BATCH):
+    reader = _Reader(network, stored, x, partial(Call, opset=opset, one=batch == 1, dtype=dtype), alone)
+    with torch.no_grad(), Budget(BATCH, total):
         reader.read(nodes)
     if reader.lacking:
         raise _without_rules(path, reader.lacking)
+    network.whole = tuple(sizes) if batch > 1 and input_shape is None else None
+    if reader.refusal and network.whole:
+        with contextlib.suppress(LipkitError):
+            return _read(file, path, network.whole)
     if reader.refusal:
         taken = f": the first size of the input, {batch}, is taken for the batch" * (batch > 1)
         raise NoRuleError(f"{reader.refusal}{taken}")
@@ -175,8 +192,11 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
 
     versions = {entry.version for entry in file.opset_import if entry.domain in _DOMAIN}
     newest = onnx.defs.onnx_opset_version()
-    if len(versions) != 1 or not 7 <= min(versions) <= newest:
-        raise NoRuleError(f"{path}: expected operators of one version from 7 to {newest}, got {sorted(versions)}")
+    if not versions and all(node.domain not in _DOMAIN for node in file.graph.node):
+        versions = {newest}  # of operators that the file does not use
+    if len(versions) != 1 or not OLDEST <= min(versions) <= newest:
+        got = sorted(versions)
+        raise NoRuleError(f"{path}: expected operators of one version from {OLDEST} to {newest}, got {got}")
     if own := [f"{f.domain}.{f.name}" for f in file.functions]:
         raise NoRuleError(f"{path}: expected operators of ONNX, got functions of the file: {own}: export it inlined")
     (opset,), nodes, context = versions, [], onnx.checker.C.CheckerContext()
@@ -295,9 +315,13 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
 class _Reader:
     """Runs the nodes of a file in turn: on stored operands to get stored tensors, on others to make up the network."""
 
-    def __init__(self, network: ReadNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call]) -> None:
+    def __init__(
+        self, network: ReadNetwork, stored: dict[str, Tensor], x: Tensor, call: Callable[..., Call], alone: bool
+    ) -> None:
         self.network, self.stored, self.call = network, stored, partial(call, source=x)
         self.values = {network.source: x}  # without memory, for their sizes
+        self.alone = {network.source} if alone else set()  # values without the batch in the file
+        self.sized: set[str] = set()  # stored tensors that hold the batch size as a number
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
         self.calls: list[Call] = []  # those that make up the network
@@ -329,15 +353,15 @@ class _Reader:
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:  # operands left out at the end
             given.pop()
-        sized = frozenset(i for i, t in enumerate(given) if t is not None and not t.is_meta and holds_batch(t))
-        call: Call = self.call(node=node, moving=moving, sized=sized, operands=given)
+        sized = frozenset(i for i, name in enumerate(node.input) if name in self.sized)
+        apart = {node.input[i] in self.alone for i in moving}
+        call: Call = self.call(node=node, moving=moving, sized=sized, operands=given, alone=True in apart)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
         if call.sized and not call.moving and not row.copies:
             raise call.refuse("no size computed from that of the batch", "one")
-        most = 2 if node.kind == "MatMul" else 1 if node.kind in _ALONE else -1
-        if call.alone and moving and most < max((0, *(self.stored[n].ndim for n in node.input if n in self.stored))):
-            raise call.refuse("an input with the batch first", f"one of {call.source.shape[1]} numbers")
+        if call.alone and (len(apart) > 1 or not row.alone):
+            raise call.refuse("an input with the batch first", f"sizes {list(given[0].shape[1:])}")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)
@@ -354,10 +378,14 @@ class _Reader:
         found = dict(zip(node.output, made if several else [made], strict=several))
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self.stored.update(found)
-            if not row.copies and any(map(holds_batch, found.values())):
+            holding = {name for name, value in found.items() if holds_batch(value)}
+            if holding and not row.copies:
                 raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
+            self.sized |= holding
             return
         self.values.update(found)
+        if call.leaves:
+            self.alone.update(found)
         if layer is not None:
             self.network.layers[node.name] = layer
         self.calls.append(call)

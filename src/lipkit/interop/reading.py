@@ -27,6 +27,7 @@ class ReadNetwork(nn.Module):
     """The graph of a file as calls of functions and modules, in topological order."""
 
     input_shape: tuple[int, ...] | None  # of one sample; None where the file leaves sizes open
+    whole: tuple[int, ...] | None = None  # all sizes of the input, where the first, above 1, was taken for the batch
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +65,15 @@ def load(
 
 
 class Budget(TorchFunctionMode):
-    """Limits memory: every call of torch runs on the meta device first; all together may make `VALUES` numbers at most.
+    """Limits memory: every call of torch runs on the meta device first, where it makes nothing.
 
-    ``batch`` samples count as one.
+    All values of one sample together may have `VALUES` numbers, where ``batch`` samples count as one. What is computed
+    from the ``stored`` numbers of a file may have as many more.
     """
 
-    def __init__(self, batch: int = 1) -> None:
+    def __init__(self, batch: int = 1, stored: int = 0) -> None:
         super().__init__()
-        self.batch, self.made = batch, 0
+        self.batch, self.stored, self.made, self.computed = batch, stored, 0, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,7 +83,7 @@ class Budget(TorchFunctionMode):
         moving = any(t.is_meta for t in given)
         name = getattr(func, "__name__", "a function")
         try:
-            sizes = fx.node.map_aggregate((args, kwargs if given else kwargs | {"device": "meta"}), _on_meta)
+            sizes: Any = fx.node.map_aggregate((args, kwargs if given else kwargs | {"device": "meta"}), _on_meta)
             first = func(*sizes[0], **sizes[1])
         except Exception as error:  # the call reads numbers, which meta tensors lack, or fails
             if "overflow" in str(error):
@@ -90,13 +92,19 @@ class Budget(TorchFunctionMode):
                 raise
             first = None
         value = func(*args, **kwargs) if first is None else first
+        held = {id(t) for t in flat((args, kwargs, sizes))}
         for t in flat(value):
-            if isinstance(t, Tensor):
-                self.made += t.numel() // (self.batch if moving and t.numel() % self.batch == 0 else 1)
-                if moving and self.made > VALUES and self.batch > 1 and t.numel() % self.batch**2 == 0:
+            if not isinstance(t, Tensor) or id(t) in held:  # a call in place makes nothing
+                continue
+            if moving:
+                self.made += t.numel() // (self.batch if t.numel() % self.batch == 0 else 1)
+                if self.made > VALUES and self.batch > 1 and t.numel() % self.batch**2 == 0:
                     raise NoRuleError(f"{name}: expected samples apart from each other, got values for pairs of them")
-        if self.made > VALUES:
-            raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
+            elif t._base is None and kwargs.get("device") != "meta":  # a view takes no memory
+                self.computed += t.numel()
+        for made, most in ((self.made, VALUES), (self.computed, VALUES + self.stored)):
+            if made > most:
+                raise DataError(f"{name}: expected values of at most {most} numbers together, got {made}")
         return value if moving or first is None else func(*args, **kwargs)  # now with numbers
 
 
