@@ -111,9 +111,9 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
     stored = {t.name: _numbers(t, t.name, path) for t in graph.initializer}
     inputs = [value for value in graph.input if value.name not in stored]
     if len(inputs) != 1 or len(graph.output) != 1:
-        got = f"{[v.name for v in inputs]} and {[v.name for v in graph.output]}"
+        both = f"{[v.name for v in inputs]} and {[v.name for v in graph.output]}"
         raise DataError(
-            f"{path}: expected one input and one output, got {got}: onnx.utils.extract_model cuts out a part"
+            f"{path}: expected one input and one output, got {both}: onnx.utils.extract_model cuts out a part"
         )
     for entry in file.metadata_props:
         if entry.key == CLAIM:
@@ -127,9 +127,9 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
-    sizes = batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
-    if alone := batch > 0 and (not declared or (batch > 1 and len(input_shape or ()) == len(sizes))):
-        batch, declared = 1, sizes
+    whole = batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
+    if alone := batch > 0 and (not declared or (batch > 1 and len(input_shape or ()) == len(whole))):
+        batch, declared = 1, whole
     given = tuple(declared) if input_shape is None else input_shape
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
@@ -149,7 +149,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
         reader.read(nodes)
     if reader.lacking:
         raise _without_rules(path, reader.lacking)
-    network.whole = tuple(sizes) if batch > 1 and input_shape is None else None
+    network.whole = tuple(whole) if batch > 1 and input_shape is None else None
     if reader.refusal and network.whole:
         with contextlib.suppress(LipkitError):
             return _read(file, path, network.whole)
@@ -361,7 +361,8 @@ class _Reader:
         if call.sized and not call.moving and not row.copies:
             raise call.refuse("no size computed from that of the batch", "one")
         if call.alone and (len(apart) > 1 or not row.alone):
-            raise call.refuse("an input with the batch first", f"sizes {list(given[0].shape[1:])}")
+            without = self.values[node.input[min(moving)]]
+            raise call.refuse("an input with the batch first", f"sizes {list(without.shape[1:])}")
         layer: nn.Module | None = None
         try:
             made = row.rule(call)
