@@ -510,6 +510,16 @@ WITHOUT_A_BATCH = {
         ("Reshape", ["r", "flat"], "n", {}), ("Concat", ["n", "n"], "y", {"axis": 0}),
     ]),
     "scalar": ([1, 2, 3], [("ReduceMean", ["x"], "y", {"keepdims": 0})]),
+    "rows": ([1, 1, 2], [
+        ("Squeeze", ["x"], "a", {}), ("Gather", ["x", "first"], "b", {}), ("Gather", ["b", "zero"], "c", {}),
+        ("Gather", ["c", "first"], "d", {}), ("Concat", ["a", "d"], "y", {"axis": 0}),
+    ]),
+    "products of vectors": ([2], [("MatMul", ["v", "x"], "a", {}), ("MatMul", ["x", "v"], "b", {}),
+                                  ("Sub", ["a", "two"], "c", {}), ("Max", ["c", "b"], "y", {})]),
+    "last time step": ([1, 3, 2], [
+        ("Transpose", ["x"], "a", {"perm": [1, 0, 2]}), ("Gather", ["a", "second"], "b", {}),
+        ("Transpose", ["b"], "y", {"perm": [1, 0, 2]}),
+    ]),
     "parallel": ([4, 3], [("Reshape", ["x", "last"], "a", {}), ("Gather", ["a", "first"], "y", {"axis": 1})]),
 }  # fmt: skip
 
@@ -519,6 +529,7 @@ def test_values_without_a_batch(tmp_path, name, numbers):
     shape, rows = WITHOUT_A_BATCH[name]
     stored = {
         "one": [1], "five": [5], "zero": [0], "halves": [4, 4], "flat": [-1], "row": [1, -1], "first": 0, "second": [1],
+        "two": np.float32(2),
         "row_": np.float32([[7]]),
         "places": [4, 0, 0], "seven": np.float32([7]), "last": [-1, 4, 3],
         "m": numbers.normal(size=(2, 2)).astype(np.float32), "w": numbers.normal(size=(6, 2)).astype(np.float32),
@@ -532,6 +543,34 @@ def test_values_without_a_batch(tmp_path, name, numbers):
     for one, y in zip(x, found(torch.from_numpy(x)).numpy(), strict=True):
         expected = run_by_onnx(path, one.reshape(shape))
         np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", [("Gather", "i"), ("Squeeze", "last"), ("Reshape", "row")])
+def test_another_dimension_in_front_of_the_batch_is_not_the_batch(tmp_path, more):
+    """Of x.T, sizes (3, 1) in the file, Gather takes one number: in the network the first dimension has three."""
+    nodes = [H.make_node("Transpose", ["x"], ["a"]), H.make_node(more[0], ["a", more[1]], ["b"]),
+             H.make_node("Transpose", ["b"], ["y"])]  # fmt: skip
+    stored = {"i": np.array([0]), "last": np.array([1]), "row": np.array([1, 3])}
+    path = write(tmp_path / "net.onnx", nodes, stored, [1, 3])
+    assert run_by_onnx(path, np.ones((1, 3), np.float32)).size == (1 if more[0] == "Gather" else 3)
+    with pytest.raises(NoRuleError, match=r"a value with the batch first, got sizes \[3, batch\]"):
+        load_onnx(path)
+
+
+def test_a_number_of_each_sample_becomes_a_row(tmp_path):
+    x = torch.randn(4, 3)
+    for shape in ([1, 3], ["n", 3]):
+        nodes = made(("Gather", ["x", "i"], "a", {"axis": 1}), ("Flatten", ["a"], "y", {"axis": 1}))
+        assert torch.equal(load_onnx(write(tmp_path / "net.onnx", nodes, {"i": np.array(1)}, shape))(x), x[:, 1:2])
+
+
+def test_entries_of_a_dimension_in_front_of_the_batch(tmp_path):
+    nodes = made(("Transpose", ["x"], "a", {"perm": [1, 0, 2]}), ("Gather", ["a", "i"], "y", {}))
+    path, x = write(tmp_path / "net.onnx", nodes, {"i": np.array(-1)}, ["n", 3, 2]), torch.randn(4, 3, 2)
+    assert torch.equal(load_onnx(path)(x), x[:, -1])
+    nodes[1].attribute.append(H.make_attribute("axis", 1))
+    with pytest.raises(NoRuleError, match="entries of another axis than the batch, got 1"):
+        load_onnx(write(path, nodes, {"i": np.array(0)}, ["n", 3, 2]))
 
 
 def test_a_first_size_that_is_no_batch(tmp_path):
@@ -803,8 +842,14 @@ def test_values_for_pairs_of_samples_are_no_matter_of_memory(tmp_path):
     """As where attention was written for one sample, and its tokens lie beside those of other samples."""
     nodes = made(("Reshape", ["x", "rows"], "a", {}), ("Transpose", ["a"], "t", {}), ("MatMul", ["a", "t"], "y", {}))
     path = write(tmp_path / "net.onnx", nodes, {"rows": np.array([-1, 3])}, ["b", 9, 3])
-    with pytest.raises(NoRuleError, match="samples apart from each other, got values for pairs of them"):
+    with pytest.raises(NoRuleError, match="samples apart from each other, got values of several together"):
         load_onnx(path)
+
+
+def test_a_sum_of_samples_beside_them_is_no_matter_of_memory(tmp_path):
+    nodes = made(("ReduceSum", ["x", "i"], "a", {}), ("Concat", ["x", "a"], "y", {"axis": 0}))
+    with pytest.raises(NoRuleError, match="samples apart from each other, got values of several together"):
+        load_onnx(write(tmp_path / "net.onnx", nodes, {"i": np.array([0])}, ["b", 9]))
 
 
 def test_other_sizes_are_numbers(tmp_path):

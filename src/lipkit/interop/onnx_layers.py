@@ -123,8 +123,11 @@ class Call:
 
     @property
     def sizes(self) -> list[Any]:
-        """The sizes of the first operand, a value of the network, in a file for one sample."""
-        return [1] * (not self.alone) + [self.operands[0].size(i) for i in range(1, self.rank)]
+        """The sizes of the first operand, a value of the network with the batch first, in a file for one sample."""
+        behind = [self.operands[0].size(i) for i in range(1, self.rank)]
+        if any(n % BATCH == 0 and n for n in behind):
+            raise self.refuse("a value with the batch first", f"sizes {list(self.operands[0].shape)}")
+        return [1] * (not self.alone) + behind
 
     def tensors(self) -> list[Any]:
         """All operands; operands of different formats are refused."""
@@ -327,10 +330,10 @@ def _matmul(c: Call) -> Any:
     stored = [t.ndim for i, t in enumerate((a, b)) if i not in c.moving]
     if c.alone and (stored[0] > 2 if stored else a.ndim != b.ndim):  # torch would take the batch for another dimension
         raise c.refuse("an input with the batch first, or matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
-    if c.moving == {0} and b.ndim == 1:
+    if turned := c.alone and c.moving == {1} and b.ndim == 2:
+        a, b = b, a.mT if a.ndim == 2 else a
+    if b.ndim == 1 and (turned or c.moving == {0}):
         return torch.matmul(a, b[:, None]).squeeze(-1)
-    if c.alone and c.moving == {1} and b.ndim == 2:
-        return torch.matmul(b, a.mT)
     if c.moving and min(a.ndim, b.ndim) < 2:
         raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
     if c.moving != {0} or b.ndim != 2:

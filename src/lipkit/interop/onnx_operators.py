@@ -157,7 +157,7 @@ def _arranged(c: Call, sizes: list[Any]) -> Any:
 def _flatten(c: Call) -> Any:
     axis, rank = c.get("axis", 1), c.rank - c.alone
     axis = rank if axis == rank else c.axis(axis) - c.alone
-    if axis == 1 and not c.alone:
+    if axis == 1 and not c.alone and c.rank > 1:
         return nn.Flatten(1)
     if c.moving and c.one:
         return _arranged(c, [math.prod(c.sizes[:axis]), math.prod(c.sizes[axis:])])
@@ -270,13 +270,11 @@ def _gather(c: Call) -> Any:
         flat = x.index_select(axis, (which % max(n, 1)).long().flatten())  # which % n: negative ones count from the end
         return flat.reshape((*x.shape[:axis], *which.shape, *x.shape[axis + 1 :]))
     places = c.numbers("indices", 1)
-    single = isinstance(places, int)
+    single, n = isinstance(places, int), x.size(axis)
     if axis == 0 and c.one and places in (0, -1, [0], [-1]):  # the only sample
-        c.leaves = single
-        return x
-    if axis == 0:
-        raise c.refuse("entries of another axis than the batch", "0")
-    n = x.size(axis)
+        return _arranged(c, c.sizes[single:])
+    if n % BATCH == 0:
+        raise c.refuse("entries of another axis than the batch", f"{c.get('axis', 0)}")
     wanted = [places] if single else places
     if not wanted or not all(isinstance(i, int) and -n <= i < n for i in wanted):
         raise c.refuse(f"a row of entries of {n}", f"{places}")
@@ -304,22 +302,25 @@ def _split(c: Call) -> Any:
 
 def _squeeze(c: Call) -> Any:
     axes = c.axes()
-    if not axes and c.moving:
-        raise c.refuse("axes, each once", f"{axes}")
+    if not axes and c.moving and not c.one:
+        raise c.refuse("axes other than the batch", "none")
     x = c.moved
-    if not axes:
+    if not axes and not c.moving:
         return x.squeeze()
     # torch's squeeze keeps sizes other than 1; these reshapes refuse them.
     if c.moving and c.one:
-        return _arranged(c, [n for i, n in enumerate(c.sizes, c.alone) if i not in axes])
+        return _arranged(c, [n for i, n in enumerate(c.sizes, c.alone) if (i not in axes if axes else n != 1)])
     return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
 
 
 def _unsqueeze(c: Call) -> Any:
-    axes, sizes = c.axes(more=1), c.sizes
+    axes = c.axes(more=1)
+    if not (c.moving and c.one):
+        return reduce(lambda x, axis: x.unsqueeze(axis), axes, c.moved)
+    sizes = c.sizes
     for axis in axes:
         sizes.insert(axis - c.alone, 1)
-    return _arranged(c, sizes) if c.moving and c.one else reduce(lambda x, axis: x.unsqueeze(axis), axes, c.moved)
+    return _arranged(c, sizes)
 
 
 def _concat(c: Call) -> Any:

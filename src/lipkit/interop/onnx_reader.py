@@ -367,7 +367,7 @@ class _Reader:
         try:
             made = row.rule(call)
             if isinstance(made, nn.Module):
-                layer = made
+                layer = made.eval()
                 made = layer(given[0])
         except LipkitError:
             raise

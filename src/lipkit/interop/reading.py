@@ -97,9 +97,10 @@ class Budget(TorchFunctionMode):
             if not isinstance(t, Tensor) or id(t) in held:  # a call in place makes nothing
                 continue
             if moving:
-                self.made += t.numel() // (self.batch if t.numel() % self.batch == 0 else 1)
-                if self.made > VALUES and self.batch > 1 and t.numel() % self.batch**2 == 0:
-                    raise NoRuleError(f"{name}: expected samples apart from each other, got values for pairs of them")
+                n, rest = divmod(t.numel(), self.batch)
+                self.made += t.numel() if rest else n
+                if self.made > VALUES and self.batch > 1 and (rest or n % self.batch == 0):
+                    raise NoRuleError(f"{name}: expected samples apart from each other, got values of several together")
             elif t._base is None and kwargs.get("device") != "meta":  # a view takes no memory
                 self.computed += t.numel()
         for made, most in ((self.made, VALUES), (self.computed, VALUES + self.stored)):

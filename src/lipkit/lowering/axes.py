@@ -123,17 +123,19 @@ def indexed(call: Build) -> Build:
     return call.to(operator.getitem, x, (slice(None), *items))
 
 
-def _rank(value: Any) -> int:
+def _rank(call: Build, value: Any) -> int:
     """Number of dimensions of a value of the network, or of a constant."""
-    return value.rank if isinstance(value, Operand) else (value.row if isinstance(value, Rows) else value).ndim
+    if isinstance(value, Operand):
+        return value.rank
+    return (value.row if isinstance(value, Rows) else call.constant(value, "factor")).ndim
 
 
-def _spelled(equation: str, values: list[Any]) -> list[str]:
+def _spelled(call: Build, equation: str, values: list[Any]) -> list[str]:
     """The letters of each value and of the result, where an equation may have ``...`` or leave out its result."""
     before, arrow, after = equation.replace(" ", "").partition("->")
     parts, letters = before.split(","), before.replace(",", "").replace("...", "")
     after = after if arrow else "..." * ("..." in before) + "".join(c for c in sorted(letters) if letters.count(c) == 1)
-    hidden = [_rank(v) + 3 - len(one) if "..." in one else 0 for v, one in zip(values, parts, strict=True)]
+    hidden = [_rank(call, v) + 3 - len(one) if "..." in one else 0 for v, one in zip(values, parts, strict=True)]
     spare = "".join(c for c in string.ascii_letters if c not in letters)[: max(hidden)]
     named = zip((*parts, after), (*hidden, max(hidden)), strict=True)
     return [one.replace("...", spare[len(spare) - n :]) for one, n in named]
@@ -144,7 +146,7 @@ def contracted(call: Build) -> Build:
     equation, *values = call.args
     values = [*values[0]] if isinstance(values[0], (tuple, list)) else values
     call.require(isinstance(equation, str), "expected an equation in letters, got lists of numbers")
-    parts, sizes = _spelled(equation, values), dict[str, int]()
+    parts, sizes = _spelled(call, equation, values), dict[str, int]()
     fits = all(one.isalpha() and len({*one}) == len(one) for one in parts if one)
     call.require(fits, f"expected each letter once in a part, got {equation!r}")
     batch, inner = parts[-1][call.results[0].axis], call.results[0].inner
@@ -165,8 +167,8 @@ def contracted(call: Build) -> Build:
 def multiplied(call: Build) -> Build:
     """Rewrites matrix products as contractions."""
     x, y = call.args
-    front = string.ascii_lowercase[: max(_rank(x), _rank(y), 2) - 2]
-    first, last = (front + "YX")[-_rank(x) :], "X" if _rank(y) == 1 else (front + "XZ")[-_rank(y) :]
+    front = string.ascii_lowercase[: max(_rank(call, x), _rank(call, y), 2) - 2]
+    first, last = (front + "YX")[-_rank(call, x) :], "X" if _rank(call, y) == 1 else (front + "XZ")[-_rank(call, y) :]
     return contracted(call.to(torch.einsum, f"{first},{last}->{front}{first[-2:-1]}{last[1:][-1:]}", x, y))
 
 
