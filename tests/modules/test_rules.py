@@ -835,7 +835,9 @@ def test_rules_that_give_something_else(made: Any) -> None:
         export(Layer(), (3,))
 
 
-@pytest.mark.parametrize("wrong", [nn.ReLU(), "nn.ReLU", Tensor, lambda module, shape: 1.0], ids=("module", "name", "tensor", "rule"))
+@pytest.mark.parametrize(
+    "wrong", [nn.ReLU(), "nn.ReLU", Tensor, lambda module, shape: 1.0], ids=("module", "name", "tensor", "rule")
+)
 def test_rules_are_for_types_of_modules(wrong: Any) -> None:
     """``@lipschitz_rule`` without its argument takes the rule for a type."""
     before = dict(ROWS)
