@@ -210,7 +210,7 @@ def test_lines_enclose_their_activation(kind: type[nn.Module]) -> None:
         assert ((lines.least <= s + slack) & (s <= lines.most + slack)).all()
     # Two lines touch what they enclose: never more than half of the width times the range of slopes apart.
     gap = (lines.high_slope - lines.low_slope) * (low + high) / 2 + lines.high - lines.low
-    assert (gap <= 1.3 * (high - low) + 1e-7).all()
+    assert (gap <= 1.3 * (high - low) + (1e-5 if kind is nn.Hardswish else 1e-7)).all()  # of a rounded sixth on CUDA
 
 
 # --- rounding -----------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def with_old_spectral_norm() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a subclass of a lipkit layer": (lambda: LooseCayley(4, 4), "LooseCayley"),
     "an unknown function": (Unknown, "sign|input_shape"),
-    "a torch module without a rule": (lambda: nn.Softmin(1), "no rule for .*Softmin"),
+    "a torch module without a rule": (lambda: nn.LogSoftmax(1), "no rule for .*LogSoftmax"),
     "BatchNorm in training mode": (lambda: nn.BatchNorm1d(4), "expected evaluation mode.*got training=True"),
     "Dropout in training mode": (lambda: nn.Dropout(0.5), "expected evaluation mode.*got training"),
     "a forward hook": (with_hook, "forward hooks or pre-hooks.*expected none"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -209,10 +210,10 @@ class Build:
         marked = self.wiring.modules[x.number - 1] if isinstance(x, Operand) and x.number > 0 else None
         if isinstance(marked, Masked):
             return replace(x, number=self.wiring.sources[x.number - 1][0]), marked.hidden
-        if isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point()):
-            hidden = torch.as_tensor(x).isneginf()
-            if bool(hidden.any()):
-                return torch.as_tensor(x).masked_fill(hidden, 0.0), self.number(hidden, "mask").bool()
+        if isinstance(x, float) and x == -math.inf:
+            return 0.0, torch.tensor(True)
+        if isinstance(x, Tensor) and x.is_floating_point() and bool((hidden := x.isneginf()).any()):
+            return x.masked_fill(hidden, 0.0), self.number(hidden, "mask").bool()
         return x, torch.tensor(False)
 
     def masked(self, value: Any, hidden: Tensor) -> int:

@@ -15,8 +15,11 @@ from lipkit.errors import NoRuleError
 
 def _deviation(input: Any, dim: Any, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Any:
     count = math.prod(input.shape[d] for d in (dim if isinstance(dim, tuple | list) else [dim]))
-    scale = math.sqrt(1 / (count - (int(unbiased) if correction is None else correction)))
-    return scale * torch.linalg.vector_norm(input - input.mean(dim, keepdim=True), dim=dim, keepdim=keepdim)
+    free = count - (int(unbiased) if correction is None else correction)
+    if isinstance(free, int | float) and free <= 0:  # otherwise it depends on the batch, which is refused
+        raise NoRuleError(f"expected more numbers than the correction, got {count} for a standard deviation")
+    centred = input - input.mean(dim, keepdim=True)
+    return math.sqrt(1 / free) * torch.linalg.vector_norm(centred, dim=dim, keepdim=keepdim)
 
 
 def _cosine(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
@@ -67,8 +70,13 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "addmm": lambda input, mat1, mat2, *, alpha=1: torch.add(input, torch.mm(mat1, mat2), alpha=alpha),
     "scaled_dot_product_attention": _attention,
 }
-COMPOSED: dict[Any, Callable[..., Any]] = {}
-"""The composition of each function, and of each method of tensors, also by its name."""
-for _name, _function in _WRITTEN.items():
-    COMPOSED[getattr(F, _name, None) or getattr(torch, _name)] = _function
-    COMPOSED |= dict.fromkeys((_name, getattr(Tensor, _name)), _function) if hasattr(Tensor, _name) else {}
+
+
+def _targets(name: str) -> list[Any]:
+    """The function of this name, and the method of tensors, also by its name."""
+    function = getattr(F, name, None) or getattr(torch, name)
+    return [function, name, getattr(Tensor, name)] if hasattr(Tensor, name) else [function]
+
+
+COMPOSED = {target: made for name, made in _WRITTEN.items() for target in _targets(name)}
+"""The composition of each function and method of tensors."""

@@ -102,7 +102,8 @@ class PositionCode(Shown):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1:] != self.offset.shape:
-            raise ShapeError(f"PositionCode: expected (B, {str(tuple(self.offset.shape))[1:-1]}), got {tuple(x.shape)}")
+            wanted = f"samples of shape {tuple(self.offset.shape)}"
+            raise ShapeError(f"PositionCode: expected {wanted}, got {tuple(x.shape)}")
         return x + self.offset
 
 

@@ -170,7 +170,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         value = rule(module, shape)
     for name, at in (("in_features", -1), ("in_channels", 0)):
         size = getattr(module, name, None) if bounded(type(module)) and not module._modules else None
-        if size is not None and shape and shape[at] != size:
+        weight = getattr(module, "weight", None)  # what counts where it is stored: its description may be stale
+        columns = weight.shape[1] if isinstance(weight, Tensor) and weight.ndim > 1 else None
+        if size is not None and shape and shape[at] not in (size, columns):
             raise ShapeError(f"{type_name(type(module))}: expected {name}={size}, got inputs of shape {shape}")
     try:
         bound = torch.as_tensor(value, dtype=torch.float64).reshape(())

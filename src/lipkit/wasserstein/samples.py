@@ -51,7 +51,11 @@ def centre_and_unit(*samples: Tensor) -> tuple[Tensor, float]:
     given = [s.detach().cpu() for s in samples]  # not every device has float64
     centre = torch.stack([s.mean(0, dtype=torch.float64) for s in given]).mean(0)
     sums = (float((part - centre).abs().sum()) / s.numel() for s in given for part in s.split(1024))
-    return centre.float(), 2.0 ** math.frexp(sum(sums) / len(samples) / 1.5)[1]
+    unit = 2.0 ** math.frexp(sum(sums) / len(samples) / 1.5)[1]
+    if not 1e-37 <= unit <= 1e38:
+        limits = "a spread from 1e-37 to 1e38, as float32 holds it"
+        raise OptionError(f"samples: expected {limits}, got about {unit:.0e}: choose another unit")
+    return centre.float(), unit
 
 
 MAX_SAMPLES = 4096
