@@ -98,7 +98,7 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "smallest share": lambda s, x: F.softmin(x, dim=1) + s.least(x) - s.pixels(x[..., None])[..., 0],
     "thresholds": lambda s, x: F.threshold(x, 0.25, 0.25) + F.threshold(s.linear(x), -1.0, -1.0, True),
     "instances": lambda s, x: F.instance_norm(x, weight=s.w[:3], eps=0.2) + F.instance_norm(x, eps=0.5),
-    "products with a factor": lambda s, x: torch.addmm(s.w, x[:, 0], s.linear.weight, alpha=-2),
+    "products with a factor": lambda s, x: torch.addmm(s.w, x[:, 0], s.linear.weight, beta=3, alpha=-2),
     "a vector": lambda s, x: x @ s.w,
     "side by side": lambda s, x: torch.hstack((x, x.tanh())),
     "dropouts": lambda s, x: F.alpha_dropout(F.dropout1d(x, 0.5, s.training), 0.5, s.training),

@@ -53,6 +53,10 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return torch.add(input if beta == 1 else beta * input, torch.mm(mat1, mat2), alpha=alpha)
+
+
 _WRITTEN: dict[str, Callable[..., Any]] = {
     "log1p": lambda input: torch.log(1 + input),
     "log2": lambda input: torch.log(input) / math.log(2),
@@ -67,7 +71,7 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "cosine_similarity": _cosine,
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.norm(x1 - x2 + eps, p, -1, keepdim),
     "cdist": lambda x1, x2, p=2.0, **options: torch.norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1),
-    "addmm": lambda input, mat1, mat2, *, alpha=1: torch.add(input, torch.mm(mat1, mat2), alpha=alpha),
+    "addmm": _addmm,
     "scaled_dot_product_attention": _attention,
 }
 
