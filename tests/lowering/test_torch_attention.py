@@ -143,6 +143,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "vectors": (lambda: Net(self_attention, 4, 2), (4,), "take the batch for a sequence"),
     "encoder of a batch behind": (lambda: nn.TransformerEncoderLayer(4, 2, 8), SHAPE, "mixes the batch|row per sample"),
     "fused, nothing seen": (lambda: Fused(attn_mask=CAUSAL[1:]), SHAPE, r"softmax.*numbers .*, got some at \[\]"),
+    "another mask that is said to be causal": (
+        lambda: Net(lambda a, x: a(x, x, x, attn_mask=CAUSAL.T, is_causal=True, need_weights=False)[0], 4, 2,
+                    batch_first=True), SHAPE, "the causal mask beside is_causal"),
     "fused dropout": (lambda: Fused(dropout_p=0.5), SHAPE, "without random numbers|expected no dropout"),
     "a chain": (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), SHAPE, r"attention\(x, x, x\)\[0\]"),
     "a decoder": (lambda: nn.Sequential(nn.TransformerDecoderLayer(4, 2)), SHAPE, "on a box only"),

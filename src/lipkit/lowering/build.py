@@ -146,7 +146,8 @@ class Build:
         return counted
 
     def moving(self, *values: Any) -> list[Operand]:
-        """The operands in ``values``. Constant tensors among them are skipped if only bounds are made, or refused."""
+        """The operands in ``values``. Constant tensors are skipped if only bounds are made and they are finite."""
+        self.require(all_finite(*(x for x in values if isinstance(x, Tensor))), FINITE)
         return [self.operand(x) for x in values if not (self.bounding and isinstance(x, Tensor))]
 
     def add(self, module: nn.Module, *values: Operand | int) -> int:

@@ -171,6 +171,13 @@ def equal(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
 # Attention of torch.
 
 
+def _require_causal(mask: Any) -> None:
+    """Refuse another mask beside ``is_causal``: torch then reads it without derivatives, and ignores it with them."""
+    hidden = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
+    if not (mask == (hidden if mask.dtype == torch.bool else torch.zeros(()).masked_fill(hidden, -torch.inf))).all():
+        raise NoRuleError("analyze: nn.MultiheadAttention: expected the causal mask beside is_causal, got another one")
+
+
 class PlainAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` head by head: products, a softmax, products."""
 
@@ -207,7 +214,10 @@ class PlainAttention(nn.MultiheadAttention):
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         )
         scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
-        if attn_mask is not None:  # is_causal only says of which form it is
+        if attn_mask is not None:
+            if is_causal and not need_weights:
+                _require_causal(attn_mask)
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.ndim == 3 else attn_mask
             scores = scores.masked_fill(attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
         y = F.linear((p @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
@@ -222,9 +232,9 @@ class PlainEncoderLayer(nn.TransformerEncoderLayer):
         self, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
     ) -> Tensor:
         if self.norm_first:
-            src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask)
+            src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
             return src + self._ff_block(self.norm2(src))
-        src = self.norm1(src + self._sa_block(src, src_mask, src_key_padding_mask))
+        src = self.norm1(src + self._sa_block(src, src_mask, src_key_padding_mask, is_causal))
         return self.norm2(src + self._ff_block(src))
 
 
@@ -233,7 +243,7 @@ class PlainEncoder(nn.TransformerEncoder):
 
     def forward(self, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
         for layer in self.layers:
-            src = layer(src, mask, src_key_padding_mask)
+            src = layer(src, mask, src_key_padding_mask, bool(is_causal))
         return src if self.norm is None else self.norm(src)
 
 

@@ -165,9 +165,11 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
     call.require(len(sizes) // 2 < call.operand(x).ndim, expected)
     if mode == "constant":
         padded = call.result(call.add(Pad(*sizes), x))
-        if not value or call.bounding:
+        if not value:
             return padded.number
         call.require(math.isfinite(value), f"expected a finite number around the input, got {value}")
+        if call.bounding:
+            return padded.number
         return call.elementwise(padded, shift=F.pad(call.like.expand(x.shape), sizes, value=value))
     made = x.number
     for at, *pair in zip(range(x.ndim - 1, 0, -1), sizes[::2], sizes[1::2], strict=False):  # the last dimension first
@@ -614,10 +616,11 @@ def _larger(call: Build, sign: int, x: Any, y: Any) -> int:
 
 def _limited(call: Build, sign: int, x: Operand, constant: Any) -> int:
     """max(x, limit) (sign 1) or min(x, limit) (sign -1), as limit + sign relu(sign (x - limit))."""
+    limit, factor = call.number(constant, "limit"), call.like + sign
+    idle = (limit == -sign * math.inf) & call.bounding  # limits nothing
+    call.require(all_finite(limit[~idle]), f"expected finite numbers as limits, got {constant}")
     if call.bounding:
         return call.add(Bounded(1.0, "closed form", call.shape), call.broadcast(x))
-    limit, factor = call.number(constant, "limit"), call.like + sign
-    call.require(all_finite(limit), f"expected finite numbers as limits, got {constant}")
     turned = call.add(nn.ReLU(), call.elementwise(x, scale=factor, shift=-factor * limit))
     return call.elementwise(call.result(turned), scale=factor, shift=limit)
 
@@ -642,7 +645,7 @@ def _norm(
 ) -> int:
     kinds = {call.constant(k, "norm") for k in (p, ord)} - {"fro", None}
     alone = call.target is not torch.linalg.norm or len(flat([dim])) == 1  # of two dimensions: of matrices
-    call.require(kinds <= ({2} if alone else set()), f"expected the norm p=2, got {kinds}")
+    call.require(kinds <= ({2} if alone else set()), f"expected the norm p=2, got {[*kinds]}")
     call.require(set(unset.values()) <= {None}, f"expected no {', '.join(unset)}")
     return _pooled(call, L2NormPool2d(), x, call.operand(x).number, dim)
 

@@ -395,6 +395,9 @@ class _Tracer(fx.Tracer):
                 return COMPOSED[target](*args, **kwargs)
             except NoRuleError as error:
                 raise NoRuleError(f"analyze: at {self._path[-1]!r}{self._watch.line()}: {error}") from None
+            except (TypeError, ValueError) as error:
+                what = "expected arguments that its rule covers, got other ones"
+                raise NoRuleError(f"analyze: at {self._path[-1]!r}{self._watch.line()}: {what}: {error}") from error
             finally:
                 self._path.pop()
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)

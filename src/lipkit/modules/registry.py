@@ -176,9 +176,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
             raise ShapeError(f"{type_name(type(module))}: expected {name}={size}, got inputs of shape {shape}")
     try:
         bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
-    except (TypeError, ValueError, RuntimeError):  # no number, or several
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, or several
         bound = torch.tensor(-1.0)
-    if bool(bound < 0):  # NaN passes, see below
+    if bool(bound < 0) or (isinstance(value, Tensor) and value.is_complex()):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {value!r}, expected one number >= 0")
     # Comparisons with NaN are all false, so NaN must not leave this function: it becomes an infinite bound.
     # A module with children, or its own forward pass, is bounded through these. Its buffers may be claims, or masks.
