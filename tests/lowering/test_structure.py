@@ -395,13 +395,14 @@ def test_the_batch_has_no_length(forward: Forward) -> None:
         export(Net(forward).eval(), V)
 
 
-def test_hooks_of_torch_are_removed_by_torch() -> None:
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_hooks_of_torch_are_removed_by_torch(name: str) -> None:
     network, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(3, 4)
-    prune.random_unstructured(network[0], "weight", 3)
-    with pytest.raises(NoRuleError, match=r"torch.nn.utils.prune by prune.remove\(layer, 'weight'\)"):
+    prune.random_unstructured(network[0], name, 3)
+    with pytest.raises(NoRuleError, match=rf"torch.nn.utils.prune by prune.remove\(layer, '{name}'\)$"):
         lipschitz(network, V)
     expected = network(x)
-    prune.remove(network[0], "weight")
+    prune.remove(network[0], name)
     assert torch.equal(network(x), expected)
     network.requires_grad_(False)
     norm = float(np.linalg.norm(network[0].weight.detach().double().numpy(), 2))

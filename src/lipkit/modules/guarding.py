@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from lipkit.errors import NoRuleError
 from lipkit.linalg.transforms import active_modes, has_global_hooks
@@ -80,9 +80,11 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
             "expected none: lipkit.convert(model, None, input_shape=...) makes a copy with the weights as they are now"
         )
     if module._forward_hooks or module._forward_pre_hooks:
+        hooks = module._forward_pre_hooks.values()
+        pruned = [f"prune.remove(layer, {h._tensor_name!r})" for h in hooks if isinstance(h, prune.BasePruningMethod)]
         raise NoRuleError(
-            f"{name} has forward hooks or pre-hooks, which can change its output, expected none: remove them; those of "
-            "torch.nn.utils.prune by prune.remove(layer, 'weight')"
+            f"{name} has forward hooks or pre-hooks, which can change its output, expected none: remove them"
+            + (f"; those of torch.nn.utils.prune by {' and '.join(pruned)}" if pruned else "")
         )
     if vars(module).get("_compiled_call_impl") is not None:
         raise NoRuleError(
