@@ -72,6 +72,14 @@ def test_networks_without_gradients_are_warned_of(attack: Callable[..., Tensor])
         assert torch.equal(attack(steps, x, y, steps=3), x)
 
 
+@pytest.mark.parametrize("box", [(0.0, math.inf), (-math.inf, 1.0), (-math.inf, math.inf), None])
+def test_carlini_and_wagner_search_in_boxes_with_an_infinite_end(box: tuple[float, float] | None) -> None:
+    x, y = torch.tensor([[0.1, 0.0], [0.9, 1.0]]), torch.tensor([0, 1])
+    found = carlini_wagner(threshold, x, y, box=box)
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.0], [0.5, 1.0]]), rtol=0, atol=0.01)
+    assert misclassified(threshold(found), y).all()
+
+
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match=r"\(1, 2\), got \(1, 3\)"):
         shrink(threshold, torch.zeros(1, 2), torch.zeros(1, 3), torch.tensor([0]))

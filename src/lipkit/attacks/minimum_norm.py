@@ -6,6 +6,7 @@ in one objective by Adam, and searches for its weight.
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -254,7 +255,7 @@ def carlini_wagner(
         model, x, y, box: as in `lipkit.attacks.pgd`, which names the errors.
         steps: of Adam for each weight.
         searches: values of the weight c that are tried.
-        rate: learning rate of Adam, for x' in units of half the width of the box (1 without a box).
+        rate: learning rate of Adam, for x' in units of half the width of the box (1 without a finite box).
         weight: the first c.
         confidence: margin, in logits, that the objective asks for.
         targets: how many classes are tried.
@@ -298,9 +299,10 @@ def _search(
     steps: int, searches: int, rate: float, weight: float, confidence: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attack one ``target`` class for each sample; return the closest points so far, and their distances."""
-    middle, half = (0.0, 1.0) if box is None else ((box[0] + box[1]) / 2, (box[1] - box[0]) / 2)
+    bounded = box is not None and math.isfinite(box[1] - box[0])  # else no tanh reaches all of the box
+    middle, half = ((box[0] + box[1]) / 2, (box[1] - box[0]) / 2) if box is not None and bounded else (0.0, 1.0)
     origin = (centre - middle) / half
-    begin = origin if box is None else torch.atanh(origin * _INSIDE)
+    begin = torch.atanh(origin * _INSIDE) if bounded else origin
     low, high = torch.zeros_like(distance), torch.full_like(distance, torch.inf)
     c = torch.full_like(distance, weight)
     for _ in range(searches):
@@ -310,7 +312,7 @@ def _search(
         for step in range(1, steps + 1):
             with torch.enable_grad():
                 free = free.detach().requires_grad_()
-                scaled = free if box is None else torch.tanh(free)
+                scaled = torch.tanh(free) if bounded else free
                 point = clip(middle + half * scaled, box)  # the sum may round out of the box
                 logits = model(point)
                 gap = (-rise(logits, label, "margin", target)).clamp_min(-confidence)
