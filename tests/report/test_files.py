@@ -98,5 +98,6 @@ def test_series_skip_what_is_no_number(tmp_path: Path) -> None:
     assert read_series(tmp_path) == {}
     (tmp_path / "metrics.jsonl").write_text(
         '{"epoch": 1, "loss": 2.0, "note": "x", "done": true}\n{"epoch": 2, "loss": null, "accuracy": 1}\n'
+        f'{{"epoch": 3, "loss": {10**400}, "accuracy": 1e999}}\n'  # beyond all floats
     )
     assert read_series(tmp_path) == {"loss": [(1.0, 2.0)], "accuracy": [(2.0, 1.0)]}
