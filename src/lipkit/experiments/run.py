@@ -177,7 +177,6 @@ def training_options(recipe: Recipe, data: Data, progress: Callable[[Progress], 
     split = data.test.take(section.evaluate_samples)
 
     def measure(model: nn.Module) -> Mapping[str, float]:  # without attack
-        model.eval()
         network = export(model, data.input_shape)  # measure the exported form, as at the end
         if recipe.task == "regression":
             return {"test_mse": _mse(network, split)}

@@ -228,7 +228,8 @@ def _row(session: Session, evaluated: bool) -> dict[str, Any]:
     if options.penalty is not None:
         row["penalty"] = float(options.penalty(session.model).detach())
     if evaluated and options.evaluate is not None:
-        measured, evaluate, own = session.measured(), options.evaluate, {*row, *_COSTS}
+        # As it will be used; in training mode, batch norm would learn from the test data.
+        measured, evaluate, own = session.measured().eval(), options.evaluate, {*row, *_COSTS}
 
         def values() -> dict[str, float]:
             with torch.no_grad(), own_random_state(fabric.device):  # evaluation must not change the training

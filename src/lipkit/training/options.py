@@ -198,9 +198,9 @@ class TrainOptions(Numbers):
         loss: a name of `losses.LOSSES`, or a function of (outputs, targets) that returns a mean.
         schedule: a name of `schedules.SCHEDULES`, or a function of the fraction of training done.
         augment: a function of (x, generator on the CPU), applied to each batch on the training device.
-        evaluate: called with the model, under no_grad and without effect on torch's random state, after every
-            ``evaluate_every``-th epoch and the last; the numbers it returns are added to the metrics, under names that
-            these do not have yet.
+        evaluate: called with the model in evaluation mode, under no_grad and without effect on torch's random state,
+            after every ``evaluate_every``-th epoch and the last; the numbers it returns are added to the metrics, under
+            names that these do not have yet.
         post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step (counted from
             1) and `lipkit.layers.after_step`. With ``ema`` also called with the averaged copy and epoch_end True.
         penalty: called with the model in training mode at each step; its result is added to the loss (see
