@@ -69,6 +69,13 @@ def test_what_is_wrong_is_said_in_one_sentence(override: str, message: str) -> N
         load_recipe("digits_at_lipreg", [override])
 
 
+@pytest.mark.parametrize("name", ["digits_cayley", "digits_at"])
+def test_trades_needs_samples_beside_their_examples(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"expected adversary.beside = true for loss.name trades"):
+        load_recipe(name, ["loss=trades"])
+    assert load_recipe("digits_at", ["loss=trades", "adversary.beside=true"]).loss.name == "trades"
+
+
 def test_regression_has_no_adversary() -> None:
     with pytest.raises(RecipeError, match="expected an adversary for task classification only, got task regression"):
         load_recipe("square_wave", ["adversary.eps=0.1"])

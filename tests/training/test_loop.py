@@ -118,6 +118,77 @@ def test_history_holds_the_mean_loss_and_accuracy_of_the_epoch():
     assert run.history[0]["accuracy"] == sum(c for _, _, c in seen) / total
 
 
+ROWS = torch.rand(60, 4, generator=torch.Generator().manual_seed(3))
+
+
+class Labelled(Dataset):
+    """Samples of `ROWS`, each with the labels that ``label`` makes of it."""
+
+    def __init__(self, label):
+        self.label = label
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index], self.label(ROWS[index])
+
+
+def cross_entropy_1(outputs, targets):
+    return nn.functional.binary_cross_entropy_with_logits(outputs.flatten(), targets.flatten().double().to(outputs))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "label", "right"),
+    [  # one logit of class 1 against 0, with an axis of classes and without
+        (nn.Linear(4, 1), "hkr", lambda x: (x[0] > x[1]).long(), lambda o, y: (o[:, 0] > 0) == (y > 0)),
+        (nn.Linear(4, 1), "offset_cross_entropy", lambda x: (x[0] > 0.4).long(), lambda o, y: (o[:, 0] > 0) == y),
+        (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), cross_entropy_1, lambda x: int(x[0] > 0.4),
+         lambda o, y: (o > 0) == y),
+        # several labels a sample: of positions, and of independent classes
+        (nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2))), "cross_entropy", lambda x: (3 * x[:2]).long(),
+         lambda o, y: (o.argmax(1) == y).double().mean(1)),
+        (nn.Linear(4, 3), cross_entropy_1, lambda x: (x[:3] > 0.6).long(),
+         lambda o, y: ((o > 0) == y).double().mean(1)),
+    ],
+)  # fmt: skip
+def test_accuracy_is_the_fraction_of_labels_predicted(model, loss, label, right):
+    data, held = Labelled(label), []
+    y = torch.stack([torch.as_tensor(label(x)) for x in ROWS])
+    torch.manual_seed(0)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    model.register_forward_hook(lambda _, x, out: held.append((x[0], out.detach())))
+    run = training.fit(model, data, loss=loss, epochs=1, lr=0.1, **COMMON)
+    counted = 0.0
+    for x, outputs in held:
+        index = [int((row == ROWS).all(1).nonzero()) for row in x]
+        counted += float(right(outputs, y[index]).double().sum())
+    assert run.history[0]["accuracy"] == pytest.approx(counted / len(ROWS), abs=1e-6)
+    assert 0 < counted < len(ROWS)
+
+
+def test_outputs_whose_classes_are_not_second_are_named():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)))  # (N, positions, classes)
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs.transpose(1, 2), targets)
+
+    with pytest.raises(DataError, match=r"\(n, K, ...\) for labels .*, got outputs \(16, 2, 3\) and labels \(16, 2\)"):
+        training.fit(model, Labelled(lambda x: (3 * x[:2]).long()), loss=loss, epochs=1, **COMMON)
+
+
+@pytest.mark.parametrize("loss", ["hinge", "hkr", "emma", "cross_entropy", "gloro"])
+def test_labels_of_a_data_set_that_are_none_are_named(loss):
+    for label, message in (
+        (lambda x: -1, "expected labels >= 0, got -1"),
+        (lambda x: (x[:3] > 0.6).long(), r"expected labels of shape \(16,\), got \(16, 3\) \(one-hot: y.argmax\(1\)\)"),
+    ):
+        with pytest.raises(DataError, match=message):
+            training.fit(nn.Linear(4, 3), Labelled(label), loss=loss, epochs=1, **COMMON)
+
+
 def test_the_rate_follows_the_schedule_step_by_step():
     rates = []
     kinds = []
@@ -161,6 +232,21 @@ def test_the_callers_random_state_is_left_alone():
 def test_an_evaluation_that_draws_random_numbers_does_not_change_the_training():
     with_it = training.fit(network(), blobs(), epochs=2, lr=0.05, evaluate=accuracy, **COMMON)
     assert same(with_it.model, training.fit(network(), blobs(), epochs=2, lr=0.05, **COMMON).model)
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_an_evaluation_sees_the_evaluation_mode_and_leaves_batch_norm_alone(ema):
+    modes = []
+
+    def evaluate(model):
+        modes.append({module.training for module in model.modules()})
+        model(3 + blobs(30).x)  # in training mode these would enter the running statistics
+        return {}
+
+    options = {"epochs": 2, "lr": 0.05, "ema": ema, **COMMON}
+    with_it = training.fit(network(), blobs(), evaluate=evaluate, **options)
+    assert modes == [{False}, {False}]
+    assert same(with_it.model, training.fit(network(), blobs(), **options).model)
 
 
 class Stop(Exception):

@@ -184,12 +184,14 @@ def test_cosine_equals_its_formula(batch, share):
 
 def test_trades_equals_its_formula(batch):
     y, t = batch
+    t = t[:20].repeat(2)
     clean, moved = log_softmax(y.numpy()[:20]), log_softmax(y.numpy()[20:])
     change = (np.exp(clean) * (clean - moved)).sum(1).mean()
     expected = -clean[np.arange(20), t.numpy()[:20]].mean() + 2.5 * change
     assert losses.trades(y, t, beta=2.5).item() == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(OptionError, match=r"as many adversarial examples .* got 39 outputs"):
-        losses.trades(y[1:], t[1:])
+    for part in (slice(1, None), slice(2, None)):  # an odd number; and labels that are not those of the first half
+        with pytest.raises(OptionError, match=r"then their adversarial examples.*: set adversary.beside"):
+            losses.trades(y[part], t[part])
 
 
 # The gradient of these holds some of what they compute fixed: emma its shifts, soft_hkr its temperature (a batch of
@@ -197,8 +199,8 @@ def test_trades_equals_its_formula(batch):
 @pytest.mark.parametrize("name", sorted({*losses.LOSSES} - {"emma", "mse"}))
 def test_gradients_are_those_of_finite_differences(batch, name):
     y, t = batch
-    loss = chosen("loss", name)
-    assert torch.autograd.gradcheck(lambda x: loss(x, t[:6]), (0.3 * y[:6]).requires_grad_())
+    loss, t = chosen("loss", name), t[:3].repeat(2)  # as trades needs it
+    assert torch.autograd.gradcheck(lambda x: loss(x, t), (0.3 * y[:6]).requires_grad_())
 
 
 PEERS = {
@@ -230,6 +232,7 @@ def test_losses_of_peers(batch, expression):
 
 def test_every_loss_has_a_finite_gradient(batch):
     y, t = batch
+    t = t[:20].repeat(2)  # as trades needs it
     for name in losses.LOSSES:
         leaf = y.clone().requires_grad_()
         chosen("loss", name)(leaf, y.flip(0) if name in losses.REGRESSION else t).backward()

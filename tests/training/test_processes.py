@@ -49,6 +49,18 @@ def plain(**options):
         accelerator="cpu", **options,
     )
 
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x.flatten(1))
+
+def unused(**options):
+    torch.manual_seed(0)
+    return training.fit(Unused(), data(), epochs=2, batch_size=8, lr=0.02, accelerator="cpu", **options)
+
 def random(folder, **options):
     return training.fit(
         network(0.5), data(120), epochs=2, batch_size=4, lr=0.02, augment=random_flip, ema=0.9, run_dir=folder,
@@ -61,9 +73,9 @@ import atexit, os, pathlib, sys, torch
 torch.set_num_threads(1)
 import torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
-from process_subject import plain, random
+from process_subject import plain, random, unused
 from lipkit import training
-from lipkit.errors import RunError
+from lipkit.errors import OptionError, RunError
 child = os.fork()  # the imports take longer than the trainings
 os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0" if child else "1"))
 # Registered before the library's own: so it runs after that, and still with a living interpreter.
@@ -83,6 +95,11 @@ try:
     random(out / "whole")
 except RunError as error:
     found["taken"] = str(error)
+try:
+    unused()
+except OptionError as error:
+    found["unused"] = str(error)
+found["unused_taken"] = unused(strategy="ddp_find_unused_parameters_true").model.state_dict()
 torch.save(found, out / f"rank{dist.get_rank()}.pt")
 if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -155,6 +172,17 @@ def test_the_clock_stops_both_within_an_epoch_and_a_resume_continues_bit_for_bit
 def test_what_the_first_process_refuses_all_refuse(found):
     _, _, ranks = found
     assert all("expected a new run folder" in rank["taken"] for rank in ranks)
+
+
+def test_parameters_without_a_gradient_need_another_strategy(found):
+    namespace, _, ranks = found
+    expected = "expected every parameter in the loss, or strategy='ddp_find_unused_parameters_true'"
+    with torch.random.fork_rng(devices=[]):
+        one = namespace["unused"]().model.state_dict()  # which one process takes
+    for rank in ranks:
+        assert rank["unused"].startswith(expected)
+        for key, value in rank["unused_taken"].items():
+            torch.testing.assert_close(value, one[key], rtol=0, atol=1e-5)
 
 
 def test_a_strategy_that_keeps_parameters_in_parts_is_refused():

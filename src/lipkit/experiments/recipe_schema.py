@@ -201,6 +201,8 @@ class Recipe(Section):
         if self.loss.name not in fitting:
             among = ", ".join(fitting)
             raise ValueError(f"expected for task {self.task} a loss.name among {among}, got {self.loss.name}")
+        if self.loss.name == "trades" and not (self.adversary and self.adversary.beside):
+            raise ValueError("expected adversary.beside = true for loss.name trades, got none, or false")
         if self.adversary is not None and regression:
             raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
         return self

@@ -317,9 +317,9 @@ def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
     Source: Zhang et al., "Theoretically Principled Trade-off between Robustness and Accuracy", ICML 2019, eq. (5).
     """
     _check(">= 0", beta=beta)
-    if len(outputs) % 2:
-        expected = "expected samples and as many adversarial examples after them"
-        raise OptionError(f"trades: {expected}, got {len(outputs)} outputs: set adversary.beside")
+    if len(outputs) % 2 or not torch.equal(*targets.chunk(2)):
+        expected = "expected samples and then their adversarial examples, with the same labels"
+        raise OptionError(f"trades: {expected}, got a batch of {len(outputs)} without: set adversary.beside")
     clean, moved = outputs.chunk(2)  # the samples come first
     change = F.kl_div(moved.log_softmax(1), clean.log_softmax(1), reduction="batchmean", log_target=True)
     return F.cross_entropy(clean, targets[: len(clean)]) + beta * change

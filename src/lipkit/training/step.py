@@ -53,6 +53,9 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
                 outputs = session.wrapped(part)
                 value = loss(outputs, targets)
             except (RuntimeError, IndexError, ValueError) as error:
+                if "find_unused_parameters" in str(error):
+                    wanted = "every parameter in the loss, or strategy='ddp_find_unused_parameters_true'"
+                    raise OptionError(f"expected {wanted}, got parameters without a gradient") from error
                 clear = lacks_memory(error) or (isinstance(error, LipkitError) and outputs is not None)
                 if clear or not (found := _mistake(part, outputs, targets, loss)):
                     raise
@@ -80,11 +83,17 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
 
 @torch.no_grad()
 def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) -> Tensor:
-    """(loss summed over ``count`` samples, number of correct predictions among them)."""
+    """(loss summed over ``count`` samples, number of them predicted correctly)."""
     total = loss.float() * count
     if outputs is None or y is None or y.is_floating_point():
         return torch.stack([total, torch.zeros_like(total)])
-    right = (outputs.argmax(dim=1) == y).sum()
+    if outputs.ndim == y.ndim:
+        outputs = outputs[:, None]  # logits (N, ...) without an axis of classes
+    predicted = outputs.argmax(dim=1) if outputs.shape[1] > 1 else outputs[:, 0] > 0  # one logit: of 1 against 0
+    if predicted.shape != y.shape:
+        got = f"outputs {tuple(outputs.shape)} and labels {tuple(y.shape)}"
+        raise DataError(f"expected outputs (n, K, ...) for labels (n, ...), got {got}")
+    right = (predicted == y).sum() / y[:1].numel()  # of several labels a sample, the fraction
     return torch.stack([total, right if count else torch.zeros_like(total)])
 
 
@@ -99,8 +108,12 @@ def _mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
         return f"expected labels (int64), {got}" if ours else ""
     if outputs.ndim != 2:
         return f"expected outputs of shape ({len(x)}, K), got {tuple(outputs.shape)}" if ours else ""
-    wrong = int(y.max()) >= outputs.shape[1]
-    return f"expected labels below the number of outputs {outputs.shape[1]}, got {int(y.max())}" if wrong else ""
+    if y.ndim != 1:
+        return f"expected labels of shape ({len(x)},), got {tuple(y.shape)} (one-hot: y.argmax(1))" if ours else ""
+    low, high, classes = int(y.min()), int(y.max()), outputs.shape[1]
+    if low < 0:
+        return f"expected labels >= 0, got {low}"
+    return f"expected labels below the number of outputs {classes}, got {high}" if high >= classes else ""
 
 
 # Ordinary steps of each kind before the recorded one: they create the optimiser's state and choose algorithms.
