@@ -286,6 +286,26 @@ def test_resume_continues_bit_for_bit(tmp_path, optimizer):
         assert all(torch.equal(states[0][1][name], states[1][1][name]) for name in states[0][1])
 
 
+def test_a_resume_trains_the_same_parameters(tmp_path):
+    def model(frozen):
+        made = network()
+        for name in frozen:
+            made.get_parameter(name).requires_grad_(False)
+        return made
+
+    options = {"epochs": 2, "run_dir": tmp_path, "lr": 0.05, "max_minutes": 1e-9, **COMMON}
+    assert not training.fit(model(["1.bias"]), blobs(), **options).finished
+    for frozen, message in ((["2.bias"], "1.bias frozen, as in the run in .*, got it trained"),  # of the same shape
+                            (["1.bias", "2.bias"], "2.bias trained, as in the run in .*, got it frozen")):  # fmt: skip
+        other = model(frozen)
+        with pytest.raises(RunError, match=f"expected {message}"):
+            training.fit(other, blobs(), resume=True, **options)
+        assert same(other, network())
+    whole = training.fit(model(["1.bias"]), blobs(), **COMMON, epochs=2, lr=0.05)
+    again = training.fit(model(["1.bias"]), blobs(), resume=True, **options | {"max_minutes": None})
+    assert same(whole.model, again.model)
+
+
 @pytest.mark.thorough
 def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path):
     training.fit(network(), blobs(), epochs=3, lr=0.05, run_dir=tmp_path, **COMMON)

@@ -113,6 +113,10 @@ class Session:
                 found = on_first(fabric, lambda: checkpoints.load_checkpoint(folder)) if resume else None
                 if found is not None:
                     checkpoints.check_weights(model, found[1], folder)
+                    before = set(found[2].get("trained", self.parameters))  # older checkpoints do not have it
+                    if odd := sorted(before ^ self.parameters.keys()):
+                        sides = ("trained", "frozen") if odd[0] in before else ("frozen", "trained")
+                        raise RunError(f"expected {odd[0]} {sides[0]}, as in the run in {folder}, got it {sides[1]}")
             if options.channels_last:  # first: the optimiser's state copies the layout of the parameters
                 model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
@@ -158,6 +162,7 @@ class Session:
             self.check_finite(f"before the checkpoint after epoch {self.epoch} and {self.step} steps")
             within = self.step > 0  # totals and generators belong to an unfinished epoch
             state = {"step": self.step, "totals": self.totals.state() if within else {}, "used": self.clock.used}
+            state["trained"] = [*self.parameters]  # the optimiser's state is in this order
             if self.average is not None:
                 state["average"] = {name: value.cpu() for name, value in self.average.items()}
             if not final:
