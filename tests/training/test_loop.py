@@ -234,6 +234,14 @@ def test_an_evaluation_that_draws_random_numbers_does_not_change_the_training():
     assert same(with_it.model, training.fit(network(), blobs(), epochs=2, lr=0.05, **COMMON).model)
 
 
+@pytest.mark.parametrize(("count", "options"), [(33, {}), (32, {"accumulate": 16})])
+def test_a_single_sample_is_too_few_for_batch_norm(count, options):
+    with pytest.raises(
+        OptionError, match=r"expected 2 samples or more for batch norm, got 1: change batch_size or accumulate"
+    ):
+        training.fit(network(), blobs(count), epochs=1, lr=0.05, **COMMON, **options)
+
+
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_an_evaluation_sees_the_evaluation_mode_and_leaves_batch_norm_alone(ema):
     modes = []
@@ -535,8 +543,14 @@ def test_a_loss_of_ones_own_keeps_its_error():
     with pytest.raises(OptionError, match=r"expected targets of shape \(8, 3\), got \(8, 1\)"):
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss="mse", epochs=1, accelerator="cpu")
     each = nn.CrossEntropyLoss(reduction="none")
-    with pytest.raises(OptionError, match=r"expected one number from the loss, a mean, got shape \(8,\)"):
+    with pytest.raises(OptionError, match=r"one number from the loss, a mean, got .* and torch.Size\(\[8\]\)"):
         training.fit(nn.Linear(2, 3), (torch.rand(8, 2), LABELS % 3), loss=each, epochs=1, accelerator="cpu")
+    for model, value, got in (
+        (nn.Linear(2, 3), lambda outputs, targets: 1.0, r"torch.Size\(\[8, 3\]\) and float"),
+        (nn.GRU(2, 3), lambda outputs, targets: outputs[0].mean(), r"tuple and torch.Size\(\[\]\)"),
+    ):
+        with pytest.raises(OptionError, match=f"a tensor of outputs and one number from the loss, a mean, got {got}"):
+            training.fit(model, (torch.rand(8, 2), LABELS % 3), loss=value, epochs=1, accelerator="cpu")
     with pytest.raises(DataError, match="expected labels below the number of outputs 3, got 3"):
         training.fit(
             nn.Linear(2, 3), (torch.rand(8, 2), LABELS), loss=nn.CrossEntropyLoss(), epochs=1, accelerator="cpu"

@@ -15,6 +15,13 @@ from lipkit.errors import DataError, LipkitError, OptionError, lacks_memory, rew
 from lipkit.training.losses import LOSSES
 from lipkit.training.session import Session
 
+# Words in errors of torch, and what to say instead.
+_SENTENCES = {
+    "find_unused_parameters": "expected every parameter in the loss, or strategy='ddp_find_unused_parameters_true', "
+    "got parameters without a gradient",
+    "more than 1 value per": "expected 2 samples or more for batch norm, got 1: change batch_size or accumulate",
+}
+
 Step = Callable[..., Tensor]  # `take_step`, or a `CapturedStep` of it
 
 
@@ -53,15 +60,16 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
                 outputs = session.wrapped(part)
                 value = loss(outputs, targets)
             except (RuntimeError, IndexError, ValueError) as error:
-                if "find_unused_parameters" in str(error):
-                    wanted = "every parameter in the loss, or strategy='ddp_find_unused_parameters_true'"
-                    raise OptionError(f"expected {wanted}, got parameters without a gradient") from error
+                for sign, sentence in _SENTENCES.items():
+                    if sign in str(error):
+                        raise OptionError(sentence) from error
                 clear = lacks_memory(error) or (isinstance(error, LipkitError) and outputs is not None)
                 if clear or not (found := _mistake(part, outputs, targets, loss)):
                     raise
                 raise DataError(found) from error
-            if value.ndim:
-                raise OptionError(f"expected one number from the loss, a mean, got shape {tuple(value.shape)}")
+            if not isinstance(outputs, Tensor) or not isinstance(value, Tensor) or value.ndim:
+                got = " and ".join(str(getattr(each, "shape", type(each).__name__)) for each in (outputs, value))
+                raise OptionError(f"expected a tensor of outputs and one number from the loss, a mean, got {got}")
             if len(targets) > rows:  # the samples come first, their adversarial examples last
                 outputs, targets = outputs[-rows:], targets[-rows:]
             sums.append(_sums(value, outputs, targets, own))
