@@ -551,6 +551,10 @@ def test_a_loss_of_ones_own_keeps_its_error():
     ):
         with pytest.raises(OptionError, match=f"a tensor of outputs and one number from the loss, a mean, got {got}"):
             training.fit(model, (torch.rand(8, 2), LABELS % 3), loss=value, epochs=1, accelerator="cpu")
+    # A regression has no accuracy, so its network may return anything that the loss takes.
+    targets, options = torch.rand(8, 2), {"epochs": 1, "accelerator": "cpu"}
+    run = training.fit(nn.GRU(2, 3), (targets, targets), loss=lambda outputs, _: outputs[0].square().mean(), **options)
+    assert run.history[0]["loss"] > 0
     with pytest.raises(DataError, match="expected labels below the number of outputs 3, got 3"):
         training.fit(
             nn.Linear(2, 3), (torch.rand(8, 2), LABELS), loss=nn.CrossEntropyLoss(), epochs=1, accelerator="cpu"

@@ -116,7 +116,7 @@ def fit(
     same up to rounding, except for random numbers and for layers such as batch norm.
 
     Args:
-        model: any module that maps a batch x (n, *shape) to outputs (n, K).
+        model: any module that maps x (n, *shape) to outputs (n, K) or (n, K, ...); K = 1 is a logit of 1 against 0.
         data: a `data.Split`; a pair (x, y) of tensors or arrays; or a map-style torch Dataset of items (x, y).
         options: how to train, see `lipkit.training.TrainOptions`; None for its defaults.
         run_dir: folder for settings, metrics and the last two checkpoints; must not hold a run yet, unless ``resume``.

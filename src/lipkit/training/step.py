@@ -67,7 +67,8 @@ def take_step(session: Session, x: Tensor, y: Tensor, *, size: int, counted: int
                 if clear or not (found := _mistake(part, outputs, targets, loss)):
                     raise
                 raise DataError(found) from error
-            if not isinstance(outputs, Tensor) or not isinstance(value, Tensor) or value.ndim:
+            several = not isinstance(outputs, Tensor) and not targets.is_floating_point()  # which of them predicts?
+            if several or not isinstance(value, Tensor) or value.ndim:
                 got = " and ".join(str(getattr(each, "shape", type(each).__name__)) for each in (outputs, value))
                 raise OptionError(f"expected a tensor of outputs and one number from the loss, a mean, got {got}")
             if len(targets) > rows:  # the samples come first, their adversarial examples last
@@ -95,9 +96,8 @@ def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) ->
     total = loss.float() * count
     if outputs is None or y is None or y.is_floating_point():
         return torch.stack([total, torch.zeros_like(total)])
-    if outputs.ndim == y.ndim:
-        outputs = outputs[:, None]  # logits (N, ...) without an axis of classes
-    predicted = outputs.argmax(dim=1) if outputs.shape[1] > 1 else outputs[:, 0] > 0  # one logit: of 1 against 0
+    logits = outputs[:, None] if outputs.ndim == y.ndim else outputs  # perhaps without an axis of classes
+    predicted = logits.argmax(dim=1) if logits.shape[1] > 1 else logits[:, 0] > 0  # one logit: of 1 against 0
     if predicted.shape != y.shape:
         got = f"outputs {tuple(outputs.shape)} and labels {tuple(y.shape)}"
         raise DataError(f"expected outputs (n, K, ...) for labels (n, ...), got {got}")
