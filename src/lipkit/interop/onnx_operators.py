@@ -76,7 +76,8 @@ def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -
 # Numbers one by one.
 
 
-def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
+def _aligned(c: Call) -> list[Any]:
+    """All operands, for a function that repeats them to one shape."""
     operands = c.tensors()
     if c.opset < 7 and "axis" in c.node.attributes:  # the second operand's first dimension is this one of the first
         behind = c.rank - c.axis(c.get("axis", 0)) - operands[1].ndim
@@ -85,7 +86,27 @@ def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
     most = max((t.ndim for i, t in enumerate(operands) if i not in c.moving), default=0)
     if c.alone and (len(ranks) > 1 or most > min(ranks)):  # torch would take the batch for another dimension
         raise c.refuse(f"an input with the batch first, or operands of {min(ranks)} dimensions", f"{ranks}, {most}")
-    return reduce(function, operands)
+    return operands
+
+
+def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
+    return reduce(function, _aligned(c))
+
+
+def _where(c: Call) -> Any:
+    if 0 in c.moving:
+        raise c.refuse("a stored condition", "one that depends on the input, where the result may jump")
+    return torch.where(*(_aligned(c) if c.moving else c.operands))
+
+
+def _dequantized(c: Call) -> Any:
+    """``(x - zero) scale`` for stored whole numbers: one scale for all, or one for each entry of an axis."""
+    x, scale = c.x, c.weight(1)
+    zero = c.tensor(2) if c.has(2) else torch.zeros_like(scale, dtype=x.dtype)
+    if c.get("block_size", 0) or scale.ndim > 1 or zero.shape != scale.shape:
+        raise c.refuse("one scale, or one for each entry of an axis", f"scales {list(scale.shape)}")
+    along = [-1 if i == c.axis(c.get("axis", 1), max(x.ndim, 2)) else 1 for i in range(x.ndim)] if scale.ndim else []
+    return (x.int() - zero.int().reshape(along)).to(scale.dtype) * scale.reshape(along)
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -407,6 +428,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "ConstantOfShape": _filled_shape,
     "DepthToSpace": _depth_to_space,
     "Div": partial(_elementwise, _divided),
+    "DequantizeLinear": _dequantized,
     # Operand 2 says whether it is training; before version 7, an attribute does.
     "Dropout": partial(
         _only, lambda c: not (c.has(2) and c.numbers("", 2)) and (c.opset > 6 or c.get("is_test", 0)), _SAME
@@ -452,10 +474,10 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
     "Upsample": _resized,
-    "Where": lambda c: torch.where(*c.operands),
+    "Where": _where,
 }
 # Only for stored operands.
-_STORED = ("And", "Ceil", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd", "Where")
+_STORED = ("And", "Ceil", "DequantizeLinear", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd")
 # These copy every number of the result from an operand.
 _COPIES = (
     *("Cast", "Concat", "ConstantOfShape", "Equal", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice"),

@@ -178,9 +178,10 @@ def _written_alike(network: Network, file: Any) -> bool:
 
 def _without_rules(path: str | Path, kinds: set[str]) -> NoRuleError:
     names = ", ".join(sorted(kinds))
-    return NoRuleError(
-        f"{path}: expected operators that have rules, got the operators {names}: nothing is assumed to be 1-Lipschitz"
-    )
+    why = "nothing is assumed to be 1-Lipschitz"
+    if any("Quant" in kind or "QLinear" in kind or kind.endswith("Integer") for kind in kinds):
+        why += "; rounding to whole numbers jumps where the input moves: read the file from before the quantisation"
+    return NoRuleError(f"{path}: expected operators that have rules, got the operators {names}: {why}")
 
 
 def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node]]:

@@ -115,9 +115,13 @@ def _on_meta(value: Any) -> Any:
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample."""
+    """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample.
+
+    -inf may be part of a mask, which the export checks.
+    """
     for name, t in (*network.named_parameters(), *network.named_buffers()):
-        if not all_finite(t):
+        masks = t.is_floating_point() and name in getattr(network, "names", {}).values()
+        if not all_finite(t.masked_fill(t.isneginf(), 0.0) if masks else t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
     dtype = first_floating(network).dtype
     try:
