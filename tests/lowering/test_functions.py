@@ -133,7 +133,9 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "chained products": lambda s, x: (
         torch.linalg.multi_dot([x[:, 0], s.linear.weight, s.m.T]) + (torch.linalg.matmul(x, s.m.T)[:, 1])
     ),
-    "a bilinear form of a constant": lambda s, x: F.bilinear(s.w.expand_as(x), x, s.m[None].repeat(6, 2, 1), s.w),
+    "a bilinear form of a constant": lambda s, x: F.bilinear(
+        s.w.expand(x.shape[0], 3, 6), x, s.m[None].repeat(6, 2, 1), s.w
+    ),
     "deviations and means": lambda s, x: torch.cat(torch.std_mean(x, (1, 2), keepdim=True), 2),
     "a turn": lambda s, x: torch.rot90(x, 1, (1, 2)) - x.rot90(-3, (-2, -1)) + 2 * torch.rot90(x, 3, (2, 1)),
     "half a turn": lambda s, x: x.rot90(2, (1, 2)) @ s.linear.weight + torch.fliplr(x) + torch.rot90(x, 4, (1, 2)),
@@ -141,7 +143,7 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "columns put together": lambda s, x: F.fold(
         F.unfold(x[:, None], (2, 3), (2, 1), (1, 2), (2, 1)), (3, 6), (2, 3), (2, 1), (1, 2), (2, 1)
     ),
-    "columns put apart": lambda s, x: F.fold(x.reshape(x.size(0), 2, 9).repeat(1, 2, 1)[..., :4], (3, 5), 2, 1, 0, (1, 3)),
+    "columns put apart": lambda s, x: F.fold(x[:, :1].repeat(1, 4, 1)[..., 2:], (3, 5), 2, 1, 0, (1, 3)),
     "numbers of numpy": lambda s, x: (
         np.float32(1.5) * x + x / np.float64(3) - np.float32(0.25) + x[..., np.array([5, 0])].sum(-1, keepdim=True)
     ),

@@ -344,6 +344,40 @@ ASKED = [
 ]
 
 
+class Part(nn.Module):
+    """A part without numbers of its own."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part(lambda x: 0.1 * x),
+        Part(lambda x: 1e-50 * x),
+        nn.Sequential(nn.Sigmoid(), nn.Sequential(nn.Threshold(0.1, 0.1))),
+    ],
+)
+def test_a_part_without_numbers_computes_in_the_format_of_the_others(part: nn.Module) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), part).double(), torch.randn(3, 4, dtype=torch.float64)
+    plain = export(model, (4,))
+    assert plain(x).dtype == torch.float64
+    torch.testing.assert_close(plain(x), model(x), rtol=1e-14, atol=0.0)
+    slope = float(torch.linalg.matrix_norm(torch.func.jacrev(lambda v: model(v[None])[0])(x[0]).detach(), 2))
+    for bound in (lipschitz(model, (4,)), lipschitz(plain)):
+        assert slope * (1 - 1e-9) <= float(bound.detach())
+    half = export(nn.Sequential(nn.Linear(4, 4), Part(lambda x: 0.1 * x)).half(), (4,))
+    assert {p.dtype for p in (*half.parameters(), *half.buffers())} == {torch.float16}
+    for verb in (export, lipschitz):  # alone, in float32, this part would be the identity
+        with pytest.raises(NoRuleError, match=r"float64, got torch\.float32"):
+            verb(nn.Sequential(nn.Linear(4, 4), Part(lambda x: x.float().double())).double(), (4,))
+
+
 @pytest.mark.parametrize(("name", "function"), ASKED)
 def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: Callable[..., Any]) -> None:
     forward, message = (LOOKS if name[0] == "looks" else KEEPS)[name[1]]

@@ -76,8 +76,7 @@ def _only(holds: Callable[[Call], bool], make: Callable[[Call], Any], c: Call) -
 # Numbers one by one.
 
 
-def _aligned(c: Call) -> list[Any]:
-    """All operands, for a function that repeats them to one shape."""
+def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
     operands = c.tensors()
     if c.opset < 7 and "axis" in c.node.attributes:  # the second operand's first dimension is this one of the first
         behind = c.rank - c.axis(c.get("axis", 0)) - operands[1].ndim
@@ -86,26 +85,22 @@ def _aligned(c: Call) -> list[Any]:
     most = max((t.ndim for i, t in enumerate(operands) if i not in c.moving), default=0)
     if c.alone and (len(ranks) > 1 or most > min(ranks)):  # torch would take the batch for another dimension
         raise c.refuse(f"an input with the batch first, or operands of {min(ranks)} dimensions", f"{ranks}, {most}")
-    return operands
-
-
-def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
-    return reduce(function, _aligned(c))
+    return reduce(function, operands)
 
 
 def _where(c: Call) -> Any:
     if 0 in c.moving:
         raise c.refuse("a stored condition", "one that depends on the input, where the result may jump")
-    return torch.where(*(_aligned(c) if c.moving else c.operands))
+    return torch.where(*([c.tensor(i) for i in range(3)] if c.moving else c.operands))
 
 
 def _dequantized(c: Call) -> Any:
     """``(x - zero) scale`` for stored whole numbers: one scale for all, or one for each entry of an axis."""
-    x, scale = c.x, c.weight(1)
+    x, scale, axis = c.x, c.weight(1), c.axis(c.get("axis", 1), max(c.rank, 2))
     zero = c.tensor(2) if c.has(2) else torch.zeros_like(scale, dtype=x.dtype)
     if c.get("block_size", 0) or scale.ndim > 1 or zero.shape != scale.shape:
         raise c.refuse("one scale, or one for each entry of an axis", f"scales {list(scale.shape)}")
-    along = [-1 if i == c.axis(c.get("axis", 1), max(x.ndim, 2)) else 1 for i in range(x.ndim)] if scale.ndim else []
+    along = [-1 if i == axis else 1 for i in range(x.ndim)] if scale.ndim else []
     return (x.int() - zero.int().reshape(along)).to(scale.dtype) * scale.reshape(along)
 
 
@@ -484,7 +479,7 @@ _COPIES = (
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
 # These need the batch as the first dimension.
-_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "Resize", "Tile", "Upsample"} - {"MatMul"}
+_BATCHED = {*LAYERS, *"DepthToSpace Einsum Expand PRelu Pad Resize Tile Upsample Where".split()} - {"MatMul"}
 OPERATORS = {
     name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()
 }

@@ -115,13 +115,10 @@ def _on_meta(value: Any) -> Any:
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample.
-
-    -inf may be part of a mask, which the export checks.
-    """
+    """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample."""
     for name, t in (*network.named_parameters(), *network.named_buffers()):
-        masks = t.is_floating_point() and name in getattr(network, "names", {}).values()
-        if not all_finite(t.masked_fill(t.isneginf(), 0.0) if masks else t):
+        operand = name in getattr(network, "names", {}).values()  # -inf may hide entries there: the export sees to that
+        if not all_finite(t.masked_fill(t.isneginf(), 0.0) if operand else t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
     dtype = first_floating(network).dtype
     try:

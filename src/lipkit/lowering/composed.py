@@ -76,8 +76,8 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Any:
     left, right = [*string.ascii_lowercase[: a.ndim]], [*string.ascii_uppercase[: b.ndim]]
     for i, j in zip(first, last, strict=True):
         right[j] = left[i]
-    out = [letter for letter in left + right if (letter in left) != (letter in right)]
-    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(out)}", a, b)
+    kept = [letter for letter in left + right if (letter in left) != (letter in right)]
+    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(kept)}", a, b)
 
 
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:

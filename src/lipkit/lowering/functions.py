@@ -519,16 +519,20 @@ def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3,
         here = kind.nonzero().flatten().tolist()
         call.require(bool(here), "expected a number in each row of a mask, got a row of -inf alone, which is NaN")
         part = x if row == at else replace(x, number=call.piece(x, row, range(*these)))
-        if here[-1] - here[0] == len(here) - 1:
-            weights = call.add(nn.Softmax(dim), call.piece(part, at, range(here[0], here[-1] + 1)))
-            around = (*(0, 0) * (x.ndim - 1 - at), here[0], n - 1 - here[-1])
-            parts.append(call.add(Pad(*around), weights) if any(around) else weights)
-            continue
-        weights = call.add(nn.Softmax(dim), _mapped(call, x, part.number, at, lambda units, here=here: units[:, here]))
-        few = replace(x, shape=(*x.shape[: at - 1], len(here), *x.shape[at:]))
-        back = torch.eye(n, dtype=x.dtype)[here]
-        parts.append(_mapped(call, few, weights, at, lambda units, back=back: units @ back.to(units)))
+        parts.append(_shown(call, part, at, here, dim))
     return call.add(Concatenate(row), *parts) if len(parts) > 1 else parts[0]
+
+
+def _shown(call: Build, x: Operand, at: int, here: list[int], dim: Any) -> int:
+    """The softmax of the entries ``here`` along dimension ``at``, and zeros elsewhere."""
+    n, stretch = x.shape[at - 1], range(here[0], here[-1] + 1)
+    if len(stretch) == len(here):
+        weights = call.add(nn.Softmax(dim), call.piece(x, at, stretch))
+        around = (*(0, 0) * (x.ndim - 1 - at), here[0], n - 1 - here[-1])
+        return call.add(Pad(*around), weights) if any(around) else weights
+    weights = call.add(nn.Softmax(dim), _mapped(call, x, x.number, at, lambda units: units[:, here]))
+    few = replace(x, shape=(*x.shape[: at - 1], len(here), *x.shape[at:]))
+    return _mapped(call, few, weights, at, lambda units: units @ torch.eye(n).to(units)[here])
 
 
 # Concatenations of values, and reductions.

@@ -59,7 +59,7 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     refuse_wrapper(module, function)  # before its hooks are complained about
     guard(module)
     kind = type(module)
-    for part, _ in flatten(module) if kind is nn.Sequential else ():
+    for part, _ in flatten([module]) if kind is nn.Sequential else ():
         if first_floating(part).dtype != first_floating(module).dtype and _rule(part, function) is LATER.get(function):
             return LATER[function]  # a part without numbers of its own would be traced in float32
     if (found := _answer(kind, function)) is not None:
@@ -143,8 +143,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. An export, whose
-        batch normalisations are folded into the layers before them, can have a several times smaller bound.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Each module counts by
+        its own constant, which keeps its derivative. `export` and `lipkit.analyze`, which have none, fold batch
+        normalisations into the layers beside them, so their bounds can be several times smaller.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
