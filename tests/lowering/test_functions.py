@@ -129,10 +129,8 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
         + torch.tensordot(x, s.linear.weight, 1).sum(2)
         - torch.tensordot(s.m, x.movedim(0, 1), dims=([0], [0])).movedim(0, 1)[..., 0].mean(1, keepdim=True)
     ),
-    "inner products": lambda s, x: torch.inner(x, s.w) + torch.inner(x, s.m) @ s.w[:3] - torch.linalg.vecdot(x, s.w),
-    "chained products": lambda s, x: (
-        torch.linalg.multi_dot([x[:, 0], s.linear.weight, s.m.T]) + (torch.linalg.matmul(x, s.m.T)[:, 1])
-    ),
+    "inner products": lambda s, x: torch.inner(x, s.w) + torch.inner(x, s.m) @ s.w[:3],
+    "products of linalg": lambda s, x: torch.linalg.matmul(x, s.m.T),
     "a bilinear form of a constant": lambda s, x: F.bilinear(
         s.w.expand(x.shape[0], 3, 6), x, s.m[None].repeat(6, 2, 1), s.w
     ),
@@ -209,7 +207,6 @@ BOXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "an unbiased normalisation": lambda s, x: (x - x.mean(1, True)) * torch.rsqrt(x.var(1, keepdim=True) + 0.1),
     "a bilinear form": lambda s, x: F.bilinear(s.linear(x), x, s.m[None].repeat(6, 2, 1), s.w) + s.pairs(x, x),
     "products of pairs": lambda s, x: torch.baddbmm(x.mT @ x, x.mT, s.linear(x), beta=0.5, alpha=2),
-    "inner products of pairs": lambda s, x: torch.linalg.vecdot(x, s.linear(x), dim=1),
     "neighbours": lambda s, x: F.local_response_norm(x, 3, 0.5) - F.local_response_norm(s.linear(x), 2, k=2.0),
 }
 

@@ -344,6 +344,26 @@ ASKED = [
 ]
 
 
+class Fivefold(Tensor):
+    """A tensor with operations of its own."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+        return 5 * found if function.__name__ in ("mul", "div", "linear", "__rmul__") else found
+
+
+@pytest.mark.parametrize("verb", [export, lipschitz, analyze])
+@pytest.mark.parametrize(
+    "f", [lambda k, x: x * k, lambda k, x: x / k, lambda k, x: F.linear(x, torch.diag(k).as_subclass(Fivefold))]
+)
+def test_tensors_with_operations_of_their_own_are_refused(f: Callable[..., Tensor], verb: Callable[..., Any]) -> None:
+    factor = torch.full((4,), 2.0).as_subclass(Fivefold)
+    with pytest.raises(NoRuleError, match="expected ordinary tensors, got a Fivefold"):
+        verb(Part(lambda x: f(factor, x)), (4,))
+
+
 class Part(nn.Module):
     """A part without numbers of its own."""
 

@@ -168,7 +168,7 @@ def test_without_a_box_the_product_is_named(name: str) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "zeros for hidden tokens": (
         lambda: Padded(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)), SHAPE,
-        "expected enable_nested_tensor=False beside src_key_padding_mask"),
+        "expected enable_nested_tensor=False, got True"),
     "no token seen": (
         lambda: Padded(encoder(True, 2), torch.tensor([True, False, False]), mask=CAUSAL), SHAPE, "row of -inf alone"),
     "hidden by the input": (

@@ -479,7 +479,8 @@ _COPIES = (
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
 # These need the batch as the first dimension.
-_BATCHED = {*LAYERS, *"DepthToSpace Einsum Expand PRelu Pad Resize Tile Upsample Where".split()} - {"MatMul"}
+_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "Resize", "Tile", "Upsample", "Where"}
+_BATCHED -= {"MatMul"}
 OPERATORS = {
     name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()
 }

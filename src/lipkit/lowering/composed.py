@@ -128,8 +128,6 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "baddbmm": lambda input, batch1, batch2, **named: _addmm(input, batch1, batch2, **named),
     "tensordot": _tensordot,
     "inner": lambda input, other: _tensordot(input, other, ([-1], [-1])),
-    "vecdot": lambda x, y, dim=-1: (x * y).sum(dim),
-    "multi_dot": lambda tensors: reduce(torch.matmul, tensors),
     "bilinear": _bilinear,
     "rot90": _turned,
     "fliplr": lambda input: input.flip(1),
@@ -141,7 +139,7 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
 
 def _targets(name: str) -> list[Any]:
     """The function of this name, and the method of tensors, also by its name."""
-    function = getattr(F, name, None) or getattr(torch, name, None) or getattr(torch.linalg, name)
+    function = getattr(F, name, None) or getattr(torch, name)
     return [function, name, getattr(Tensor, name)] if hasattr(Tensor, name) else [function]
 
 

@@ -245,10 +245,8 @@ class PlainEncoder(nn.TransformerEncoder):
 
     def forward(self, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
         if src_key_padding_mask is not None and self.use_nested_tensor:
-            raise NoRuleError(
-                "analyze: nn.TransformerEncoder: expected enable_nested_tensor=False beside src_key_padding_mask, got "
-                "True: without derivatives, torch then writes zeros for the hidden tokens"
-            )
+            why = "got True, for which torch writes zeros for hidden tokens where it records no derivatives"
+            raise NoRuleError(f"analyze: nn.TransformerEncoder: expected enable_nested_tensor=False, {why}")
         for layer in self.layers:
             src = layer(src, mask, src_key_padding_mask, bool(is_causal))
         return src if self.norm is None else self.norm(src)

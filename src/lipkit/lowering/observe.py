@@ -181,6 +181,9 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                 before = {n: [t._version for t in tensors(live[n])] for n in node.all_input_nodes}
                 with run.calls:
                     live[node] = evaluate(root, node, given[0], given[1])
+                if odd := [type(t).__name__ for t in tensors(live[node]) if type(t) not in (Tensor, nn.Parameter)]:
+                    got = f"got a {odd[0]} from {node.name!r}{where(node)}, whose operations are its own"
+                    raise NoRuleError(f"analyze: expected ordinary tensors, {got}: replace it by a torch.Tensor")
                 if how.get(node) and isinstance(live[node], (np.ndarray, torch.UntypedStorage, torch.TypedStorage)):
                     raise NoRuleError(
                         f"analyze: expected tensors, got their memory from {node.name!r}{where(node)}, in which "

@@ -143,9 +143,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Each module counts by
-        its own constant, which keeps its derivative. `export` and `lipkit.analyze`, which have none, fold batch
-        normalisations into the layers beside them, so their bounds can be several times smaller.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Every module has its
+        own factor, with a derivative; `export` and `lipkit.analyze` fold batch norms first, so they can be smaller.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
