@@ -931,6 +931,12 @@ def test_masks_are_conditions_or_minus_infinity(tmp_path, numbers):
         load_onnx(path)
 
 
+def test_minus_infinity_is_no_factor(tmp_path):
+    path = write(tmp_path / "net.onnx", [H.make_node("Mul", ["x", "w"], ["y"])], {"w": np.float32(-np.inf)}, ["n", 3])
+    with pytest.raises(DataError, match="expected -inf in masks alone"):
+        load_onnx(path)
+
+
 def test_a_log_softmax_is_left_to_the_loss(tmp_path):
     path = write(tmp_path / "net.onnx", made(("LogSoftmax", ["x"], "y", {"axis": 1})), {}, ["b", 4])
     with pytest.raises(NoRuleError, match="changes no class and no radius: leave it to the loss"):

@@ -145,7 +145,9 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "numbers of numpy": lambda s, x: (
         np.float32(1.5) * x + x / np.float64(3) - np.float32(0.25) + x[..., np.array([5, 0])].sum(-1, keepdim=True)
     ),
-    "the format asked for": lambda s, x: x + torch.finfo(x.dtype).eps * {x.dtype: 2.0}[s.linear(x).dtype],
+    "the format asked for": lambda s, x: (
+        x + torch.finfo(x.dtype).eps * {x.dtype: 2.0}[s.linear(x).dtype] + (x.device.type == "cpu") * x.tanh()
+    ),
     "products by name": lambda s, x: torch.addmm(s.w, mat1=x.mean(1), mat2=s.linear.weight),
 }
 

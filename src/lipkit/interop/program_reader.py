@@ -207,12 +207,11 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         setattr(network, attribute, nn.Parameter(tensor, False) if kind == "parameter" else nn.Buffer(tensor))
         network.names[content["arg"]["name"]] = attribute
     outputs = [next(iter(spec.items())) for spec in signature["output_specs"]]
-    kinds = [kind for kind, _ in outputs]
-    if changed := sorted({*kinds} - {"user_output"}):
+    if changed := sorted({kind for kind, _ in outputs} - {"user_output"}):
         raise NoRuleError(f"{path}: expected no change of buffers, got outputs {changed}: export in evaluation mode")
-    if len(inputs) != 1 or inputs[0] is None or len(kinds) != 1 or "as_tensor" not in outputs[0][1]["arg"]:
+    if len(inputs) != 1 or inputs[0] is None or len(outputs) != 1 or "as_tensor" not in outputs[0][1]["arg"]:
         raise NoRuleError(
-            f"{path}: expected one tensor as input and one as output, got {len(inputs)} inputs and {len(kinds)} "
+            f"{path}: expected one tensor as input and one as output, got {len(inputs)} inputs and {len(outputs)} "
             "outputs: export a module that takes one of them and returns one"
         )
     network.source, network.result = inputs[0], outputs[0][1]["arg"]["as_tensor"]["name"]

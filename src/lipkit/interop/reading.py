@@ -57,7 +57,10 @@ def load(
     if isinstance(network, Network) and box in (None, network.input_range):
         return network  # with its multipliers
     try:
-        return export(network, shape, box=box)
+        plain = export(network, shape, box=box)
+        if all_finite(*plain.parameters(), *plain.buffers()):
+            return plain
+        raise DataError(f"{path}: expected -inf in masks alone, got it as a factor")
     except Exception as error:  # of torch, about a graph that somebody else wrote
         if isinstance(error, LipkitError) or lacks_memory(error):
             raise

@@ -389,8 +389,8 @@ def _recorded(
 def stays_float64(root: Root, input_shape: tuple[int, ...], output: Tensor) -> bool:
     """True if a copy of the network in float64 computes every value that depends on its input in float64.
 
-    Casts to a fixed format prevent that, and so do products with tensors that are neither parameters nor buffers. The
-    copy must also give the network's ``output`` for the first of the recorded batches: code may ask for the format.
+    Casts to a fixed format prevent that, products with tensors that are neither parameters nor buffers, and code that
+    asks for the format and gives another ``output`` for the first recorded batch.
     """
     twin = copy.deepcopy(root).double()
     try:

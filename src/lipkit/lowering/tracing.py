@@ -298,8 +298,8 @@ class _Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         if name == "shape":
             return self.size()
-        if name == "dtype" and isinstance(value := self.tracer.value(self.node), Tensor):
-            return value.dtype  # not a symbol: torch.finfo takes none
+        if name in ("dtype", "device") and isinstance(value := self.tracer.value(self.node), Tensor):
+            return getattr(value, name)  # no symbol, which torch.finfo and ``x.device.type`` would not take
         if name in ("T", "mT"):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         shape = self._shape() if name == "ndim" else None
