@@ -216,9 +216,8 @@ class PlainAttention(nn.MultiheadAttention):
             if is_causal and not need_weights and key_padding_mask is None:
                 _require_causal(attn_mask)
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.ndim == 3 else attn_mask
-        if key_padding_mask is not None:  # (B, keys)
-            key_padding_mask = key_padding_mask.unsqueeze(1).unsqueeze(1)
-        for mask in (attn_mask, key_padding_mask):
+        hidden = None if key_padding_mask is None else key_padding_mask.unsqueeze(1).unsqueeze(1)  # (B, 1, 1, keys)
+        for mask in (attn_mask, hidden):
             if mask is not None:
                 scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
