@@ -105,6 +105,7 @@ KNOWN: dict[str, Known] = {
     "ELU": _steepest(lambda: nn.ELU(2.0), "max(1, alpha)"),
     "FeatureAlphaDropout": _one(nn.FeatureAlphaDropout, 2, 3, words="1; in training none"),
     "Flatten": _one(nn.Flatten),
+    "Fold": _linear(lambda: nn.Fold((3, 3), 2), (4, 4), _SYMBOL, 0.05),
     "GELU": _steepest(nn.GELU, "1.1290"),
     "GroupNorm": _own(lambda: nn.GroupNorm(1, 2), (2, 3)),
     "Hardsigmoid": _steepest(nn.Hardsigmoid, "1/6"),
@@ -180,9 +181,9 @@ REFUSED: dict[str, str] = {
     "multiplies values that depend on the input: on a box `attention(x, x, x)[0]` has a constant": "MultiheadAttention",
     "multiplies values that depend on the input: write it with `nn.MultiheadAttention`, on a box": "Transformer "
     "TransformerDecoder TransformerDecoderLayer",
-    "multiplies values that depend on the input: it has a constant on a box": "GLU TransformerEncoder "
-    "TransformerEncoderLayer",
-    "takes two inputs and multiplies them: written out, the products have a constant on a box": "Bilinear",
+    "multiplies values that depend on the input: it has a constant on a box": "GLU LocalResponseNorm "
+    "TransformerEncoder TransformerEncoderLayer",
+    "multiplies its two inputs: called in a forward pass of one, it has a constant on a box": "Bilinear",
     "jumps: no constant": "Hardshrink",
     "takes whole numbers": "Embedding EmbeddingBag",
     "takes whole numbers beside its input": "MaxUnpool1d MaxUnpool2d MaxUnpool3d",
@@ -191,9 +192,8 @@ REFUSED: dict[str, str] = {
     "no rules for volumes": "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d Conv3d ConvTranspose3d LPPool3d "
     "MaxPool3d CircularPad3d ConstantPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
     "no rule: pooling by norms is `lipkit.modules.L2NormPool2d`": "LPPool1d LPPool2d",
-    "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d LocalResponseNorm",
+    "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d",
     "no rule: its constant would be the root of the number of classes; leave it to the loss": "LogSoftmax",
-    "no rule: an `nn.ConvTranspose2d` whose kernels are one-hot does the same": "Fold",
     "belongs to several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
     "wraps a network: pass its `.module`": "DataParallel",
 }
@@ -208,7 +208,7 @@ _ARGUMENTS: dict[tuple[Any, ...], str] = {
     (2, 2): "FractionalMaxPool2d FractionalMaxPool3d GRU GRUCell LPPool1d LPPool2d LPPool3d LSTM LSTMCell LazyConv1d "
     "LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d LinearCrossEntropyLoss RNNCell",
     (3, 2): "Embedding EmbeddingBag",
-    (4, 2): "Fold MultiheadAttention",
+    (4, 2): "MultiheadAttention",
     (1, 1, 2): "Conv3d ConvTranspose3d",
     (2, 2, 2): "Bilinear",
     (4, 2, 4): "TransformerDecoderLayer TransformerEncoderLayer",

@@ -156,7 +156,7 @@ REFUSED = {
     "divided by its norm": (lambda s, x: x / x.norm(dim=1, keepdim=True), "truediv.*constant divisor"),
     "reciprocal": (lambda s, x: torch.reciprocal(x), "torch.reciprocal.*constant divisor"),
     "prod": (lambda s, x: x.prod(1, keepdim=True), NO_RULE),
-    "variance": (lambda s, x: x.var(1, keepdim=True), NO_RULE),
+    "variance": (lambda s, x: x.var(1, keepdim=True), "square in 'var' .*one factor"),
     "attention": (lambda s, x: (x[:, :, None].softmax(1) @ x[:, None]).flatten(1), "matmul.*one factor"),
     "squared by a matrix product": (
         lambda s, x: (x[:, None] @ x[:, :, None]).flatten(1),

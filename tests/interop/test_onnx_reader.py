@@ -859,15 +859,82 @@ def test_other_sizes_are_numbers(tmp_path):
 
 
 def test_operators_without_rules_are_named_all_at_once(tmp_path):
-    kinds = ("Tan", "ArgMax", "Relu", "NonZero", "Where", "Atan")
-    nodes = [H.make_node(kind, [f"v{i}" if i else "x"] * (3 if kind == "Where" else 1), [f"v{i + 1}"])
+    kinds = ("Tan", "ArgMax", "Relu", "NonZero", "Less", "Atan")
+    nodes = [H.make_node(kind, [f"v{i}" if i else "x"] * (2 if kind == "Less" else 1), [f"v{i + 1}"])
              for i, kind in enumerate(kinds)]  # fmt: skip
-    with pytest.raises(NoRuleError, match="the operators ArgMax, Atan, NonZero, Tan, Where: nothing is assumed"):
+    with pytest.raises(NoRuleError, match="the operators ArgMax, Atan, Less, NonZero, Tan: nothing is assumed"):
         read_onnx(
             changed(
                 write(tmp_path / "net.onnx", nodes, {}, ["b", 4]), lambda m: setattr(m.graph.output[0], "name", "v6")
             )
         )
+
+
+@pytest.mark.parametrize("axis", [None, 0, -1])
+def test_whole_numbers_with_scales_are_weights(tmp_path, numbers, axis):
+    whole = numbers.integers(-128, 128, (4, 3)).astype(np.int8)
+    scale = np.float32(0.03) if axis is None else numbers.uniform(0.01, 0.1, whole.shape[axis]).astype(np.float32)
+    zero = numbers.integers(-9, 9, scale.shape).astype(np.int8)
+    nodes = [
+        H.make_node("DequantizeLinear", ["w", "s", "z"], ["m"], **({} if axis is None else {"axis": axis})),
+        H.make_node("DequantizeLinear", ["b", "t"], ["c"], **({} if axis is None else {"axis": 0})),
+        H.make_node("MatMul", ["x", "m"], ["h"]),
+        H.make_node("Add", ["h", "c"], ["y"]),
+    ]
+    stored = {"w": whole, "s": scale, "z": zero, "b": np.array([90, -7, 100000], np.int32), "t": np.float32(0.02)}
+    path = write(tmp_path / "net.onnx", nodes, stored, ["n", 4], opset=21)
+    x = numbers.normal(size=(5, 4)).astype(np.float32)
+    found = load_onnx(path)
+    np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), run_by_onnx(path, x), rtol=1e-5, atol=1e-5)
+    exact = whole.astype(np.float64) - zero if axis != 0 else whole - zero[:, None].astype(np.float64)
+    exact = exact * (scale[:, None] if axis == 0 else scale)
+    assert float(lipschitz(found)) == pytest.approx(np.linalg.norm(exact, 2), rel=1e-6)
+
+
+def test_rounding_to_whole_numbers_is_refused_with_its_reason(tmp_path):
+    stored = {"s": np.float32(0.1), "z": np.int8(0)}
+    nodes = [H.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+             H.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])]  # fmt: skip
+    words = "the operators DequantizeLinear, QuantizeLinear: .*rounding to whole numbers jumps where the input moves"
+    with pytest.raises(NoRuleError, match=words):
+        load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["n", 4]))
+
+
+def test_masks_are_conditions_or_minus_infinity(tmp_path, numbers):
+    hidden = np.array([[0, 1, 0], [1, 0, 1], [0, 0, 0]], bool)
+    stored = {
+        "k": hidden, "i": np.float32(-np.inf), "m": np.where(hidden.T, np.float32(-np.inf), np.float32(0.5)),
+        "w": numbers.normal(size=(3, 3)).astype(np.float32),
+    }  # fmt: skip
+    nodes = [
+        H.make_node("Where", ["k", "w", "x"], ["a"]),
+        H.make_node("Where", ["k", "i", "a"], ["b"]),
+        H.make_node("Softmax", ["b"], ["c"]),
+        H.make_node("Add", ["c", "m"], ["d"]),
+        H.make_node("Softmax", ["d"], ["y"]),
+    ]
+    path = write(tmp_path / "net.onnx", nodes, stored, ["n", 3, 3])
+    x = numbers.normal(size=(5, 3, 3)).astype(np.float32)
+    found = load_onnx(path)
+    np.testing.assert_allclose(found(torch.from_numpy(x)).numpy(), run_by_onnx(path, x), atol=1e-6)
+    assert 0.1 < float(lipschitz(found)) <= 1
+    path = write(tmp_path / "open.onnx", [H.make_node("Where", ["k", "i", "x"], ["y"])], stored, ["n", 3, 3])
+    with pytest.raises(NoRuleError, match="expected finite numbers"):
+        load_onnx(path)
+    path = write(
+        tmp_path / "moved.onnx",
+        [H.make_node("Cast", ["x"], ["t"], to=9), H.make_node("Where", ["t", "w", "x"], ["y"])],
+        stored,
+        ["n", 3, 3],
+    )
+    with pytest.raises(NoRuleError, match="Cast: expected the format"):
+        load_onnx(path)
+
+
+def test_minus_infinity_is_no_factor(tmp_path):
+    path = write(tmp_path / "net.onnx", [H.make_node("Mul", ["x", "w"], ["y"])], {"w": np.float32(-np.inf)}, ["n", 3])
+    with pytest.raises(DataError, match="expected -inf in masks alone"):
+        load_onnx(path)
 
 
 def test_a_log_softmax_is_left_to_the_loss(tmp_path):

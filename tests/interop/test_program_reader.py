@@ -198,6 +198,45 @@ def test_what_has_no_rule_is_refused_by_name(f: Any, words: str, tmp_path: Path)
 
 
 @pytest.mark.thorough
+class Odd(nn.Module):
+    """Numbers that a file holds as words, arguments in another order, several results."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f, self.layer = f, nn.Linear(4, 4)
+        self.register_buffer("hidden", torch.tensor([True, False, True, False]))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, -torch.inf, 1.0]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(self, self.layer(x))
+
+
+def test_masks_of_minus_infinity_and_products_along_dimensions(tmp_path: Path) -> None:
+    for f in (
+        lambda s, x: x.masked_fill(s.hidden, -torch.inf).softmax(1) + (x + s.mask).softmax(1),
+        lambda s, x: torch.tensordot(x.unflatten(1, (2, 2)), s.layer.weight[:2, :2], dims=([2, 1], [0, 1])),
+        lambda s, x: torch.inner(x, s.layer.weight) + x.unflatten(1, (2, 2)).rot90(1, (1, 2)).flatten(1),
+    ):
+        torch.manual_seed(0)
+        model = Odd(f).eval()
+        found, x = load_program(write(model, (4,), tmp_path / "net.pt2")), torch.randn(5, 4)
+        torch.testing.assert_close(found(x).reshape(model(x).shape), model(x))
+        assert float(lipschitz(found)) == pytest.approx(float(lipschitz(export(model, (4,)))), rel=1e-6)
+    with pytest.raises(NoRuleError, match="expected finite numbers"):
+        load_program(write(Odd(lambda s, x: x + s.mask), (4,), tmp_path / "open.pt2"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about itself
+def test_several_outputs_are_no_matter_of_the_mode(tmp_path: Path) -> None:
+    path = write(Odd(lambda s, x: (x, -x)).eval(), (4,), tmp_path / "net.pt2")
+    with pytest.raises(NoRuleError, match="got 1 inputs and 2 outputs: export a module that takes one of them"):
+        load_program(path)
+    counting = torch.export.export(Odd(lambda s, x: x + s.mask.add_(1)).eval(), (torch.rand(2, 4),))
+    torch.export.save(counting.run_decompositions(), path)
+    with pytest.raises(NoRuleError, match=r"no change of buffers, got outputs .*: export in evaluation mode"):
+        load_program(path)
+
+
 def test_a_program_of_training_mode_or_of_one_batch_size_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(NoRuleError, match="batch"):

@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "a mask of a format that jumps": (lambda x: x * (x > 0.5).float(), "operator.gt"),
     "a mask of other numbers": (lambda x: (x - 1) * (x > 0), "operator.gt"),
     "of the batch": (lambda x: rms(x, 0), "pow|Tensor.mean"),
-    "unbiased": (lambda x: (x - x.mean(1, True)) * torch.rsqrt(x.var(1, keepdim=True) + 0.1), "Tensor.var"),
+    "unbiased": (lambda x: (x - x.mean(1, True)) * torch.rsqrt(x.var(1, keepdim=True) + 0.1), "square in 'var'"),
     "mean of other entries": (
         lambda x: (x.unflatten(1, (2, 3)) * (x.unflatten(1, (2, 3)).pow(2).mean(1, True) + 0.1).sqrt()).flatten(1),
         "pow|Tensor.sqrt",

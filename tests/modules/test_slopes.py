@@ -207,7 +207,7 @@ def test_undefined_slopes_bound_nothing(module: nn.Module) -> None:
     [
         nn.Hardshrink(),
         nn.RReLU(),
-        nn.Fold(4, 2),
+        nn.CrossMapLRN2d(2),
         nn.LogSoftmax(1),
     ],
 )

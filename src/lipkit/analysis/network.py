@@ -202,7 +202,7 @@ def analyze(
         lowering.check(model)
         tight_bound, how = _tight(model, input_shape, ends, hull, tight)
         bound, lower = min(product, product if tight_bound is None else tight_bound), 0.0
-        if restarts and stays_float64(root, lowering.graph, input_shape):
+        if restarts and stays_float64(root, input_shape, lowering.observed.outputs[0]):
             lower = _search(_Copied(root), input_shape, ends, restarts, steps, seed)
         elif restarts:
             lower = _random_secants(_Copied(root), input_shape, ends, restarts * steps)

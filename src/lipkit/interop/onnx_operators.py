@@ -88,6 +88,22 @@ def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
     return reduce(function, operands)
 
 
+def _where(c: Call) -> Any:
+    if 0 in c.moving:
+        raise c.refuse("a stored condition", "one that depends on the input, where the result may jump")
+    return torch.where(*([c.tensor(i) for i in range(3)] if c.moving else c.operands))
+
+
+def _dequantized(c: Call) -> Any:
+    """``(x - zero) scale`` for stored whole numbers: one scale for all, or one for each entry of an axis."""
+    x, scale, axis = c.x, c.weight(1), c.axis(c.get("axis", 1), max(c.rank, 2))
+    zero = c.tensor(2) if c.has(2) else torch.zeros_like(scale, dtype=x.dtype)
+    if c.get("block_size", 0) or scale.ndim > 1 or zero.shape != scale.shape:
+        raise c.refuse("one scale, or one for each entry of an axis", f"scales {list(scale.shape)}")
+    along = [-1 if i == axis else 1 for i in range(x.ndim)] if scale.ndim else []
+    return (x.int() - zero.int().reshape(along)).to(scale.dtype) * scale.reshape(along)
+
+
 def _divided(a: Any, b: Any) -> Any:
     return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")  # as in C
 
@@ -407,6 +423,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "ConstantOfShape": _filled_shape,
     "DepthToSpace": _depth_to_space,
     "Div": partial(_elementwise, _divided),
+    "DequantizeLinear": _dequantized,
     # Operand 2 says whether it is training; before version 7, an attribute does.
     "Dropout": partial(
         _only, lambda c: not (c.has(2) and c.numbers("", 2)) and (c.opset > 6 or c.get("is_test", 0)), _SAME
@@ -452,17 +469,18 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
     "Upsample": _resized,
-    "Where": lambda c: torch.where(*c.operands),
+    "Where": _where,
 }
 # Only for stored operands.
-_STORED = ("And", "Ceil", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd", "Where")
+_STORED = ("And", "Ceil", "DequantizeLinear", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd")
 # These copy every number of the result from an operand.
 _COPIES = (
     *("Cast", "Concat", "ConstantOfShape", "Equal", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice"),
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
 # These need the batch as the first dimension.
-_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "Resize", "Tile", "Upsample"} - {"MatMul"}
+_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "Resize", "Tile", "Upsample", "Where"}
+_BATCHED -= {"MatMul"}
 OPERATORS = {
     name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()
 }

@@ -162,10 +162,11 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
         raise DataError(f"{path}: expected an output that a node makes, got {network.result!r}, which none does")
     reader.finish()
     names = {buffer: name for name, buffer in network.names.items()}
-    for name, tensor in network.state_dict().items():
-        if tensor.dtype != dtype:
-            name = names.get(name, name)
-            raise DataError(f"{path}: expected numbers in the input's format {dtype}, got {name!r} in {tensor.dtype}")
+    conditions = {call.node.input[0] for call in reader.calls if call.node.kind == "Where"}
+    for buffer, tensor in network.state_dict().items():
+        wanted = torch.bool if (name := names.get(buffer, buffer)) in conditions else dtype
+        if tensor.dtype != wanted:
+            raise DataError(f"{path}: expected numbers in the input's format {wanted}, got {name!r} in {tensor.dtype}")
     return network.eval()
 
 
@@ -178,9 +179,10 @@ def _written_alike(network: Network, file: Any) -> bool:
 
 def _without_rules(path: str | Path, kinds: set[str]) -> NoRuleError:
     names = ", ".join(sorted(kinds))
-    return NoRuleError(
-        f"{path}: expected operators that have rules, got the operators {names}: nothing is assumed to be 1-Lipschitz"
-    )
+    why = "nothing is assumed to be 1-Lipschitz"
+    if any("Quant" in kind or "QLinear" in kind or kind.endswith("Integer") for kind in kinds):
+        why += "; rounding to whole numbers jumps where the input moves: read the file from before the quantisation"
+    return NoRuleError(f"{path}: expected operators that have rules, got the operators {names}: {why}")
 
 
 def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node]]:

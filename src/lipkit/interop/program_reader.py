@@ -77,6 +77,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "softmax.int": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=dtype),
     "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
     "sym_size.int": lambda x, dim: x.size(dim),
+    "tensordot.default": lambda a, b, first, last: torch.tensordot(a, b, (first, last)),
     "upsample_bicubic2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bicubic", corners),
     "upsample_bilinear2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bilinear", corners),
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
@@ -206,10 +207,12 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         setattr(network, attribute, nn.Parameter(tensor, False) if kind == "parameter" else nn.Buffer(tensor))
         network.names[content["arg"]["name"]] = attribute
     outputs = [next(iter(spec.items())) for spec in signature["output_specs"]]
-    if len(inputs) != 1 or inputs[0] is None or [kind for kind, _ in outputs] != ["user_output"]:
+    if changed := sorted({kind for kind, _ in outputs} - {"user_output"}):
+        raise NoRuleError(f"{path}: expected no change of buffers, got outputs {changed}: export in evaluation mode")
+    if len(inputs) != 1 or inputs[0] is None or len(outputs) != 1 or "as_tensor" not in outputs[0][1]["arg"]:
         raise NoRuleError(
-            f"{path}: expected one tensor as input, one as output and no change of buffers, got {len(inputs)} inputs "
-            f"and outputs of kinds {[kind for kind, _ in outputs]}: export in evaluation mode"
+            f"{path}: expected one tensor as input and one as output, got {len(inputs)} inputs and {len(outputs)} "
+            "outputs: export a module that takes one of them and returns one"
         )
     network.source, network.result = inputs[0], outputs[0][1]["arg"]["as_tensor"]["name"]
     meta = graph["tensor_values"][network.source]
@@ -244,7 +247,9 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     ((kind, content),) = argument.items()
     if kind in ("as_none", "as_memory_format"):  # an order in memory computes nothing
         return None
-    if kind in ("as_int", "as_float", "as_bool", "as_string", "as_ints", "as_floats", "as_bools"):
+    if kind == "as_float":
+        return float(content)  # infinite ones are words
+    if kind in ("as_int", "as_bool", "as_string", "as_ints", "as_floats", "as_bools"):
         return tuple(content) if isinstance(content, list) else content
     if kind == "as_scalar_type":
         return _DTYPES[content]

@@ -57,7 +57,10 @@ def load(
     if isinstance(network, Network) and box in (None, network.input_range):
         return network  # with its multipliers
     try:
-        return export(network, shape, box=box)
+        plain = export(network, shape, box=box)
+        if all_finite(*plain.parameters(), *plain.buffers()):
+            return plain
+        raise DataError(f"{path}: expected -inf in masks alone, got it as a factor")
     except Exception as error:  # of torch, about a graph that somebody else wrote
         if isinstance(error, LipkitError) or lacks_memory(error):
             raise
@@ -117,7 +120,8 @@ def _on_meta(value: Any) -> Any:
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     """Refuse stored numbers that are not finite, and networks that need more than ``VALUES`` numbers for one sample."""
     for name, t in (*network.named_parameters(), *network.named_buffers()):
-        if not all_finite(t):
+        operand = name in getattr(network, "names", {}).values()  # -inf may hide entries there: the export sees to that
+        if not all_finite(t.masked_fill(t.isneginf(), 0.0) if operand else t):
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
     dtype = first_floating(network).dtype
     try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -116,6 +117,7 @@ class Calls(TorchFunctionMode):
 
     def _summary(self, value: Any) -> Any:
         """A summary of arguments or results that is equal for two calls that compute the same."""
+        value = value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value  # as a graph holds it
         if isinstance(value, Tensor):
             form = (value.dtype, tuple(value.shape))
             if value in self._moving or value.layout is not torch.strided or value.is_complex() or value.is_meta:

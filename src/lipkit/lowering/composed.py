@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -13,13 +15,23 @@ from torch import Tensor
 from lipkit.errors import NoRuleError
 
 
-def _deviation(input: Any, dim: Any, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Any:
+def _spread(
+    name: str, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False, *, correction: Any = None
+) -> Any:
+    """Variance (var), deviation (std), or either with the mean."""
+    if dim is None or isinstance(dim, bool):
+        raise NoRuleError("expected dimensions other than the batch, got none: the batch's numbers would be mixed")
     count = math.prod(input.shape[d] for d in (dim if isinstance(dim, tuple | list) else [dim]))
     free = count - (int(unbiased) if correction is None else correction)
     if isinstance(free, int | float) and free <= 0:  # otherwise it depends on the batch, which is refused
-        raise NoRuleError(f"expected more numbers than the correction, got {count} for a standard deviation")
+        raise NoRuleError(f"expected more numbers than the correction, got {count} for {name}")
     centred = input - input.mean(dim, keepdim=True)
-    return math.sqrt(1 / free) * torch.linalg.vector_norm(centred, dim=dim, keepdim=keepdim)
+    if "std" in name:
+        found = math.sqrt(1 / free) * torch.linalg.vector_norm(centred, dim=dim, keepdim=keepdim)
+    else:  # as normalisations write it (`lipkit.lowering.written`)
+        found = centred.square().mean(dim, keepdim=keepdim)
+        found = found if count == free else found * (count / free)
+    return (found, input.mean(dim, keepdim=keepdim)) if "mean" in name else found
 
 
 def _cosine(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
@@ -43,8 +55,10 @@ def _threshold(input: Any, threshold: float, value: float, inplace: bool = False
 def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0, is_causal: Any = False, **named: Any
 ) -> Any:
-    if dropout_p or named.get("enable_gqa"):
-        raise NoRuleError("expected no dropout and no grouped heads, got one of them")
+    if dropout_p:
+        raise NoRuleError(f"expected no dropout, got dropout_p={dropout_p}")
+    if named.get("enable_gqa"):  # several heads of the query share one of the key
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     scale = named.get("scale")
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if is_causal else attn_mask
@@ -54,7 +68,46 @@ def _attention(
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    return torch.add(input if beta == 1 else beta * input, torch.mm(mat1, mat2), alpha=alpha)
+    return torch.add(input if beta == 1 else beta * input, torch.matmul(mat1, mat2), alpha=alpha)
+
+
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Any:
+    first, last = ([*range(-dims, 0)], [*range(dims)]) if isinstance(dims, int) else dims
+    left, right = [*string.ascii_lowercase[: a.ndim]], [*string.ascii_uppercase[: b.ndim]]
+    for i, j in zip(first, last, strict=True):
+        right[j] = left[i]
+    kept = [letter for letter in left + right if (letter in left) != (letter in right)]
+    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(kept)}", a, b)
+
+
+def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    y = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return y if bias is None else y + bias
+
+
+def _turned(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
+    flipped = [(), (dims[1],), dims, (dims[0],)][k % 4]
+    y = input.flip(flipped) if flipped else input
+    return y.transpose(*dims) if k % 2 else y
+
+
+def _fold(input: Any, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
+    size, k, d, p, by = (
+        one if isinstance(one, tuple | list) else (one, one)
+        for one in (output_size, kernel_size, dilation, padding, stride)
+    )
+    reach = [n + 2 * m - e * (w - 1) - 1 for n, m, e, w in zip(size, p, d, k, strict=True)]
+    counts, taps = [r // s + 1 for r, s in zip(reach, by, strict=True)], k[0] * k[1]
+    channels, more = input.shape[1] // taps, [r % s for r, s in zip(reach, by, strict=True)]
+    place = torch.eye(taps).reshape(taps, 1, *k).repeat(channels, 1, 1, 1).to(input)  # of each entry in its window
+    return F.conv_transpose2d(input.unflatten(-1, counts), place, None, by, p, more, channels, d)
+
+
+def _local_response(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+    around = (0, 0) * (input.ndim - 2) + (size // 2, (size - 1) // 2)
+    squares, channels = F.pad(input.square(), around), input.shape[1]
+    total = reduce(torch.add, (squares.narrow(1, i, channels) for i in range(size)))
+    return input * torch.exp(-beta * torch.log(k + alpha / size * total))
 
 
 _WRITTEN: dict[str, Callable[..., Any]] = {
@@ -63,7 +116,7 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "log10": lambda input: torch.log(input) / math.log(10),
     "expm1": lambda input: torch.exp(input) - 1,
     "exp2": lambda input: torch.exp(math.log(2) * input),
-    "std": _deviation,
+    **{name: partial(_spread, name) for name in ("std", "std_mean", "var", "var_mean")},
     "glu": lambda input, dim=-1: input.chunk(2, dim)[0] * input.chunk(2, dim)[1].sigmoid(),
     "softmin": lambda input, dim=None, _stacklevel=3, dtype=None: F.softmax(-input, dim, dtype=dtype),
     "threshold": _threshold,
@@ -72,6 +125,14 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.norm(x1 - x2 + eps, p, -1, keepdim),
     "cdist": lambda x1, x2, p=2.0, **options: torch.norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1),
     "addmm": _addmm,
+    "baddbmm": lambda input, batch1, batch2, **named: _addmm(input, batch1, batch2, **named),
+    "tensordot": _tensordot,
+    "inner": lambda input, other: _tensordot(input, other, ([-1], [-1])),
+    "bilinear": _bilinear,
+    "rot90": _turned,
+    "fliplr": lambda input: input.flip(1),
+    "fold": _fold,
+    "local_response_norm": _local_response,
     "scaled_dot_product_attention": _attention,
 }
 

@@ -192,8 +192,6 @@ class PlainAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if key_padding_mask is not None:
-            raise NoRuleError("analyze: nn.MultiheadAttention: expected no key_padding_mask, got one: use attn_mask")
         if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
             raise NoRuleError("analyze: nn.MultiheadAttention: expected add_bias_kv=False and add_zero_attn=False")
         if key is None or value is None:
@@ -215,10 +213,13 @@ class PlainAttention(nn.MultiheadAttention):
         )
         scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
         if attn_mask is not None:
-            if is_causal and not need_weights:
+            if is_causal and not need_weights and key_padding_mask is None:
                 _require_causal(attn_mask)
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.ndim == 3 else attn_mask
-            scores = scores.masked_fill(attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        hidden = None if key_padding_mask is None else key_padding_mask.unsqueeze(1).unsqueeze(1)  # (B, 1, 1, keys)
+        for mask in (attn_mask, hidden):
+            if mask is not None:
+                scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
         y = F.linear((p @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
         shown = (p.mean(1) if average_attn_weights else p) if need_weights else None  # 1: the heads
@@ -242,6 +243,9 @@ class PlainEncoder(nn.TransformerEncoder):
     """``nn.TransformerEncoder``: its layers one after the other."""
 
     def forward(self, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
+        if src_key_padding_mask is not None and self.use_nested_tensor:
+            why = "got True, for which torch writes zeros for hidden tokens where it records no derivatives"
+            raise NoRuleError(f"analyze: nn.TransformerEncoder: expected enable_nested_tensor=False, {why}")
         for layer in self.layers:
             src = layer(src, mask, src_key_padding_mask, bool(is_causal))
         return src if self.norm is None else self.norm(src)

@@ -73,6 +73,7 @@ for _row in ACTIVATIONS.values():
     _constructed(_row.kind, *_row.functions, place=viewed)
 _constructed(nn.PixelShuffle, F.pixel_shuffle)
 _constructed(nn.PixelUnshuffle, F.pixel_unshuffle)
+_constructed(nn.ChannelShuffle, torch.channel_shuffle)
 _constructed(nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)
 _constructed(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
 _constructed(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)

@@ -358,7 +358,7 @@ def _einsum(call: Build, parts: list[str], sizes: dict[str, int], *values: Any) 
     return call.permuted(value, [part.index(c) + 1 for c in out])
 
 
-_products: Any = (operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm")
+_products: Any = (operator.matmul, torch.matmul, torch.linalg.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm")
 FUNCTIONS.update(dict.fromkeys(_products, Function(place=multiplied)))
 
 
@@ -504,7 +504,7 @@ def _rms_norm(call: Build, input: Operand, normalized_shape: Any, weight: Any = 
 
 @plain(F.softmax, torch.softmax, "softmax", place=along(1))
 def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> int:
-    """A softmax; behind a mask one for each run of equal rows, of what is not -inf there, with zeros around it."""
+    """A softmax; behind a mask one for each run of equal rows, of what is not -inf there, with zeros elsewhere."""
     (x, hidden), (at,) = call.unmasked(call.operand(input)), call.dims(input, dim)
     if not bool(hidden.any()):
         return call.add(nn.Softmax(dim), x)
@@ -517,15 +517,22 @@ def _softmax(call: Build, input: Operand, dim: Any = None, _stacklevel: int = 3,
     ends, parts = [0, *counts.cumsum(0).tolist()], list[int]()
     for kind, *these in zip(kinds, ends[:-1], ends[1:], strict=True):
         here = kind.nonzero().flatten().tolist()
-        fits = bool(here) and here[-1] - here[0] == len(here) - 1
-        call.require(
-            fits, f"expected numbers without gaps in each row of a mask (or -1e4 for -inf), got some at {here}"
-        )
+        call.require(bool(here), "expected a number in each row of a mask, got a row of -inf alone, which is NaN")
         part = x if row == at else replace(x, number=call.piece(x, row, range(*these)))
-        weights = call.add(nn.Softmax(dim), call.piece(part, at, range(here[0], here[-1] + 1)))
-        around = (*(0, 0) * (x.ndim - 1 - at), here[0], n - 1 - here[-1])
-        parts.append(call.add(Pad(*around), weights) if any(around) else weights)
+        parts.append(_shown(call, part, at, here, dim))
     return call.add(Concatenate(row), *parts) if len(parts) > 1 else parts[0]
+
+
+def _shown(call: Build, x: Operand, at: int, here: list[int], dim: Any) -> int:
+    """The softmax of the entries ``here`` along dimension ``at``, and zeros elsewhere."""
+    n, stretch = x.shape[at - 1], range(here[0], here[-1] + 1)
+    if len(stretch) == len(here):
+        weights = call.add(nn.Softmax(dim), call.piece(x, at, stretch))
+        around = (*(0, 0) * (x.ndim - 1 - at), here[0], n - 1 - here[-1])
+        return call.add(Pad(*around), weights) if any(around) else weights
+    weights = call.add(nn.Softmax(dim), _mapped(call, x, x.number, at, lambda units: units[:, here]))
+    few = replace(x, shape=(*x.shape[: at - 1], len(here), *x.shape[at:]))
+    return _mapped(call, few, weights, at, lambda units: units @ torch.eye(n).to(units)[here])
 
 
 # Concatenations of values, and reductions.

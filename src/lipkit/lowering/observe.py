@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.lowering import tracing
 from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.copies import contents, contents_of, equal
 from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Root, batch_axis, dependence, evaluate, flat, sample, where
@@ -180,6 +181,9 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                 before = {n: [t._version for t in tensors(live[n])] for n in node.all_input_nodes}
                 with run.calls:
                     live[node] = evaluate(root, node, given[0], given[1])
+                if odd := [type(t).__name__ for t in tensors(live[node]) if type(t) not in (Tensor, nn.Parameter)]:
+                    got = f"got a {odd[0]} from {node.name!r}{where(node)}, whose operations are its own"
+                    raise NoRuleError(f"analyze: expected ordinary tensors, {got}: replace it by a torch.Tensor")
                 if how.get(node) and isinstance(live[node], (np.ndarray, torch.UntypedStorage, torch.TypedStorage)):
                     raise NoRuleError(
                         f"analyze: expected tensors, got their memory from {node.name!r}{where(node)}, in which "
@@ -382,18 +386,21 @@ def _recorded(
         root.requires_grad_(False)
 
 
-def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> bool:
+def stays_float64(root: Root, input_shape: tuple[int, ...], output: Tensor) -> bool:
     """True if a copy of the network in float64 computes every value that depends on its input in float64.
 
-    Casts to a fixed format prevent that, and so do products with tensors that are neither parameters nor buffers.
+    Casts to a fixed format prevent that, products with tensors that are neither parameters nor buffers, and code that
+    asks for the format and gives another ``output`` for the first recorded batch.
     """
     twin = copy.deepcopy(root).double()
     try:
+        graph, _ = tracing.trace(twin, input_shape)  # anew: a graph holds the formats that a forward pass asks for
         run = _run(twin, graph, sample(twin, input_shape, BATCHES[0]).double())
     except Exception:  # the calls are the user's and may raise anything
         return False
     summaries = flat([run.values.get(n) for n, how in dependence(graph).items() if how == VALUES])
-    return all(s.dtype == torch.float64 for s in summaries if isinstance(s, Operand))
+    wide = all(s.dtype == torch.float64 for s in summaries if isinstance(s, Operand))
+    return wide and close(run.output.to(output.dtype), output)
 
 
 def close(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,7 @@ from itertools import takewhile
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -287,6 +288,7 @@ class _Proxy(fx.Proxy):
     """A symbolic tensor. Its sizes are numbers except for the batch; its in-place operators are recorded in place."""
 
     tracer: _Tracer
+    __array_ufunc__ = None  # a number of numpy on the left leaves the call to the symbol, as it does to a tensor
 
     def _shape(self) -> tuple[int, ...] | None:
         """Shape for the sample batch; None if the value is not a tensor, or if its rank may depend on the batch."""
@@ -296,6 +298,8 @@ class _Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         if name == "shape":
             return self.size()
+        if name in ("dtype", "device") and isinstance(value := self.tracer.value(self.node), Tensor):
+            return getattr(value, name)  # no symbol, which torch.finfo and ``x.device.type`` would not take
         if name in ("T", "mT"):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         shape = self._shape() if name == "ndim" else None
@@ -383,6 +387,9 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        return super().create_arg(a.tolist() if isinstance(a, (np.generic, np.ndarray)) else a)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

@@ -58,7 +58,7 @@ def _functions() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
     moved: Any = ("Sub", "x", ("Mean", "x", "dims"))
     kinds: Any = [("x", root_mean_square), (moved, standardised)]
     squares = [(v, ("Mean", s, "dims"), f) for v, f in kinds for s in (("Pow", v, 2.0), ("Mul", v, v))]
-    for value, square, function in (*squares, (moved, ("Var", "x", "dims"), standardised)):
+    for value, square, function in squares:
         raised: Any = ("Add", square, "eps")
         for root in (("Sqrt", raised), ("Pow", raised, 0.5)):
             yield ("Div", value, root), function
@@ -99,7 +99,7 @@ def fits(pattern: Any, value: Any, look: Look, equals: Callable[[Any, float], bo
 
 
 # The operators of ONNX and torch's names of them; those of the first line have the same name, in lower case.
-_SAME = "Abs Add Erf HardSigmoid Log Mean Pow Reciprocal Rsqrt Sigmoid Softplus Sqrt Square Tanh Var Where"
+_SAME = "Abs Add Erf HardSigmoid Log Mean Pow Reciprocal Rsqrt Sigmoid Softplus Sqrt Square Tanh Where"
 _WORDS = {
     **{kind: kind.lower() for kind in _SAME.split()},
     "Mul": "mul multiply",
@@ -142,10 +142,9 @@ def recognise(root: Root, graph: fx.Graph, observed: Observed) -> None:
             args[:2] = args[1::-1]  # x.where(condition, y)
         if own == "Cast":  # of truth values, which every format holds
             args, named = args[:1], {}
-        if own in ("Mean", "Var"):
-            named |= dict(zip(("unbiased", "keepdim")[own == "Mean" :], args[2:], strict=False))
-            asked = {"keepdim": True} | ({"unbiased": False} if own == "Var" else {})
-            args, named = args[:2], {} if named in (asked, {"keepdim": True, "correction": 0}) else {"other": named}
+        if own == "Mean":
+            named |= dict(zip(("keepdim",), args[2:], strict=False))
+            args, named = args[:2], {} if named == {"keepdim": True} else {"other": named}
         if own == "Clip" and len(args) == 1:
             args += [0.0, 6.0] if target in (F.relu6, nn.ReLU6) else []
         return args if own == kind and not named else None

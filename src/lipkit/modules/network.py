@@ -15,14 +15,14 @@ from lipkit.modules.parametrised import options_of_python
 from lipkit.shown import LINES, preformatted, screen
 
 
-def _flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | None]]:
+def flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | None]]:
     """The chain without nesting and identities; each module with its multiplier, if it has one."""
     flat: list[tuple[nn.Module, Tensor | None]] = []
     for module in modules:
         if isinstance(module, Network):
             flat.extend((child, module.multiplier(i)) for i, child in enumerate(module))
         elif type(module) is nn.Sequential:
-            flat.extend(_flatten(module))
+            flat.extend(flatten(module))
         elif type(module) is not nn.Identity:
             flat.append((module, None))
     return flat
@@ -77,7 +77,7 @@ class Network(nn.Sequential):
         input_shape: tuple[int, ...],
         multipliers: Mapping[int, Tensor] | None = None,
     ) -> None:
-        flat = _flatten(modules)
+        flat = flatten(modules)
         super().__init__(*(module for module, _ in flat))
         self.input_shape = checked_shape(input_shape)
         given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})

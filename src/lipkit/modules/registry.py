@@ -15,14 +15,14 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, inte
 from lipkit.linalg.matrices import all_finite
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-from lipkit.modules.network import Network, checked_shape, first_floating
+from lipkit.modules.network import Network, checked_shape, first_floating, flatten
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Plain, Shape, bounded, row_of, rules
 
 # Modules of torch whose own forward pass is traced, as that of a user's module is.
 TRACED = (
     *(nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RMSNorm, nn.GLU, nn.CosineSimilarity),
-    *(nn.PairwiseDistance, nn.Softmin, nn.Softmax2d, nn.Threshold),
+    *(nn.PairwiseDistance, nn.Softmin, nn.Softmax2d, nn.Threshold, nn.Bilinear, nn.Fold, nn.LocalResponseNorm),
     *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
     *(nn.ConstantPad1d, nn.ConstantPad2d, nn.CircularPad1d, nn.CircularPad2d, nn.ZeroPad1d, nn.Unfold),
     *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d),
@@ -59,6 +59,9 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     refuse_wrapper(module, function)  # before its hooks are complained about
     guard(module)
     kind = type(module)
+    for part, _ in flatten([module]) if kind is nn.Sequential else ():
+        if first_floating(part).dtype != first_floating(module).dtype and _rule(part, function) is LATER.get(function):
+            return LATER[function]  # a part without numbers of its own would be traced in float32
     if (found := _answer(kind, function)) is not None:
         return found
     if kind in TRACED or (kind not in rules() and not kind.__module__.startswith("torch.nn.")):
@@ -140,8 +143,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
 
     Guarantee:
         Upper bound. For an exported network it is computed from the stored numbers in float64, rounding included,
-        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. An export, whose
-        batch normalisations are folded into the layers before them, can have a several times smaller bound.
+        and does not rely on the layer that made them. It is ``inf`` if one of them is not finite. Every module has its
+        own factor, with a derivative; `export` and `lipkit.analyze` fold batch norms first, so they can be smaller.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
