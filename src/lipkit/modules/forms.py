@@ -112,7 +112,7 @@ def stacked(forms: Sequence[Form]) -> Form:
 def _times(gains: Tensor, factor: Tensor) -> Tensor:
     if float(factor.detach()) == 1:
         return gains * factor
-    product = known(gains * factor)
+    product = known(gains * factor)  # 0 times infinity: behind a constant map, NaN is still NaN
     values = gains.detach()
     if bool(((values == 0) | (values == 1)).all()) or float(factor.detach()) == 0:
         return product
