@@ -399,6 +399,7 @@ class Node:
 
     def run(self, c, e):
         """The value computed at c, and how far it can be from the exact value at any input within e of c."""
+        need(np.isfinite(c).all(), "values that are not finite")
         c, lost = self.own(c)
         return c, up(self.norm * e + lost)
 
@@ -1192,7 +1193,6 @@ def multiplied(config, get, shapes):
 
     def forward(values):
         u, v = (np.clip(c, -limit, limit) for c, limit in zip(values, (a, b), strict=True))
-        need(all(np.isfinite(c).all() for c in values), "values that are not finite")
         y = ops.scale(u, v) if entries else ops.dot(u, np.ascontiguousarray(v.swapaxes(-1, -2)))
         return y, lost + ops.rounding(inner) * length(u) * length(v)
 
@@ -1281,6 +1281,7 @@ def wired(shape, parts, sources):
                 values[i + 1] = y, up(part.error([values[j][1] for j in read]) + lost)
             else:
                 values[i + 1] = part.run(*values[read[0]])
+            need(np.isfinite(values[i + 1][0]).all(), "values that are not finite")
             for j in {j for j in read if last[j] == i}:
                 del values[j]
         return values[len(parts)]
@@ -1828,6 +1829,7 @@ def load_run(folder, spec, root_folder):
     return header, rows, config, tensors, digest, x, y
 
 
+@np.errstate(over="raise", invalid="raise", divide="raise")
 def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print, gain=None):
     """Check the claims of a run: returns (radii confirmed, claims not confirmed); raises if its files disagree."""
     global ops
@@ -1900,8 +1902,7 @@ def radius(logits, label, constants, e):
     gap = min(g for g, _ in gaps)
     if gap <= near:
         return Fraction(0), gap, near
-    reached = [(g - near) / k for g, k in gaps if k]
-    return (min(reached) if reached else None), gap, near
+    return min(((g - near) / k for g, k in gaps if k), default=None), gap, near
 
 
 def main(arguments=None):
@@ -1914,8 +1915,7 @@ def main(arguments=None):
     parser.add_argument("--exact", action="store_true", help="integers and rationals only, no floating point")
     given = parser.parse_args(arguments)
     try:
-        with np.errstate(over="raise", invalid="raise", divide="raise"):
-            return int(check(given.run, given.data, given.root, given.samples, given.exact, gain=given.gain)[1] > 0)
+        return int(check(given.run, given.data, given.root, given.samples, given.exact, gain=given.gain)[1] > 0)
     except Refused as error:
         reason = f"{error}"
     except OSError as error:

@@ -27,6 +27,7 @@ from lipkit.modules.limits import Elementary, MatrixProduct, Product
 from lipkit.modules.storage import describe
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 
+torch.manual_seed(0)  # the modules below have the same numbers in every run
 SHAPE = (2, 4, 6)
 LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
     (Reshape(6, 8), SHAPE), (Permute(3, 1, 2), SHAPE), (Piece(3, 1, 6, 2), SHAPE), (Piece(1, 1, 2), SHAPE),
@@ -287,6 +288,43 @@ def test_limits_that_are_negative_or_values_that_are_not_finite() -> None:
     node = k.build(config, k.Tensors({"nodes.0.limits": np.array([1.0, 1.0])}), (2,))
     with pytest.raises(k.Refused, match="not finite"):
         node.run(np.array([[np.inf, 1.0]]), Fraction(0))
+
+
+class Quiet(k.Floats):
+    """A machine whose products overflow without a word, as those of several threads do."""
+
+    def dot(self, c: np.ndarray, a: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            found: np.ndarray = super().dot(c, a)
+            return found
+
+
+@pytest.mark.parametrize("kind", ["a pool of squares", "a sum in a chain", "a sum beside a maximum"])
+def test_a_value_that_overflowed_stays_refused_behind_modules_that_would_hide_it(kind: str) -> None:
+    # Each of these modules makes a finite number of an infinite one: a root within limits, ReLU, a maximum.
+    first = nn.Linear(5, 1, bias=False).double()
+    # The sum is 1e150 x, but its first two terms alone overflow from x = 1e158 on.
+    first.weight.data = torch.tensor([[-1.0, -1.0, 1.0, 1.0, 1.0]], dtype=torch.float64) * 1e150
+    limits = torch.tensor([1e61, 1e300], dtype=torch.float64)
+    modules: dict[str, tuple[list[nn.Module], float]] = {
+        "a pool of squares": (
+            [Reshape(5, 1, 1), L2NormPool2d(1), nn.Flatten(), Elementary("sqrt", limits)],
+            1e155,
+        ),
+        "a sum in a chain": ([first, nn.ReLU()], 1e158),
+        "a sum beside a maximum": ([Graph([first, Piece(1, 0, 1), Maximum()], [[0], [0], [1, 2]])], 1e158),
+    }
+    chain, size = modules[kind]
+    net = lipkit.modules.Network(chain, (5,))
+    stored = {name: t.double().numpy() for name, t in net.state_dict().items()}
+    k.ops = Quiet()
+    node = k.build(as_json(describe(net)), k.Tensors(stored), (5,))
+    x = np.full((1, 5), size)
+    with pytest.raises(k.Refused, match="not finite"), np.errstate(all="ignore"):
+        node.run(x, Fraction(0))
+    found, error = node.run(x / 100, Fraction(0))
+    exact = Fraction(math.sqrt(size / 100)) if kind == "a pool of squares" else Fraction(size) / 100 * Fraction(1e150)
+    assert all(abs(Fraction(float(v)) - exact) <= error + exact / 10**12 for v in found.flat)
 
 
 def test_functions_within_limits_by_hand() -> None:

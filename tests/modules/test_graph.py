@@ -125,6 +125,31 @@ def test_constants_of_joins_are_attained() -> None:
         assert float(lipschitz(graph, (4,)).detach()) >= expected * (1 - 1e-15)
 
 
+def test_a_layer_of_no_finite_numbers_has_no_bound_behind_a_constant_map() -> None:
+    zero, unknown = (nn.Linear(2, 2, bias=False) for _ in range(2))
+    zero.weight.data.zero_()
+    unknown.weight.data.fill_(math.nan)
+    wirings: list[tuple[list[nn.Module], list[list[int]]]] = [
+        ([zero, unknown], [[0], [1]]),
+        ([zero, unknown, Add(1, 1)], [[0], [1], [0, 2]]),
+        ([zero, unknown, Concatenate(1)], [[0], [1], [0, 2]]),
+        # Pieces of the constant value: their own gains over each other's sources are zeros, too.
+        ([zero, Piece(1, 0, 1), Piece(1, 1, 2), nn.PReLU(init=math.inf), Concatenate(1)], [[0], [1], [1], [2], [4, 3]]),
+    ]
+    for modules, sources in wirings:
+        graph = Graph(modules, sources)
+        assert not graph(torch.ones(1, 2)).isfinite().all()
+        assert lipschitz(graph) == math.inf
+        graph.nodes[0].weight.data.fill_(1.0)
+        assert lipschitz(graph) == math.inf
+        for module in graph.nodes:
+            for weight in module.parameters():
+                weight.data.zero_()
+        assert lipschitz(graph) <= 1 + 1e-12  # the wiring itself has a bound
+        for module in (zero, unknown):
+            module.weight.data.fill_(0.0 if module is zero else math.nan)
+
+
 def test_the_bound_has_derivatives() -> None:
     gain = nn.Linear(2, 2, bias=False)
     block = Graph([gain, Add(1, 1)], [[0], [0, 1]])

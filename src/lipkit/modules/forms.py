@@ -112,9 +112,8 @@ def stacked(forms: Sequence[Form]) -> Form:
 def _times(gains: Tensor, factor: Tensor) -> Tensor:
     if float(factor.detach()) == 1:
         return gains * factor
+    product = known(gains * factor)  # 0 times infinity: behind a constant map, NaN is still NaN
     values = gains.detach()
-    # An infinite constant of a branch that a source does not reach leaves that source's gain at zero.
-    product = known(torch.where(values == 0, torch.zeros_like(gains), gains * factor))
     if bool(((values == 0) | (values == 1)).all()) or float(factor.detach()) == 0:
         return product
     # The smallest subnormal number covers a product below the normal range.
