@@ -214,6 +214,16 @@ def test_the_multiplier_is_rounded_down(size: float) -> None:
         assert float(made * norm**2) >= 2 * (1 - 2e-7)
 
 
+@pytest.mark.parametrize("make", [CplConv2d, SllConv2d])
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 1e3, 1e9])
+def test_the_scale_of_the_weight_does_not_loosen_the_bound_of_the_export(make: type[nn.Module], size: float) -> None:
+    layer = make(2, 3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        layer.get_parameter("free").mul_(size)
+    plain = export(layer, (2, 5, 4))
+    assert largest_jacobian(plain, torch.randn(20, 2, 5, 4, dtype=torch.float64)) <= float(lipschitz(plain)) < 1 + 1e-11
+
+
 def test_a_wrong_multiplier_or_weight_raises_the_bound() -> None:
     torch.manual_seed(5)
     block = export(SllLinear(4, 4, dtype=torch.float64), (4,))[0]

@@ -139,22 +139,24 @@ class SlopeResidual(Block):
         return x + y
 
 
-def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error: float = 0.0) -> Tensor:
+def slope_residual_bound(
+    w1: Tensor, w2: Tensor, multiplier: Tensor, errors: tuple[float, float] = (0.0, 0.0)
+) -> Tensor:
     """Upper bound of the constant of a `SlopeResidual` with matrices ``(..., h, n)`` and ``(..., n, h)`` in float64.
 
-    ``entry_error`` bounds the spectral norm of the rounding error that each of w1 and w2 already has.
+    ``errors`` bound the spectral norms of the rounding errors that w1 and w2 already have.
     """
     lam = to_double(multiplier)
-    largest = float(lam.max())
-    forward = spectral_norm(w1) + entry_error
-    scaled = spectral_norm(lam.sqrt()[:, None] * w1) + math.sqrt(largest) * (entry_error + float(forward) * gamma(4))
-    back = w1.mH * lam
-    # Products and sums here carry one rounding per entry; the Frobenius norm turns that into a norm.
-    rounding = gamma(4) * float(torch.linalg.matrix_norm(back).amax() + torch.linalg.matrix_norm(w2).amax())
-    gap = spectral_norm(w2 + back) + rounding + entry_error * (1 + largest)
+    largest, half, back = float(lam.max()), lam.sqrt()[:, None] * w1, w1.mH * lam
+    # Products and sums here carry one or two roundings per entry; the Frobenius norm turns that into a norm.
+    in_half, *others = (gamma(4) * float(torch.linalg.matrix_norm(m).amax()) for m in (half, back, w2))
+    rounding = sum(others)
+    forward = spectral_norm(w1) + errors[0]
+    scaled = spectral_norm(half) + in_half + math.sqrt(largest) * errors[0]
+    gap = spectral_norm(w2 + back) + rounding + errors[1] + largest * errors[0]
     s = up(scaled.square() / 2, 4).clamp_min(1.0)
     excess = (1 - 1 / s + gamma(4)).clamp_min(0) if float(s) > 1 else torch.zeros_like(s)
-    return up(1 + forward * (gap + excess * (spectral_norm(back) + rounding + largest * entry_error)), 12)
+    return up(1 + forward * (gap + excess * (spectral_norm(back) + rounding + largest * errors[0])), 12)
 
 
 def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float, tuple[int, int]] | None:
@@ -188,8 +190,8 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
         first, second = (_convolution_matrices(layer, input_shape) for layer in (one, two))
         same = one.padding_mode == two.padding_mode  # else the matrices are of two images
         if first is not None and second is not None and same and first[2] == second[2]:
-            error = max(first[1], second[1])
-            return torch.minimum(product, slope_residual_bound(first[0], second[0], lam, error))
+            (w1, one_off, _), (w2, two_off, _) = first, second
+            return torch.minimum(product, slope_residual_bound(w1, w2, lam, (one_off, two_off)))
     return product
 
 
