@@ -87,7 +87,7 @@ EXCEPTIONS = {
     "lipkit/modules/recurrent.py:_torch_export": STORED,
     "lipkit/modules/recurrent.py:Recurrent.run": "inputs under autocast, to the format of the weights",
     "lipkit/lowering/axes.py": "another call of a function, no cast",
-    "lipkit/lowering/functions.py:_mapped": "to the format of constants, float64 for bounds",
+    "lipkit/lowering/moves.py:mapped": "to the format of constants, float64 for bounds",
     "lipkit/lowering/tracing.py:sample": "random inputs",
     "lipkit/lowering/observe.py:_alone": "an output, to compare",
     "lipkit/lowering/structure.py:check_same": "an output, to compare",

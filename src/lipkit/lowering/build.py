@@ -272,6 +272,16 @@ def function_name(target: Any) -> str:
     return f"{where}.{getattr(target, '__qualname__', target)}".lstrip(".")
 
 
+def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule that makes modules for these functions; ``place`` as in `Function`."""
+
+    def put(rule: Rule) -> Rule:
+        FUNCTIONS.update(dict.fromkeys(targets, Function(rule, place)))
+        return rule
+
+    return put
+
+
 def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Rule], Rule]:
     """Register ``rule(call, *arguments) -> value`` for exactly these functions and tensor methods (by name).
 
