@@ -266,7 +266,7 @@ def function_name(target: Any) -> str:
     for home in (F, torch, torch.special, torch.linalg, torch.fft):
         if names := [name for name, value in vars(home).items() if value is target and not name.startswith("_")]:
             return f"{home.__name__}.{min(names)}"
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, type(torch.ops.aten.add)):
         return f"torch.ops.{target}"  # its own name is that of a C++ record
     where = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
     return f"{where}.{getattr(target, '__qualname__', target)}".lstrip(".")
