@@ -50,6 +50,18 @@ def test_convolution_estimate_is_below_and_close_to_the_dense_norm(shape, size, 
     assert float(farnia_lower_estimate(kernel, *size, 200)) >= 0.999 * truth
 
 
+@pytest.mark.parametrize("estimate", [farnia_lower_estimate, krylov_lower_estimate])
+@pytest.mark.parametrize(("dtype", "powers"), [(torch.float32, (-100, 120)), (torch.float64, (-900, 1000))])
+def test_tiny_and_huge_kernels_are_estimated_like_those_near_one(estimate, dtype, powers):
+    torch.manual_seed(7)
+    kernel = torch.randn(2, 3, 3, 2, dtype=dtype)
+    truth = dense_norm(kernel, 5, 4)
+    for power_of_two in powers:  # exact scaling: its square leaves the range
+        found = float(estimate((kernel.double() * 2.0**power_of_two).to(dtype), 5, 4)) * 2.0**-power_of_two
+        assert 0.95 * truth <= found <= truth * (1 + 100 * torch.finfo(dtype).eps)
+    assert bool(estimate(kernel.clone().fill_(torch.nan), 5, 4).isnan())
+
+
 def test_quotient_of_the_best_frequency_beats_the_plain_one():
     torch.manual_seed(1)
     kernel = torch.randn(16, 16, 3, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -76,6 +77,23 @@ def test_zero_columns_stay_finite(make: Callable[[], nn.Module]) -> None:
     x = torch.ones(1, 4) if isinstance(layer, AolLinear) else torch.ones(1, 2, 4, 4)
     layer(x).sum().backward()
     assert torch.isfinite(layer.free.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [(lambda: AolConv2d(2, 3, 3), 1e-17), (lambda: AolLinear(2, 3), 1e-16), (lambda: SllLinear(2, 3), 1e-11)],
+)
+def test_gradients_at_tiny_weights_are_those_of_float64(make: Callable[[], nn.Module], size: float) -> None:
+    layer = make()
+    with torch.no_grad():
+        layer.free.copy_(torch.randn(layer.free.shape) * size)
+    found = []
+    for one in (layer, copy.deepcopy(layer).double()):
+        x = torch.linspace(-1, 1, 36, dtype=one.free.dtype).reshape((2, 2, 3, 3) if one.free.ndim == 4 else (18, 2))
+        y = one(x)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
+        found.append(one.free.grad.double())
+    assert bool((found[0] - found[1]).norm() <= 1e-4 * found[1].norm())
 
 
 def test_bounds_hold_for_weights_whose_squares_are_hardly_there() -> None:

@@ -16,15 +16,18 @@ from torch import Tensor
 from lipkit.conv import fold
 from lipkit.conv.symbol import check_kernel, half_grid, symbol_at
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.matrices import check_integer, check_positive, thin_svd
+from lipkit.linalg.matrices import check_integer, check_positive, near_one, thin_svd
 from lipkit.linalg.singular_value import singular_value
 from lipkit.proof.norms import gram_matrix
 
 
-def _check(kernel: Tensor, h: int, w: int, iterations: int) -> None:
+def _checked(kernel: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor]:
+    """The kernel over its largest entry, which keeps powers in range, and that entry; float32 or better."""
     check_kernel(kernel)
     check_positive(h=h, w=w)
     check_integer("iterations", iterations, 0)
+    kernel = at_least_float32(kernel)
+    return near_one(kernel, (0, 1, 2, 3)), kernel.detach().abs().amax()
 
 
 def start_vector(n: int, like: Tensor) -> Tensor:
@@ -101,13 +104,13 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
         Farnia, Zhang & Tse, ICLR 2019, and Ryu et al., ICML 2019, for the power method by convolutions; the fixed
         start and the quotient per frequency are new here.
     """
-    _check(kernel, h, w, iterations)
-    kernel = fold(at_least_float32(kernel), h, w)
+    kernel, size = _checked(kernel, h, w, iterations)
+    kernel = fold(kernel, h, w)
     x = start_vector(kernel.shape[1] * h * w, kernel).reshape(1, -1, h, w)
     both = (torch.fft.rfft2(t)[0].flatten(1) for t in _iterate(x, *maps(kernel), iterations))
     largest = _quotients(*both).amax()
     # sqrt has no finite derivative at 0, where the kernel is zero.
-    return torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
+    return size * torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
 
 
 def _length(v: Tensor) -> Tensor:
@@ -222,13 +225,12 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     References:
         Lanczos, J. Res. Nat. Bur. Standards 45 (1950); the spaces at frequencies, and their choice, are new here.
     """
-    _check(kernel, h, w, iterations)
-    kernel = at_least_float32(kernel)
+    kernel, size = _checked(kernel, h, w, iterations)
     with torch.no_grad():
-        taps = fold(kernel.detach(), h, w)
+        taps = fold(kernel.detach(), h, w).nan_to_num()  # LAPACK refuses NaN, which the symbol below carries on
         few = h * (w // 2 + 1) * min(kernel.shape[:2]) ** 3 <= EXACT
         f1, f2, vector = _by_eigenvalues(taps, h, w) if few else _by_steps(taps, h, w, iterations)
     symbol = symbol_at(kernel, f1, f2, h, w)[0]
     image = (symbol @ vector).detach()
     norm = torch.linalg.vector_norm(image)
-    return singular_value(symbol, image / norm.clamp_min(1e-30), vector, norm)
+    return size * singular_value(symbol, image / norm.clamp_min(1e-30), vector, norm)

@@ -17,11 +17,14 @@ from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32
 
 
-def where_positive(f: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
-    """``f(s)``, and 0 with gradient 0 where s is 0 or subnormal (few digits): a zero column stays zero."""
-    positive = s >= torch.finfo(s.dtype).tiny
-    # The inner `where` keeps f away from 0: an infinite derivative times 0 would be NaN.
-    return torch.where(positive, f(torch.where(positive, s, torch.ones_like(s))), torch.zeros_like(s))
+def where_positive(power: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
+    """A power of s, and 0 with gradient 0 where s is 0, subnormal (few digits) or infinite: a zero column stays zero."""
+    normal = (s >= torch.finfo(s.dtype).tiny) & s.isfinite()
+    # The inner `where` keeps the power away from 0: an infinite derivative times 0 would be NaN.
+    safe = torch.where(normal, s, torch.ones_like(s))
+    # s^p = c^p (s / c)^p for the constant c = s: the derivative of s^p itself overflows at small s.
+    size = safe.detach()
+    return torch.where(normal, power(size) * power(safe / size), torch.zeros_like(s))
 
 
 def aol_matrix(v: Tensor) -> Tensor:
