@@ -18,7 +18,7 @@ from lipkit.linalg import at_least_float32
 
 
 def where_positive(power: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
-    """A power of s, and 0 with gradient 0 where s is 0, subnormal (few digits) or infinite: a zero column stays zero."""
+    """A power of s; 0 with gradient 0 where s is 0, subnormal (few digits) or infinite: a zero column stays zero."""
     normal = (s >= torch.finfo(s.dtype).tiny) & s.isfinite()
     # The inner `where` keeps the power away from 0: an infinite derivative times 0 would be NaN.
     safe = torch.where(normal, s, torch.ones_like(s))
