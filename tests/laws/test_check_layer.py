@@ -67,9 +67,9 @@ def test_the_global_random_state_is_left_alone() -> None:
 
 def test_a_layer_without_rules_breaks_a_law_with_the_reason() -> None:
     with pytest.raises(
-        LawBroken, match=r"law 1 \(sound\).*NoRuleError: lipschitz has no rule for .*Bilinear"
+        LawBroken, match=r"law 1 \(sound\).*NoRuleError: lipschitz has no rule for .*LogSoftmax"
     ) as caught:
-        check_layer(partial(nn.Bilinear, 2, 2, 2), input_shape=(2,), laws=[1])
+        check_layer(partial(nn.LogSoftmax, 1), input_shape=(2,), laws=[1])
     assert isinstance(caught.value, AssertionError)
 
 

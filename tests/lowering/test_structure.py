@@ -239,8 +239,8 @@ LOOKS: dict[str, tuple[Forward, str]] = {
     "table by words": (lambda s, x: x * {"100": 100.0}.get(f"{x.shape[0]}", 1.0), "traced graph.*__format__"),
     "whole number": (whole_number, "traced graph.*__gt__"),
     "caught": (caught, "control flow.*number of Python"),
-    "condition on what is filled": (filled, "control flow.*in-place"),
-    "condition on what values fill": (filled_by_values, "control flow.*in-place"),
+    "condition on what is filled": (filled, "leaves parameters, buffers .* as they are"),
+    "condition on what values fill": (filled_by_values, "leaves parameters, buffers .* as they are"),
 }
 
 

@@ -1,8 +1,8 @@
 """Any forward pass as plain modules: a chain, with a `Graph` where values branch.
 
 ``copies``, ``tracing``, ``calls`` and ``observe`` find out what is computed; ``build``, ``axes``, ``functional``,
-``functions`` and ``written`` say which modules a call becomes; ``structure`` walks over all calls. `lipschitz` and
-`export` are imported from here, because a network with its own forward pass needs all of that.
+``moves``, ``functions`` and ``written`` say which modules a call becomes; ``structure`` walks over all calls.
+`lipschitz` and `export` are imported from here, because a network with its own forward pass needs all of that.
 """
 
 from lipkit.lowering.functional import function_module

@@ -266,10 +266,20 @@ def function_name(target: Any) -> str:
     for home in (F, torch, torch.special, torch.linalg, torch.fft):
         if names := [name for name, value in vars(home).items() if value is target and not name.startswith("_")]:
             return f"{home.__name__}.{min(names)}"
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, type(torch.ops.aten.add)):
         return f"torch.ops.{target}"  # its own name is that of a C++ record
     where = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
     return f"{where}.{getattr(target, '__qualname__', target)}".lstrip(".")
+
+
+def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule that makes modules for these functions; ``place`` as in `Function`."""
+
+    def put(rule: Rule) -> Rule:
+        FUNCTIONS.update(dict.fromkeys(targets, Function(rule, place)))
+        return rule
+
+    return put
 
 
 def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Rule], Rule]:

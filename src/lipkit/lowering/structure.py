@@ -3,8 +3,8 @@
 The forward pass is traced (`lipkit.lowering.tracing`), run for two batch sizes and compared with the network
 (`lipkit.lowering.observe`). Then a walk over its calls turns results that change with the input into values of a
 wiring; other results are constants. The calls become the network's own modules, modules that compute a function
-(`lipkit.lowering.functional`), and modules that only move or join numbers (`lipkit.lowering.functions`). Any other call
-is refused by name.
+(`lipkit.lowering.functional`), modules that move numbers (`lipkit.lowering.moves`), and modules that join or combine
+values (`lipkit.lowering.functions`). Any other call is refused by name.
 """
 
 from __future__ import annotations
