@@ -11,6 +11,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Normalize, Rescale, Scale
 from lipkit.lowering import export, lipschitz
+from lipkit.models import LBDN
 from lipkit.modules import Affine
 
 
@@ -77,4 +78,11 @@ def test_scalings_are_made_on_the_meta_device() -> None:
         made = (Scale(2.0), Scale(2.0, learnable=True), Normalize([0.5], [0.25]), Rescale([2.0], [0.5]))
         with pytest.raises(OptionError, match=r"within the range of torch\.float32"):
             Scale(1e39)
+        lbdn = LBDN([2, 3])
     assert all(t.is_meta for layer in made for t in layer.state_dict().values())
+    assert [repr(layer) for layer in made[1:3]] == ["Scale(gamma=?, learnable=True)", "Normalize(mean=?, std=?)"]
+    assert "gamma=?" in repr(lbdn)
+
+
+def test_a_learnable_gain_is_shown() -> None:
+    assert repr(Scale(2.0, learnable=True)) == "Scale(gamma=2, learnable=True)"

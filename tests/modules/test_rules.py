@@ -21,8 +21,20 @@ from torch.optim.swa_utils import AveragedModel
 
 import lipkit
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers import CayleyConv2d, CayleyLinear, Normalize, Residual, Scale, ScaledAvgPool2d
+from lipkit.layers import (
+    CayleyConv2d,
+    CayleyLinear,
+    NativeConv2d,
+    Normalize,
+    R2dn,
+    Residual,
+    SandwichLinear,
+    Scale,
+    ScaledAvgPool2d,
+    SllLinear,
+)
 from lipkit.lowering import export, lipschitz
+from lipkit.models import LBDN
 from lipkit.modules import (
     ROWS,
     Affine,
@@ -546,6 +558,11 @@ def test_undefined_weights_bound_nothing() -> None:
             conv.weight[0, 0, 0, 0] = bad
         zero = Affine(torch.zeros(1), torch.zeros(1))
         for module in (layer, conv, nn.Sequential(zero, layer), Affine(torch.tensor([bad]), torch.zeros(1))):
+            assert value(module) == math.inf
+        with_parts = SllLinear(2, 2), SandwichLinear(2, 2), NativeConv2d(2, 2, 3), R2dn(2, 2, 2, 2), LBDN([2, 2, 2])
+        for module in with_parts:
+            with torch.no_grad():
+                next(p for p in module.parameters() if p.ndim > 1).flatten()[0] = bad
             assert value(module) == math.inf
     prelu = nn.PReLU(init=math.nan)
     assert value(prelu) == math.inf

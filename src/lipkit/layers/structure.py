@@ -39,7 +39,12 @@ class _PerChannel(nn.Module):
         self.channels = len(one)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={numbers.tolist()}" for name, numbers in self.named_buffers())
+        return ", ".join(f"{name}={'?' if t.is_meta else t.tolist()}" for name, t in self.named_buffers())
+
+
+def shown(number: Tensor) -> str:
+    """A 0-d number for ``repr``: six digits, or ? on the meta device."""
+    return "?" if number.is_meta else f"{float(number.detach()):.6g}"
 
 
 class Normalize(_PerChannel):
@@ -127,7 +132,7 @@ class Scale(nn.Module):
         return self.gamma() * x
 
     def extra_repr(self) -> str:
-        return f"gamma={float(self.gamma()):.6g}, learnable={self.learnable}"
+        return f"gamma={shown(self.gamma())}, learnable={self.learnable}"
 
 
 class ConvexSum(Join):

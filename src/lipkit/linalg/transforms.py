@@ -81,6 +81,17 @@ def differentiated(a: Tensor) -> bool:
     return (torch.is_grad_enabled() and a.requires_grad) or transformed()
 
 
+def one_alone(a: Tensor) -> Tensor:
+    """``a`` without the wrappers of derivatives by ``torch.func``; ``OptionError`` for a batch of its vmap."""
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(a):
+        a = functorch.get_unwrapped(a)
+    if functorch.is_batchedtensor(a):
+        wanted = "expected one matrix or kernel to prove a bound for"
+        raise OptionError(f"{wanted}, got a batch of torch.func.vmap: call the layers of an ensemble in a loop")
+    return a
+
+
 @contextlib.contextmanager
 def outside(a: Tensor) -> Iterator[Tensor]:
     """Yield the values of ``a`` without graph and tangent; inside the block no transform of ``torch.func`` is active.
@@ -93,11 +104,7 @@ def outside(a: Tensor) -> Iterator[Tensor]:
         return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    functorch = torch._C._functorch
-    while functorch.is_gradtrackingtensor(a):
-        a = functorch.get_unwrapped(a)
-    if functorch.is_batchedtensor(a):
-        raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
+    a = one_alone(a)
     with temporarily_clear_interpreter_stack():
         yield a.detach()
 

@@ -209,7 +209,7 @@ def split_gain(model: nn.Module) -> nn.Module:
         return model
     layers = [layer for layer in model.children() if layer is not gain]
     owners = [layer for layer in layers if next(layer.parameters(), None) is not None]  # not a Normalize
-    part = float(gain.gamma()) ** (1 / len(owners))  # their product is L again
+    part = float(gain.gamma().detach()) ** (1 / len(owners))  # their product is L again
     return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
 
 

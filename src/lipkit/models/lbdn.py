@@ -31,6 +31,7 @@ from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
 from lipkit.layers.recurrent import UNFOLDED, Unfolded, margins, unproved
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
+from lipkit.layers.structure import shown
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
@@ -143,8 +144,7 @@ class LBDN(nn.Module):
         return [layer for layer in self.hidden if isinstance(layer, SandwichLinear)]
 
     def extra_repr(self) -> str:
-        gamma = float(self.gamma().detach())
-        return f"{list(self.sizes)}, gamma={gamma:.6g}, learnable_gamma={self.log_gamma is not None}"
+        return f"{list(self.sizes)}, gamma={shown(self.gamma())}, learnable_gamma={self.log_gamma is not None}"
 
 
 @lipschitz_rule(LBDN)

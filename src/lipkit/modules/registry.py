@@ -184,8 +184,9 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
     if bool(bound < 0) or (isinstance(value, Tensor) and value.is_complex()):  # NaN passes, see below
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {value!r}, expected one number >= 0")
     # Comparisons with NaN are all false, so NaN must not leave this function: it becomes an infinite bound.
-    # A module with children, or its own forward pass, is bounded through these. Its buffers may be claims, or masks.
-    own = () if module._modules or rule is LATER.get("lipschitz") else (*module.parameters(), *module.buffers())
+    # A forward pass that is traced is bounded through its parts. Buffers of modules with parts may be claims, or masks.
+    buffers = () if module._modules else module.buffers()
+    own = () if rule is LATER.get("lipschitz") else (*module.parameters(), *buffers)
     known = all_finite(*own) and not bool(bound.isnan())
     return bound if known else torch.full_like(bound, math.inf)
 
