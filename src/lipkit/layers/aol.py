@@ -23,8 +23,7 @@ def where_positive(power: Callable[[Tensor], Tensor], s: Tensor) -> Tensor:
     # The inner `where` keeps the power away from 0: an infinite derivative times 0 would be NaN.
     safe = torch.where(normal, s, torch.ones_like(s))
     # s^p = c^p (s / c)^p for the constant c = s: the derivative of s^p itself overflows at small s.
-    size = safe.detach()
-    return torch.where(normal, power(size) * power(safe / size), torch.zeros_like(s))
+    return torch.where(normal, power(safe.detach()) * power(safe / safe.detach()), torch.zeros_like(s))
 
 
 def aol_matrix(v: Tensor) -> Tensor:

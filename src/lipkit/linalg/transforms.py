@@ -87,8 +87,9 @@ def one_alone(a: Tensor) -> Tensor:
     while functorch.is_gradtrackingtensor(a):
         a = functorch.get_unwrapped(a)
     if functorch.is_batchedtensor(a):
-        wanted = "expected one matrix or kernel to prove a bound for"
-        raise OptionError(f"{wanted}, got a batch of torch.func.vmap: call the layers of an ensemble in a loop")
+        raise OptionError(
+            "expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap: use a loop"
+        )
     return a
 
 
@@ -104,9 +105,8 @@ def outside(a: Tensor) -> Iterator[Tensor]:
         return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    a = one_alone(a)
     with temporarily_clear_interpreter_stack():
-        yield a.detach()
+        yield one_alone(a).detach()
 
 
 def is_empty(x: Tensor) -> bool:

@@ -139,9 +139,7 @@ class SlopeResidual(Block):
         return x + y
 
 
-def slope_residual_bound(
-    w1: Tensor, w2: Tensor, multiplier: Tensor, errors: tuple[float, float] = (0.0, 0.0)
-) -> Tensor:
+def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, errors: tuple[float, float] = (0, 0)) -> Tensor:
     """Upper bound of the constant of a `SlopeResidual` with matrices ``(..., h, n)`` and ``(..., n, h)`` in float64.
 
     ``errors`` bound the spectral norms of the rounding errors that w1 and w2 already have.
@@ -149,14 +147,14 @@ def slope_residual_bound(
     lam = to_double(multiplier)
     largest, half, back = float(lam.max()), lam.sqrt()[:, None] * w1, w1.mH * lam
     # Products and sums here carry one or two roundings per entry; the Frobenius norm turns that into a norm.
-    in_half, *others = (gamma(4) * float(torch.linalg.matrix_norm(m).amax()) for m in (half, back, w2))
-    rounding = sum(others)
+    in_half, in_back, in_w2 = (gamma(4) * float(torch.linalg.matrix_norm(m).amax()) for m in (half, back, w2))
+    off = in_back + largest * errors[0]
     forward = spectral_norm(w1) + errors[0]
     scaled = spectral_norm(half) + in_half + math.sqrt(largest) * errors[0]
-    gap = spectral_norm(w2 + back) + rounding + errors[1] + largest * errors[0]
+    gap = spectral_norm(w2 + back) + off + in_w2 + errors[1]
     s = up(scaled.square() / 2, 4).clamp_min(1.0)
     excess = (1 - 1 / s + gamma(4)).clamp_min(0) if float(s) > 1 else torch.zeros_like(s)
-    return up(1 + forward * (gap + excess * (spectral_norm(back) + rounding + largest * errors[0])), 12)
+    return up(1 + forward * (gap + excess * (spectral_norm(back) + off)), 12)
 
 
 def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float, tuple[int, int]] | None:

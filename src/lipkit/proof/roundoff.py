@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lipkit.errors import OptionError
 from lipkit.linalg.precision import SERIAL, check_underflow
-from lipkit.linalg.transforms import one_alone, transformed
+from lipkit.linalg.transforms import one_alone
 
 UNIT = 2.0**-53
 # Formats whose numbers float64 holds exactly.
@@ -105,7 +105,7 @@ def reciprocal_up(value: float) -> float:
 
 
 def check_readable(a: Tensor) -> None:
-    """Raise ``OptionError`` unless every number of ``a`` can be read as it is stored, however small, by one proof.
+    """Raise ``OptionError`` unless ``a`` is one tensor whose numbers can be read as they are stored, however small.
 
     >>> try:
     ...     check_readable(torch.ones(2).to_sparse())
@@ -118,8 +118,7 @@ def check_readable(a: Tensor) -> None:
     if a.layout is not torch.strided or a.is_meta:
         remedy = "load its numbers first" if a.is_meta else "use .to_dense()"
         raise OptionError(f"expected a dense tensor with numbers, got layout {a.layout} on {a.device}: {remedy}")
-    if transformed():
-        one_alone(a)
+    one_alone(a)
     check_underflow(workers=a.numel() >= SERIAL)
 
 
