@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import spectral_norm as torch_spectral_norm
 
 import lipkit
@@ -385,6 +385,11 @@ def test_data_parallel(made: Any, layer: nn.Module) -> None:
         (lambda: orthogonal(nn.Linear(2, 2), "qr"), OptionError, "expected one of"),
         (lambda: orthogonal(nn.Linear(2, 2), nonsense=3), OptionError, "expected options of the family 'cayley'"),
         (lambda: orthogonal(spectral_norm(nn.Linear(2, 2))), OptionError, "without a parametrization on its weight"),
+        (
+            lambda: spectral_norm(nn.Sequential(prune.identity(nn.Linear(2, 2), "weight"))),
+            OptionError,
+            "at '0': expected a weight that is a parameter, got one made by a hook: use .*prune.remove first",
+        ),
     ],
 )
 def test_what_is_refused(call: Any, error: type[Exception], message: str) -> None:

@@ -71,6 +71,9 @@ def _register(module: Any, kind: type[Any], **options: Any) -> Any:
     for name, layer in found:
         try:
             check_dtype(layer.weight.dtype)
+            if not (isinstance(layer.weight, nn.Parameter) or parametrize.is_parametrized(layer, "weight")):
+                ways = "nn.utils.remove_spectral_norm, remove_weight_norm or prune.remove"
+                raise OptionError(f"expected a weight that is a parameter, got one made by a hook: use {ways} first")
             if kind is FamilyWeight and parametrize.is_parametrized(layer, "weight"):
                 raise OptionError("expected a layer without a parametrization on its weight, got one that has it")
             if layer.weight.ndim > 2:

@@ -42,6 +42,20 @@ def test_a_convolution_is_its_definition(name: str, case: tuple) -> None:
     compared(name, layer, torch.randn(2, inputs, *size, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("orthogonalize", ["cayley", "exponential", "householder"])
+@pytest.mark.parametrize("name", ["bcop", "rko", "lot"])
+def test_so_it_is_for_other_functions(name: str, orthogonalize: str) -> None:
+    torch.manual_seed(7)
+    layer = FAMILIES[name].conv(2, 3, 3, orthogonalize=orthogonalize, dtype=torch.float64)
+    compared(name, layer, torch.randn(2, 2, 5, 6, dtype=torch.float64))
+
+
+def test_so_is_a_strided_convolution_of_one_channel() -> None:
+    torch.manual_seed(8)
+    layer = FAMILIES["aoc"].conv(1, 2, 5, stride=2, dtype=torch.float64)  # no projectors
+    compared("aoc", layer, torch.randn(2, 1, 6, 8, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_so_it_is_without_a_bias(name: str) -> None:
     torch.manual_seed(6)

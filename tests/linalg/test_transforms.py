@@ -133,7 +133,7 @@ def test_a_batch_of_matrices_by_vmap(name: str) -> None:
 
 def test_a_batch_of_kernels_is_not_proved_as_one() -> None:
     for proof in (lambda k: outside(k).__enter__(), spectral_norm, lambda k: symbol_sup(k[None, None])):
-        with pytest.raises(OptionError, match=r"expected one matrix or kernel .* got a batch .* use a loop"):
+        with pytest.raises(OptionError, match=r"expected one matrix or kernel for a proof, got a batch .* use a loop"):
             torch.func.vmap(proof)(random(2, 3, 3))
         with pytest.raises(OptionError, match="got a batch"):
             torch.func.vmap(torch.func.grad(lambda k: proof(k).sum()))(random(2, 3, 3))  # noqa: B023

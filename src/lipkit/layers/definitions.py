@@ -94,7 +94,8 @@ def cayley_transform(w: Tensor) -> Tensor:
 
 def semi_orthogonal(layer: Any, w: Tensor) -> Tensor:
     """The semi-orthogonal matrix that the layer's ``orthogonalize`` makes of a free one."""
-    return cayley_transform(w) if function_name(layer.orthogonalize) == "cayley" else polar_factor(w)
+    papers = {"cayley": cayley_transform, **dict.fromkeys(("bjorck", "newton_schulz", "polar"), polar_factor)}
+    return papers.get(function_name(layer.orthogonalize), layer.orthogonalize)(w)
 
 
 @linear
@@ -106,7 +107,7 @@ def cayley(layer: Any, h: int, w: int) -> Tensor:
 @linear
 def lot(layer: Any, h: int, w: int) -> Tensor:
     """Xu, Li & Li, NeurIPS 2022, equation 4: the polar factor at each frequency."""
-    return polar_factor(symbol(layer.free, h, w))
+    return semi_orthogonal(layer, symbol(layer.free, h, w))
 
 
 @linear
@@ -146,7 +147,7 @@ def exponential(a: Tensor, terms: int) -> Tensor:
     return total
 
 
-def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tuple[int, int], centre: Any) -> Tensor:
+def projector_product(h: Tensor, v: Any, image: tuple[int, int], kernel: tuple[int, int], centre: Any) -> Tensor:
     """The product of two-tap factors P_i + (I - P_i) z and of H at each frequency of an image, with P_i = V_i V_i^T.
 
     z is the wave of a shift by one pixel along the factor's axis; axes alternate, and the longer side of the ``kernel``
@@ -158,6 +159,7 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     shared = min(kernel) - 1
     # Each factor adds a tap along its axis; the longer axis takes the rest.
     axes = [0, 1] * shared + [0 if kernel[0] > kernel[1] else 1] * abs(kernel[0] - kernel[1])
+    v = h.new_zeros(len(axes), max(h.shape), 0) if v is None else v  # one channel: no projectors but 0 and 1
     z = [waves(n, 2, 0)[:, 1] for n in image]
     # Taps count from the centre: z^-c moves it to the origin.
     shift = [wave**-c for wave, c in zip(z, centre, strict=True)]
@@ -175,11 +177,9 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
 @linear
 def bcop(layer: Any, h: int, w: int) -> Tensor:
     """Li et al., NeurIPS 2019, algorithm 1 (with the Cayley transform: Trockman & Kolter 2021, section 5)."""
-    matrix = semi_orthogonal(layer, layer.free)
-    if layer.projectors is None:
-        return matrix.expand(h, w, -1, -1).to(torch.complex128)
+    v = None if layer.projectors is None else semi_orthogonal(layer, layer.projectors)
     centre = [(k - 1) // 2 for k in layer.kernel_size]
-    return projector_product(matrix, semi_orthogonal(layer, layer.projectors), (h, w), layer.kernel_size, centre)
+    return projector_product(semi_orthogonal(layer, layer.free), v, (h, w), layer.kernel_size, centre)
 
 
 def aoc(layer: Any, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def aoc(layer: Any, x: Tensor) -> Tensor:
     made, stride = layer.construction, layer.stride[0]
     kernel = (layer.kernel_size[0] - stride + 1, layer.kernel_size[1] - stride + 1)
     matrix = semi_orthogonal(made, made.free[0])
-    v = matrix.new_zeros(0) if made.projectors is None else semi_orthogonal(made, made.projectors)
+    v = None if made.projectors is None else semi_orthogonal(made, made.projectors)
     # Torch pads a strided layer by k // 2 pixels, and one of stride 1 by (k - 1) // 2 on the left.
     centre = [k // 2 if stride > 1 else (k - 1) // 2 for k in kernel]
     y = apply(projector_product(matrix, v, (x.shape[-2], x.shape[-1]), kernel, centre), x)

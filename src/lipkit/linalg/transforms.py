@@ -87,9 +87,7 @@ def one_alone(a: Tensor) -> Tensor:
     while functorch.is_gradtrackingtensor(a):
         a = functorch.get_unwrapped(a)
     if functorch.is_batchedtensor(a):
-        raise OptionError(
-            "expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap: use a loop"
-        )
+        raise OptionError("expected one matrix or kernel for a proof, got a batch of torch.func.vmap: use a loop")
     return a
 
 
