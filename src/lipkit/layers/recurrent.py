@@ -440,7 +440,7 @@ def unproved(network: nn.Module, gamma: float) -> OptionError:
 def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != layer.in_features:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
-    gamma = _bound(layer, None)
+    gamma = float(lipschitz(layer))
     matrix, bias, multiplier = exactly(layer, lambda made: made.parts()[:3])
     made, phi = in_float64(layer).parts(), export_part(layer.phi, (getattr(layer, "units", 1),))
     # P = I, exact in every format.
@@ -453,4 +453,4 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         )
         if plain.proved(gamma):
             return plain
-    raise unproved(layer, gamma)
+    raise unproved(layer, layer.gamma)

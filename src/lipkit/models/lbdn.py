@@ -158,7 +158,7 @@ def _lbdn(network: LBDN, input_shape: Shape | None) -> Tensor:
 def _export(network: LBDN, input_shape: Shape) -> nn.Module:
     if input_shape[-1] != network.sizes[0]:
         raise ShapeError(f"expected input of shape (..., {network.sizes[0]}), got {input_shape}")
-    gamma, double = float(_lbdn(network, None)), copy.deepcopy(network).double()  # float32 would round the factors, too
+    gamma, double = float(lipschitz(network)), copy.deepcopy(network).double()  # float32 would round the factors, too
     multipliers = [m.to(network.output.y_free) for m in double.multipliers()]  # the proof needs the stored numbers
     weights = _provable(network, double.weights(), multipliers, gamma)
     modules: list[nn.Module] = []
@@ -196,7 +196,7 @@ def _provable(network: LBDN, weights: Sequence[Tensor], multipliers: Sequence[Te
         room = any(not bool(w.any()) for w in stored) or gain_bound(stored, multipliers) <= gamma * (1 - 1e-14)
         if room and proves_gain(stored, multipliers, gamma):
             return stored
-    raise unproved(network, gamma)
+    raise unproved(network, float(network.gamma()))
 
 
 @checked
