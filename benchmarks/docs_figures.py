@@ -275,8 +275,10 @@ def accuracy_by_time() -> plt.Figure:
         amount, unit = re.fullmatch(r"([\d.]+)(s|h)", record.recipe["train"]["budget"]).groups()  # type: ignore[union-attr]
         hours = float(amount) / (3600 if unit == "s" else 1)
         name = "PatchNet" if "patchnet" in path.parent.name else "other networks"
+        if "bf16" in path.parent.name:
+            name += ", bfloat16"
         runs.setdefault(name, []).append((hours, record.certified[0].share.value))
-    for (name, points), marker in zip(sorted(runs.items()), "os", strict=True):
+    for (name, points), marker in zip(sorted(runs.items()), "ovs", strict=True):
         axis.plot(*zip(*points, strict=True), marker, label=f"{name}, one CPU core", markersize=5)
     mean = {hours: np.mean([y for x, y in runs["PatchNet"] if x == hours]) for hours, _ in runs["PatchNet"]}
     axis.plot(sorted(mean), [mean[hours] for hours in sorted(mean)], color="C0", linewidth=1)
