@@ -289,8 +289,10 @@ def _check_float32(network: modules.Network, shape: tuple[int, ...], sizes: list
     with torch.no_grad():
         truth, centre = exact(h.double()), exact(at)
         torch.set_flush_denormal(flush)
-        y = twin(h)
-        torch.set_flush_denormal(False)
+        try:
+            y = twin(h)
+        finally:
+            torch.set_flush_denormal(False)
         y = y.double()
     error = (y - truth).flatten(1).norm(dim=1)
     bound = local.error.at + local.error.slope * distance

@@ -214,6 +214,7 @@ def rows_filled(s: Net, x: Tensor) -> Tensor:
 
 
 MADE = "made from the size of the batch"
+FILLED = "as they are, got one that changes a tensor that it neither keeps nor makes of its input"
 LOOKS: dict[str, tuple[Forward, str]] = {
     "quotient": (lambda s, x: x * (1 + 100 * (x.shape[0] // 4)), f"operator.mul.*'add', {MADE}"),
     "shift": (lambda s, x: x * (1 + (x.size(0) >> 2)), MADE),
@@ -239,8 +240,8 @@ LOOKS: dict[str, tuple[Forward, str]] = {
     "table by words": (lambda s, x: x * {"100": 100.0}.get(f"{x.shape[0]}", 1.0), "traced graph.*__format__"),
     "whole number": (whole_number, "traced graph.*__gt__"),
     "caught": (caught, "control flow.*number of Python"),
-    "condition on what is filled": (filled, "leaves parameters, buffers .* as they are"),
-    "condition on what values fill": (filled_by_values, "leaves parameters, buffers .* as they are"),
+    "condition on what is filled": (filled, FILLED),
+    "condition on what values fill": (filled_by_values, FILLED),
 }
 
 

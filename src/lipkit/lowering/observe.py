@@ -108,9 +108,12 @@ class Observed:
 
 
 def _changes_state(name: str, root: nn.Module) -> NoRuleError:
+    # torch.fx's name of tensors that no module holds
+    held = not name.startswith("_tensor_constant")
+    part = repr(name.removeprefix("net.")) if held else "a tensor that it neither keeps nor makes of its input"
     return NoRuleError(
         "analyze: expected a forward pass that leaves parameters, buffers and whatever else the network keeps as they "
-        f"are, got one that changes {name.removeprefix('net.')!r}{_hint(root)}"
+        f"are, got one that changes {part}{_hint(root)}"
     )
 
 

@@ -60,8 +60,9 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     guard(module)
     kind = type(module)
     for part, _ in flatten([module]) if kind is nn.Sequential else ():
+        # Traced alone, a part that holds no numbers would run in float32, whatever the format of the others.
         if first_floating(part).dtype != first_floating(module).dtype and _rule(part, function) is LATER.get(function):
-            return LATER[function]  # a part without numbers of its own would be traced in float32
+            return LATER[function]
     if (found := _answer(kind, function)) is not None:
         return found
     if kind in TRACED or (kind not in rules() and not kind.__module__.startswith("torch.nn.")):
