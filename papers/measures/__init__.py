@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from lipkit.errors import OptionError
 
@@ -44,5 +43,4 @@ def find(name: str, table: Mapping[str, str] = MEASURES) -> Callable[..., dict[s
     """
     if name not in table:
         raise OptionError(f"expected a measurement among {', '.join(table)}, got {name!r}")
-    function: Any = getattr(importlib.import_module(f"papers.measures.{table[name]}"), name)
-    return function
+    return getattr(importlib.import_module(f"papers.measures.{table[name]}"), name)

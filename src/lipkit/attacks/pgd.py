@@ -124,8 +124,7 @@ def _lengths(steps: Any) -> Sequence[float]:
         raise OptionError(
             f"expected steps as a number, or as lengths > 0 (fractions of eps), got the length {wrong[0]}"
         )
-    lengths: Sequence[float] = steps
-    return lengths
+    return steps
 
 
 _MOMENTUM, _RISES = 0.75, 0.75
@@ -301,8 +300,7 @@ def climb(
             _keep(s, (gap <= rise / 4) | (gap <= 10 * lately))
             if not len(s.index):
                 break
-    left: Tensor = s.index
-    return left
+    return s.index
 
 
 def checkpoints(steps: int) -> frozenset[int]:

@@ -344,8 +344,7 @@ def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
     layer.check_input(input_shape)
     output_shape(layer, input_shape)
     (weight,) = exactly(layer, lambda made: [made.weight()])
-    made: nn.Module = torch_layer(layer.plain, layer, weight, layer.bias)
-    return made
+    return torch_layer(layer.plain, layer, weight, layer.bias)
 
 
 def aoc_conv2d(

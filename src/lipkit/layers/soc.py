@@ -55,8 +55,7 @@ def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
         return gram_norm(matrix)
-    bound: Tensor = _QuickNorm.apply(matrix, proved)[0]
-    return bound
+    return _QuickNorm.apply(matrix, proved)[0]
 
 
 class _QuickNorm(torch.autograd.Function):

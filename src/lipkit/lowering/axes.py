@@ -199,8 +199,7 @@ def batch_first(call: Build) -> Build:
     call.require(all(v.place == call.results[0].place for v in call.results))
     if place is None or (call.target is getattr and not turns):
         raise call.refuse(f"{MIXED}, or puts another dimension first")
-    made: Build = call.covered(place)
-    return made
+    return call.covered(place)
 
 
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:

@@ -113,8 +113,7 @@ def maxmin(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=1)
         keep = a >= b
         return torch.cat((torch.where(keep, a, b), torch.where(keep, b, a)), dim=1)  # the same derivative
-    y: Tensor = _MaxMinShift.apply(x, 0)
-    return y
+    return _MaxMinShift.apply(x, 0)
 
 
 def group_sort(x: Tensor, group_size: int | None) -> Tensor:
@@ -159,8 +158,7 @@ class MaxMinShift2d(Shift2d):
         plain = torch.compiler.is_compiling() or transformed() or not x.requires_grad
         if plain or x.ndim != 4 or x.shape[1] != self.channels or self.channels % 2 or 8 * self.moved > self.channels:
             return super().forward(maxmin(x))
-        y: Tensor = _MaxMinShift.apply(x, self.moved)
-        return y
+        return _MaxMinShift.apply(x, self.moved)
 
 
 class GroupSort(Shown):

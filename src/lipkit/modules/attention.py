@@ -58,8 +58,7 @@ def distances(u: Tensor) -> Tensor:
     """Squared distances (..., n, n) between tokens (..., n, e), computed from differences: products would cancel."""
     if torch.compiler.is_compiling():  # other runtimes have no cdist
         return (u[..., :, None, :] - u[..., None, :, :]).square().sum(-1)
-    found: Tensor = _Distances.apply(u)
-    return found
+    return _Distances.apply(u)
 
 
 def attraction(u: Tensor, heads: int) -> Tensor:

@@ -230,8 +230,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
         LATER["refused"](network)
         network.input_range = module.input_range if isinstance(module, Network) else None
         return network
-    limited: Network = LATER["limited"](network, limits)
-    return limited
+    return LATER["limited"](network, limits)
 
 
 def export_plain(module: nn.Module, input_shape: Shape) -> Network:
