@@ -8,18 +8,7 @@ from lipkit.data.images import ImageFiles, random_crop, random_flip
 from lipkit.data.registry import DATASETS, Entry, data_root, load
 from lipkit.data.split import Data, Split, as_data, as_split
 
-__all__ = [
-    "DATASETS",
-    "Data",
-    "Entry",
-    "ImageFiles",
-    "Split",
-    "as_data",
-    "as_split",
-    "data_root",
-    "load",
-    "random_crop",
-    "random_flip",
-]
+__all__ = ["DATASETS", "Entry", "data_root", "load"]  # the table
+__all__ += ["Data", "ImageFiles", "Split", "as_data", "as_split", "random_crop", "random_flip"]
 
 __dir__ = __all__.copy

@@ -15,25 +15,9 @@ from lipkit.evaluation.classification import EPS, ClassRow, Evaluation, evaluate
 from lipkit.evaluation.latency import Latency, latency
 from lipkit.evaluation.regression import RegressionEvaluation, evaluate_regression
 
-__all__ = [
-    "EPS",
-    "Attack",
-    "Attacked",
-    "Attempt",
-    "ClassRow",
-    "CrossCheck",
-    "Evaluation",
-    "Examples",
-    "Latency",
-    "RegressionEvaluation",
-    "attack_samples",
-    "check_accuracy",
-    "check_examples",
-    "choose_samples",
-    "evaluate",
-    "evaluate_regression",
-    "latency",
-    "per_class",
-]
+__all__ = ["EPS", "ClassRow", "Evaluation", "RegressionEvaluation", "evaluate", "evaluate_regression", "per_class"]
+__all__ += ["Attack", "Attacked", "Attempt", "CrossCheck", "Examples"]  # attacks against certificates
+__all__ += ["attack_samples", "check_accuracy", "check_examples", "choose_samples"]
+__all__ += ["Latency", "latency"]
 
 __dir__ = __all__.copy

@@ -7,16 +7,7 @@ from lipkit.training.options import TrainOptions
 from lipkit.training.progress import Progress
 from lipkit.training.regularisation import LipschitzPenalty
 
-__all__ = [
-    "LipschitzPenalty",
-    "PgdAdversary",
-    "Progress",
-    "RiemannianAdam",
-    "Run",
-    "SpectralDescent",
-    "Together",
-    "TrainOptions",
-    "fit",
-]
+__all__ = ["Progress", "Run", "TrainOptions", "fit"]  # the loop
+__all__ += ["LipschitzPenalty", "PgdAdversary", "RiemannianAdam", "SpectralDescent", "Together"]  # its parts
 
 __dir__ = __all__.copy
