@@ -88,9 +88,7 @@ class Calls(TorchFunctionMode):
             with self:
                 return COMPOSED[func](*args, **kwargs)
         name = _name(func)
-        told = name in _METADATA or (
-            name == "len" and (self._moving[args[0]] or 0) > 0
-        )  # a length that is not the batch's
+        told = name in _METADATA or (name == "len" and (self._moving[args[0]] or 0) > 0)  # not the batch's length
         what = None if told or not recorded else (name, self._summary(args), self._summary(kwargs))
         # Tensors of inference mode count no versions.
         before = [(t, t._version) for t in given if not t.is_inference()]

@@ -225,17 +225,14 @@ def _curve_error(module: Elementary, input_shape: Shape, arithmetic: Arithmetic)
     return pointwise(0.0, LIBRARY * largest + moved, lost, input_shape, arithmetic, most)
 
 
-def _copied(module: Elementary, input_shape: Shape) -> Elementary:
-    return copy.deepcopy(module)  # limits may be unknown yet
-
-
 def _curve_range(module: Elementary, x: Range) -> Range:
     one, other = module(x.low), module(x.high)
     return Range(torch.minimum(one, other), torch.maximum(one, other))
 
 
 _function = {"function": either(None, *CURVES)}
-add_plain(Plain(Elementary, _steepest, _curve_error, _function, _curve_range, export=_copied))
+# A copy as it is: its limits may be unknown yet.
+add_plain(Plain(Elementary, _steepest, _curve_error, _function, _curve_range, export=lambda m, _: copy.deepcopy(m)))
 
 ToLimit = Limited | Elementary
 """Modules that have a Lipschitz constant only within limits."""
