@@ -6,16 +6,7 @@ from lipkit.analysis.network import NetworkBound, analyze
 from lipkit.lowering.build import Build, function_rule, function_rules
 from lipkit.lowering.observe import Operand
 
-__all__ = [
-    "Build",
-    "LayerBound",
-    "NetworkBound",
-    "Operand",
-    "SecantSearch",
-    "analyze",
-    "function_rule",
-    "function_rules",
-    "lipschitz_lower_bound",
-]
+__all__ = ["LayerBound", "NetworkBound", "SecantSearch", "analyze", "lipschitz_lower_bound"]
+__all__ += ["Build", "Operand", "function_rule", "function_rules"]  # rules for functions
 
 __dir__ = __all__.copy

@@ -6,8 +6,6 @@ evaluates, with an **allowance of 16 units in the last place** for each function
 expm1, log, log1p, tanh, erf, sin, cos): the libraries in use promise 4 or better. That of a softmax is allowed 64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -78,11 +76,6 @@ class _MaxMinShift(torch.autograd.Function):
         return made, None
 
 
-def _sorted_halves(x: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=1)
-    return torch.cat((torch.maximum(a, b), torch.minimum(a, b)), dim=1)
-
-
 def _exchanged(keep: Tensor, x: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=1)
     if x.dtype is torch.float16:  # a - b may overflow
@@ -107,10 +100,10 @@ def maxmin(x: Tensor) -> Tensor:
     channels = channels_of(x, "MaxMin")
     if channels % 2:
         raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
+    a, b = x.chunk(2, dim=1)
     if torch.compiler.is_compiling() or not x.requires_grad:
-        return _sorted_halves(x)
+        return torch.cat((torch.maximum(a, b), torch.minimum(a, b)), dim=1)
     if transformed():
-        a, b = x.chunk(2, dim=1)
         keep = a >= b
         return torch.cat((torch.where(keep, a, b), torch.where(keep, b, a)), dim=1)  # the same derivative
     return _MaxMinShift.apply(x, 0)
