@@ -6,8 +6,6 @@ Nothing here needs `lipkit.fit`, a recipe or the command line: an ordinary modul
 one CPU core, 96.7 % of the test digits are classified correctly, 93.6 % provably within 36/255 in l2.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 from collections.abc import Sequence

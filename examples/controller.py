@@ -6,8 +6,6 @@ An LBDN 12 -> 64 -> 64 -> 4 learns the nonlinear state feedback of a quadrotor. 
 scaled command is at most 2, whatever training does. docs/lbdn.md explains each step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -7,8 +7,6 @@ with N proved to be 1-Lipschitz, and one of ordinary convolutions, D = I + N. Bo
 plug-and-play iteration, which must converge with the first. docs/tutorials/denoiser.md has the results.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

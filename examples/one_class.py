@@ -8,8 +8,6 @@ The program prints the exported network's AUROC on the test images, and the smal
 not, may move by eps in l2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

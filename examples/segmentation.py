@@ -7,8 +7,6 @@ worst-case pixel accuracy and IoU from the network's margins, with one budget fo
 and has fewer outputs than inputs, so an attack nearly reaches these bounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

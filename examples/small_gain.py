@@ -12,8 +12,6 @@ position y satisfies, for every disturbance d over any time,
 If a gain is not proved, or the product is 1 or more, the program stops with an error and closes no loop.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

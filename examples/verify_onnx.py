@@ -14,8 +14,6 @@ the proof is that this matrix, built from the weights in the file, is positive s
 With samples (arrays x and y) the file is also run in onnxruntime: largest difference from y, and latency at batch 1.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """``python -m papers``: repeat a published table and print its figures beside the paper's."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

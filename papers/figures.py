@@ -1,7 +1,5 @@
 """Draws a table as an SVG file: measured figures as points or curves, the paper's as hollow markers or dashed lines."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

@@ -11,8 +11,6 @@ the recipe's; its value times steps and epochs is the cost. (lbdn_2_times measur
 recipe's size.) Evaluations, certificates and attacks are not included, nor networks that need more than MEMORY.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

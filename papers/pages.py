@@ -6,8 +6,6 @@ docs/reproduce.md has the totals of each paper, lab/reproduce.md every numbered 
 and lab/published_figures.md every published figure with the measured one, or with its cost (`papers.full_costs`).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -4,8 +4,6 @@ Every run has its own folder, ``OUT/TABLE/ROW-seedN-HASH``. The hash is of the w
 new folder. A run that another table has already made is reused.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The published tables that ``python -m papers`` repeats, read from ``papers/published``, one file for each paper."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

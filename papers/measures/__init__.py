@@ -5,8 +5,6 @@ has an option ``data``. A measurement of a trained, exported network is a functi
 -> figures by name``; ``data`` holds the test samples, which some ignore. ``seed`` decides every random number.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Bounds and estimates of convolutions against the true norm, and how well layers keep the norm of their inputs."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

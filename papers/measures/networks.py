@@ -4,8 +4,6 @@ Shapes are the published ones, and weights are torch's initial values. Each dist
 counted as often as it occurs.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

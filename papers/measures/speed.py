@@ -3,8 +3,6 @@
 All are process times of one thread. The contenders take turns, each at least twice; a ratio is one of median times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

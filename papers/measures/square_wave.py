@@ -1,7 +1,5 @@
 """The square wave of [LBDN] with the settings of the authors' code, which differ from those in the paper."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

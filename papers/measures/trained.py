@@ -1,7 +1,5 @@
 """Measurements of a trained, exported network beyond its certificates; Wasserstein distances by critics of a family."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,8 +16,6 @@ Source: Vovk, Gammerman & Shafer, "Algorithmic learning in a random world", 2005
 "Efficient robust conformal prediction via Lipschitz-bounded networks", ICML 2025 (with a global constant).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Atomic writes, so that a crash leaves files whole or absent; reads of regular files only, up to a limit of size."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

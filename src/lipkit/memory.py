@@ -1,7 +1,5 @@
 """Memory of a process: freed memory stays in the C library; imports run without garbage collection."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """How results are shown: their text, of which `print` and notebooks show at most a screen, and the axes of plots."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Text on a screen: tables, settings, radii; foreign text is escaped, so that it cannot pass for lipkit's output."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

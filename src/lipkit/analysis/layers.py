@@ -3,8 +3,6 @@
 `lipkit.modules.graph` combines them to the constant of the network.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Callable, Sequence

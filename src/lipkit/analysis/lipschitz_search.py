@@ -1,7 +1,5 @@
 """Empirical lower bounds of a Lipschitz constant: a search for the pair of inputs with the steepest secant."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple

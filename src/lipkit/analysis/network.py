@@ -1,7 +1,5 @@
 """Lipschitz bounds of whole networks with their own forward pass."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass

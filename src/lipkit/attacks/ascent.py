@@ -1,7 +1,5 @@
 """Shared by all attacks: the balls that they stay in, the best points seen, misclassification, margin, checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AutoAttack: the parts of pyautoattack, or lipkit's APGD and FAB followed by pyautoattack's Square."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

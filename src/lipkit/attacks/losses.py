@@ -14,8 +14,6 @@ References: Croce & Hein, "Reliable evaluation of adversarial robustness with an
 attacks", ICML 2020, equations 6 and 7.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ FAB projects on the linearised boundary, in l2 and l_inf. Carlini and Wagner's a
 in one objective by Adam, and searches for its weight.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 

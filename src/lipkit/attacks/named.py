@@ -1,7 +1,5 @@
 """The attacks by name, with one signature: the command line and the evaluation choose from this table."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@ r"""Projected gradient ascent in a ball, with a margin loss, in l2 and l_inf.
 PGD takes steps of given lengths. APGD has momentum, and its steps need no tuning.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -15,8 +15,6 @@ of a partition is at most the larger bound for :math:`M = \tau^2`, then :math:`M
 made of four of half the size; where G is far below the supremum they stay large.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

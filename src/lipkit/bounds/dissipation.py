@@ -27,8 +27,6 @@ diagonal have the further rows :math:`L \Lambda V` and :math:`\Lambda`.
 Source: Revay, Wang & Manchester, IEEE TAC 2024, theorem 1 (slopes); Barbara, Wang & Manchester, 2025 (Lipschitz maps).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ It is a Hermitian trigonometric polynomial of degree ``k - 1`` per axis, whose m
 autocorrelation at lag l, made once: each frequency then costs ``(2k-1)^2 c^2`` to form and ``4/3 c^3`` to test.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 

@@ -12,8 +12,6 @@ root of the number of windows over a pixel. No symbol is ever formed. Shared are
 and the size of rounding errors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

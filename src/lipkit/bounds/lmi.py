@@ -23,8 +23,6 @@ commutes with :math:`\Lambda`: so :math:`W_2 D W_1 = P^* D R`. For real unit vec
 Source: Fazlyab et al., NeurIPS 2019 (LipSDP-neuron); [LBDN] section 2 and Appendix for this form.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -19,8 +19,6 @@ Source: Helmberg, Rendl, Vanderbei & Wolkowicz, SIAM Journal on Optimization 6 (
 Journal on Optimization 2 (1992), for its second-order term. Using rank two and the layers is new here.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence

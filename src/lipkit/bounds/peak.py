@@ -4,8 +4,6 @@ A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once; then
 alternate between the vector and the frequency. For a fixed vector the norm is a scalar function of the frequency.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The quotient :math:`\|Av\| / \|v\|` of any vector is at most :math:`\|A\|_2`, so
 too small: dividing by it leaves a norm above 1. Certificates use the other files of this package.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

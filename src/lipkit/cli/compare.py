@@ -1,7 +1,5 @@
 """``lipkit compare``: runs beside each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

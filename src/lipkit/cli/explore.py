@@ -1,7 +1,5 @@
 """``lipkit explore``: look at one run, or at two side by side, in a browser on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

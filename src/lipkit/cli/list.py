@@ -4,8 +4,6 @@ Tables of the package are read from its source text, because importing them woul
 test compares them with the imported tables.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """``lipkit``: the group of commands, each imported on use, and the one place where errors become exit codes."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """``lipkit report``: write the page of a run again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

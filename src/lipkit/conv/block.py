@@ -6,8 +6,6 @@ multiplies the polynomials. For a projector :math:`P` the two taps :math:`(P, I 
 convolutions of any kernel size.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,8 +10,6 @@ Sandwich layers use the halves of the wide transform [A B] alone: :math:`Bx` and
 fewer channels than the batch has images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ Every product with features, forward and backward, has rounded factors. The equa
 Everything is real: a complex matrix is the pair of its parts (:class:`lipkit.conv.Symbol`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

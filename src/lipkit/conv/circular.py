@@ -1,7 +1,5 @@
 """Circular convolutions on pixels: padding with the other side of the image, and torch's own convolution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

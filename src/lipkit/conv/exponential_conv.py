@@ -9,8 +9,6 @@ at the **frequencies** of the transformed images, by T products with the matrice
 by products of its matrices and one with the images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Literal, get_args

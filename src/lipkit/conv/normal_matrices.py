@@ -8,8 +8,6 @@ The skew part of the kernel is taken before its transform, so that N comes from 
 :math:`N^\top`, so :math:`N^* k = g` (:mod:`lipkit.conv.cayley_conv`) is solved for the conjugates of g and k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 

@@ -5,8 +5,6 @@ same pixels if their :math:`d j` agree modulo s, and otherwise share none. So al
 :math:`s' = s / \gcd(s, d)` classes (:func:`period`), and tap j is in class :math:`j \bmod s'`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch.nn.functional as F

@@ -10,8 +10,6 @@ multiplications per image, 1 / (kh kw) of those of the kernel. Memory traffic th
 in pieces that stay in the cache from the first copy to the last, forward and backward.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

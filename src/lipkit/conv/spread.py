@@ -8,8 +8,6 @@ N is the symbol of a small kernel. Only the few inputs are transformed, for the 
 all outputs from t. (:mod:`lipkit.conv.cayley_conv` transforms the outputs, too.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

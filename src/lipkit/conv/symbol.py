@@ -5,8 +5,6 @@ Convention: torch's cross-correlation, ``y[p] = sum_s K[s] x[p + s - c]`` with t
 On the wave :math:`e^{2\pi i f p / n}` it acts as the matrix :math:`F(f) = \sum_s K[s]\, e^{2\pi i f (s - c)/n}`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Images in binary files: MNIST and others in IDX files, CIFAR-10 and CIFAR-100 (also python versions), STL-10."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import math

@@ -1,7 +1,5 @@
 """Data sets that need no download: the handwritten digits of scikit-learn, and the square wave of [LBDN]."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

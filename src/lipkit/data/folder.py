@@ -1,7 +1,5 @@
 """Data sets of image files: one folder per class, ImageNet, Tiny-ImageNet."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

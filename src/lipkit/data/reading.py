@@ -1,7 +1,5 @@
 """Reading files that may be missing, truncated, or claim a wrong size; arrays and data sets in NumPy's formats."""
 
-from __future__ import annotations
-
 import io
 import math
 import struct

@@ -1,7 +1,5 @@
 """The table of data sets, and the one function that loads by name."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -3,8 +3,6 @@
 No adversarial example may lie inside a certified radius.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Clean, certified and attacked accuracy together, with the attack checked against the certificate."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

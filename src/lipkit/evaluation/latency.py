@@ -1,7 +1,5 @@
 """How long an exported network takes for one input."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import time

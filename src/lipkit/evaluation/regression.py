@@ -1,7 +1,5 @@
 """Errors of a regression network, its certified deviations, and a search for inputs that would disprove them."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import Any

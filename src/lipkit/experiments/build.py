@@ -1,7 +1,5 @@
 """Makes a recipe's data and network; an error in the user's code becomes one sentence."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

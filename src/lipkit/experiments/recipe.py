@@ -1,7 +1,5 @@
 """Recipes read from files: packaged ones by name, others by path, changed by overrides ``a.b=c``."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.resources
 import json

@@ -1,7 +1,5 @@
 """The schema of recipes: one YAML file describes a run, and is checked before anything is loaded or trained."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self

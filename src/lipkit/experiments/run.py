@@ -10,8 +10,6 @@ RUN/
   certify-001/, ...                                           the same files of each later `lipkit certify`
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """A run as the explorer shows it: test images, certified radii, and attacks at any radius."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

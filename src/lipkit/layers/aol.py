@@ -1,7 +1,5 @@
 """AOL: almost-orthogonal Lipschitz layers, a rescaling of the columns by a diagonal bound."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

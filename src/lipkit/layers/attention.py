@@ -3,8 +3,6 @@ r"""Attention layers of constant 1: :math:`y = x - s\, A^\top F(A x + c)`, with 
 `lipkit.modules.attention` has the proof. The larger A, the sharper the attention and the shorter the step.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

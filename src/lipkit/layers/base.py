@@ -5,8 +5,6 @@ frequency (:class:`SymbolConv2d`); others derive from :class:`ConstrainedConv2d`
 :mod:`lipkit.layers.export`. A whole family, written from beginning to end: docs/adding_a_family.md.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """BCOP and CayleyBCOP: orthogonal kernels by block convolution of projectors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """BRO and LiResNet: kernels near the identity, as block reflectors of low rank or divided by a bound of their norm."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cayley: orthogonal dense layers and convolutions by the Cayley transform [Cayley]."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

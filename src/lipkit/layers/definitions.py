@@ -11,8 +11,6 @@ patch into the channels. A definition maps a layer and its input, (N, C, H, W) o
 free parameters of the layer; each `Family` names its own.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

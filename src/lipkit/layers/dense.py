@@ -1,7 +1,5 @@
 """Dense layers: a semi-orthogonal matrix, by Björck iteration or any function of ``linalg.table``, or unit rows."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

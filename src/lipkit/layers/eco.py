@@ -1,7 +1,5 @@
 """ECO: explicitly constructed orthogonal convolutions, by orthogonal matrices at the k^2 frequencies of a period."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 For a layer whose norm is at most 1 by construction, :func:`register_one_lipschitz` registers all rules that it needs.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

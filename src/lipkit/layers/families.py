@@ -1,7 +1,5 @@
 """The table of layer families. Each file of a family ends in its row, a :class:`lipkit.layers.base.Family`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lipkit.errors import check_choice

@@ -5,8 +5,6 @@ Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and pad
 row.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """LOT: the polar factor of the kernel's symbol at each frequency."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Work that layers declare for the end of an optimiser step, such as a projection onto their constraint."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """RKO, CRKO and Cholesky: the kernel, reshaped to a matrix, becomes a contraction and is divided by sqrt(kh kw)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@ r"""Layers made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\
 A sandwich layer is a linear map, an activation with slope in [0, 1] and another linear map, together 1-Lipschitz.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

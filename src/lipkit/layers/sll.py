@@ -4,8 +4,6 @@ They are 1-Lipschitz if the positive diagonal :math:`\Lambda` has :math:`\|\Lamb
 ICLR 2023, theorem 1). SLL and CPL differ in how they find :math:`\Lambda`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import replace

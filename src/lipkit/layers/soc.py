@@ -1,7 +1,5 @@
 """SOC: orthogonal convolutions as exponentials of skew-symmetric ones."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers whose weight is a point of the Stiefel manifold, along which the optimiser moves it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

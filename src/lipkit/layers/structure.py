@@ -1,7 +1,5 @@
 """Layers that shape a network rather than learn features: normalisation, gain, residual, pooling."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """SVCM and OSSN: free kernels, projected between optimiser steps or divided by an estimate of their own norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Björck orthonormalisation: the polar factor by a polynomial iteration that never leaves the unit ball."""
 
-from __future__ import annotations
-
 import math
 
 import torch

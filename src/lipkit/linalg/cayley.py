@@ -8,8 +8,6 @@ The product y of x with the transform of a wide :math:`W = [W_1\ W_2]`, or a tal
 The derivative is written out: it saves calls, which dominate small layers, and products, which dominate large ones.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Matrices divided by a Cholesky factor of their Gram matrix: contractions, and block reflectors."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ A matrix W of any shape is padded with zeros to a square; :math:`\exp(W - W^*)` 
 Bounds of norms by squaring, products only, serve its scale and other layers.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """A product of Householder reflections, in closed form."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

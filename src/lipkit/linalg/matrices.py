@@ -1,7 +1,5 @@
 """Checks and small helpers for matrices, and products that are known to be symmetric or skew."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec

@@ -1,7 +1,5 @@
 """Newton-Schulz: the inverse square root of the Gram matrix, which makes a matrix semi-orthogonal."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

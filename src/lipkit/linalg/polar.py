@@ -1,7 +1,5 @@
 """The polar factor by a singular value decomposition, with a derivative that survives repeated singular values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checks that torch computes in IEEE arithmetic: its settings for float32 products, and its flushing of subnormals."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

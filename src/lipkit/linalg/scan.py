@@ -9,8 +9,6 @@ A system with states x, inputs u, outputs y and units :math:`w = \phi(v)` is one
 Entries of :math:`D_{11}` on and above its diagonal blocks count as 0: each block of units reads the blocks before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The largest singular value of a matrix with given singular vectors, and its derivatives of every order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

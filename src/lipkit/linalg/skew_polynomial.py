@@ -17,8 +17,6 @@ The bound of its norm takes such products, too: with :math:`U = \mathrm{diag}(I,
 :math:`H = U^* U = \mathrm{diag}(I, G)`, even powers are :math:`U C_k U^*` and :math:`C_{2k} = C_k H C_k`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ W (..., m, n) with m <= n has orthonormal rows; a tall matrix is transposed firs
 dominate the cost: everything else happens in the m x m Gram matrices.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The table of functions that make a matrix semi-orthogonal: the values of ``orthogonalize=``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

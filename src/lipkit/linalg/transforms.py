@@ -3,8 +3,6 @@
 A release of torch may drop any of these names; ``tests/linalg/test_transforms.py`` looks for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

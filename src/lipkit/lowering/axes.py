@@ -7,8 +7,6 @@ here checks that it follows from the places in the arguments, for every batch. C
 must have the batch first in all arguments and results.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import string

@@ -5,8 +5,6 @@ not show that: code that asks for the type of its argument, or catches an error 
 for the values of other batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Functions of torch as compositions of others that have rules: a trace, and the runs beside it, hold those instead."""
 
-from __future__ import annotations
-
 import math
 import string
 from collections.abc import Callable

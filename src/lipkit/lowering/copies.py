@@ -5,8 +5,6 @@ a copied module changes, not its numbers, and `lipkit.lowering.observe` compares
 network.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Functions of torch that compute what a module does, as that module."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

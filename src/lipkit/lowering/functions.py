@@ -1,7 +1,5 @@
 """Functions that add, multiply, join or reduce values, as modules; and those with a constant but no plain form."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Functions that move the numbers of one value, as modules: other shapes and orders, pieces, borders, windows."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

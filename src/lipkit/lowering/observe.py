@@ -5,8 +5,6 @@ batches of different size show these calls, whatever their name: they raise the 
 The network that runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator

@@ -7,8 +7,6 @@ wiring; other results are constants. The calls become the network's own modules,
 values (`lipkit.lowering.functions`). Any other call is refused by name.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from dataclasses import dataclass, replace

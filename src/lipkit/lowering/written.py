@@ -4,8 +4,6 @@
 A pattern is a name, which stands for one value, a number, or (operator of ONNX, operands, attributes).
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The last three functions treat geometry: which convolutions have a counterpart of the same shapes, with which kernel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

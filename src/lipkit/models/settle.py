@@ -1,7 +1,5 @@
 """Turns layers of other libraries, and parametrised ones, into plain layers with fixed weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -7,8 +7,6 @@ Let F be the gradient of a convex function, with Lipschitz constant :math:`\ell`
 (`docs/mathematics/attention.md`, with sources).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

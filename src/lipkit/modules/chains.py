@@ -1,7 +1,5 @@
 """Chains of modules: products of constants, propagated rounding errors, and runs that one LMI bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -13,8 +13,6 @@ pixels into the border. Every padded pixel is one pixel of the image, so the col
   accepted, for which the outputs are those of one period and the norm is that of the circular convolution.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NoReturn
 

@@ -9,8 +9,6 @@ The first sum is measured at the sample x, :math:`\| |W| |x| \|`, and grows by a
 distance s of x; :math:`\| |W| \|_2` is bounded by the root of its largest row sum times its largest column sum (Schur).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

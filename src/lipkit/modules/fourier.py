@@ -13,8 +13,6 @@ columns and products does not matter.
   if it is real), with four roundings of allowance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Self

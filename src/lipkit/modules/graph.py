@@ -9,8 +9,6 @@ moves by at most D(s) = G s, where G is the proved gain of that value. Errors of
 parts of a concatenation count by the root of the sum of their squares.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

@@ -5,8 +5,6 @@ tensors of numbers, and modes that change the operations of torch. It cannot fin
 own functions, in the code object of a method, or in a method that asks if it is being traced (`docs/rounding.md`).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

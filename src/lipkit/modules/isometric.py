@@ -1,7 +1,5 @@
 r"""Activations of slope +-1: isometries on each of their pieces, with thresholds, slopes or angles that are trained."""
 
-from __future__ import annotations
-
 import math
 
 import torch

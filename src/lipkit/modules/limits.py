@@ -12,8 +12,6 @@ So limits need no proof: a network with them has its constant on all of space, a
 wherever its values stay within them (`limited` finds such limits for a box of inputs).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

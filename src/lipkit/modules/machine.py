@@ -1,7 +1,5 @@
 """The rounding error of one module, read from its row (`local_error`), and of a chain of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The result of an export: a chain of plain modules for one input shape."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules with computed weights, from parametrizations or hooks, as modules that hold the present values."""
 
-from __future__ import annotations
-
 import collections
 import copy
 from typing import Any

@@ -6,8 +6,6 @@ pass may differ from that of its type (hooks, an instance-level ``forward``). Pa
 present weights.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar

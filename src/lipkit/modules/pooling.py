@@ -1,7 +1,5 @@
 """Pooling: Lipschitz constants of windows, overlapping ones included, and the rounding of averages."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """``lipschitz`` and ``export``: open functions that read the rows of `lipkit.modules.plain`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Two linear maps with a scalar activation between them, and the multiplier that proves their constant."""
 
-from __future__ import annotations
-
 import math
 
 import torch

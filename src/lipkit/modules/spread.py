@@ -5,8 +5,6 @@ kernel, and E the identity on the channels of the input. The norm of this symbol
 say little: in a Cayley layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Self

@@ -9,8 +9,6 @@ numbers of a weight are stored as integers n and one step: w = step * n. The pro
 every machine reads the same weights, and proofs are made from the weights that are read.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect

@@ -3,8 +3,6 @@
 All are exact, except bilinear upsampling. Dimensions are counted as in torch; all leave dimension 0, the batch, alone.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

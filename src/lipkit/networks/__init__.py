@@ -6,8 +6,6 @@ NAME/recipe.yaml, record.json, certificate.jsonl.gz     of a classification: how
 NAME/estimate.json           of a critic: the Wasserstein distance that it bounds from below
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

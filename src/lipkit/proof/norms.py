@@ -6,8 +6,6 @@ definiteness", BIT 2006). With :math:`G` the computed Gram matrix and its a-prio
 norm of the matrix *as stored*, whatever the eigenvalue routine did: it only proposes ``t``.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Sequence

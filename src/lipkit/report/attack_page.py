@@ -1,7 +1,5 @@
 """The files of an attack in a run folder: figures as JSON, the examples, and a page that shows them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

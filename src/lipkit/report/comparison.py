@@ -1,7 +1,5 @@
 """Runs beside each other: one row for each setting, mean and standard deviation over its seeds, and the curves."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -4,8 +4,6 @@ It lies in ``curve.safetensors``, all float64: ``x`` (M,) ascending and ``y`` (M
 around ``centre`` (1,), the steepest place found; ``sample_x`` (N,) and ``sample_y`` (N, d), the test data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

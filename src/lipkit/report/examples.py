@@ -5,8 +5,6 @@ They lie in ``examples.safetensors``: ``image`` (M, *input_shape) float32, ``ind
 margin among the correct), 2 mistakes (most negative margin). safetensors hold numbers only, no code.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The report of a run: one HTML page that loads nothing, made from the run folder alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

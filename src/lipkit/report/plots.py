@@ -1,7 +1,5 @@
 """Plots of a run as SVG in HTML: accuracy against the radius, training against the epoch."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Files of a run folder besides the record: the certificate, and metrics by epoch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

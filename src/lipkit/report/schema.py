@@ -3,8 +3,6 @@
 Later versions only add fields. A reader keeps unknown fields, and refuses a file with another major version.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator

@@ -1,7 +1,5 @@
 """The tables of a record, and the format of figures in them."""
 
-from __future__ import annotations
-
 import math
 
 from lipkit.certificates.intervals import Share

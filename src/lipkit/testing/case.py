@@ -1,7 +1,5 @@
 """One layer under test: its factory, claims, inputs, and the arguments that it refuses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

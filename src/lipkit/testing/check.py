@@ -1,7 +1,5 @@
 """The table of the laws, and ``check_layer``, which runs them on one layer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

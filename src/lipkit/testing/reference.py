@@ -1,7 +1,5 @@
 """Singular values and norms of a layer by applying it, independent of its formulas; numpy in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Adversarial training: each batch is replaced by adversarial examples against the current network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

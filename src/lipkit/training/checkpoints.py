@@ -10,8 +10,6 @@ RUN/
   checkpoints/epoch-0007-step-000120/    the same, 120 steps into the eighth epoch
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Devices, processes and precision: the options of Lightning Fabric, and the ones that lipkit refuses."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The training loop: ordinary modules, ordinary optimisers, on Lightning Fabric."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 import warnings

@@ -7,8 +7,6 @@ the hinge (0 keeps the Wasserstein part only), and m = ``min_margin`` > 0. K is 
 the loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The optimiser of a run; optimisers of semi-orthogonal parameters, and one that joins several optimisers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

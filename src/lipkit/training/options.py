@@ -1,7 +1,5 @@
 """The options of training, for ``fit``, for the section ``train`` of a recipe and for the settings of a run."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Progress of training: loss and accuracy summed over steps and devices, pace and memory."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

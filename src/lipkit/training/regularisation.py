@@ -3,8 +3,6 @@ r"""Lipschitz regularisation: the sum of the logarithms of the layers' bounds, a
 The sum is the logarithm of the product of the bounds, so the gradient in one layer does not depend on the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

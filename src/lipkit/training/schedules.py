@@ -3,8 +3,6 @@
 With a budget of time or samples, `Clock` gives that fraction; it also limits the time of one call.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

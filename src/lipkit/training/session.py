@@ -1,7 +1,5 @@
 """The state of a run, from one step to the next, and its checkpoints, from which it continues bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -3,8 +3,6 @@
 Random numbers depend on (seed, epoch) only; torch's global random state is restored after training.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

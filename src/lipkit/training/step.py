@@ -3,8 +3,6 @@
 Recorded as a CUDA graph it is one launch instead of a thousand, so that small networks do not wait for Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@ r"""Critics: networks f of one output and Lipschitz constant at most 1; and loss
 ``fx`` and ``fy``, of any shape, are the values of f on samples of P and of Q.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

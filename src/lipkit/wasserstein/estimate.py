@@ -5,8 +5,6 @@ part of the samples, it is independent of the other part, whose means estimate t
 confidence intervals at the end are of a difference of means from two independent samples.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of a user's samples, and the exact distance of two small samples by optimal assignment."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ r"""A small Wasserstein GAN: a generator trained against a Lipschitz critic.
 The critic keeps its constant by construction, without gradient penalty or clipping.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

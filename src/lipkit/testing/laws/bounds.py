@@ -1,7 +1,5 @@
 """Laws of the bound, the shapes and the gradients: sound (1), attained (2), gradients (9), trained (10), sizes (11)."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

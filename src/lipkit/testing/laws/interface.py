@@ -1,7 +1,5 @@
 """Laws of a layer's interface: export (3), options act (8), refusals (13)."""
 
-from __future__ import annotations
-
 import tempfile
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Law 12: the function stays the same under another dtype, device, compiler or functional transform."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

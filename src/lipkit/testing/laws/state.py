@@ -1,7 +1,5 @@
 """Laws of parameters and state: complete at birth (4), pure (5), round trips (6), never stale (7)."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
